@@ -1,0 +1,81 @@
+"""The public names of attnmux. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend, BackendContext
+    from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
+    from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+    from attnmux.core.choosing.platform import Platform
+    from attnmux.core.choosing.plugins import hookimpl, load_plugins
+    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.solver import Decision, Policy, solve
+    from attnmux.core.compose import HybridAttnBackend
+    from attnmux.core.compose.building import build
+    from attnmux.core.layer import LayerSpec, RadixAttention
+    from attnmux.core.op import forward_context
+    from attnmux.core.spec import SpecInput
+    from attnmux.core.workspace import Workspace
+
+_MODULES = {
+    "AttentionBackend": "backend",
+    "BackendCard": "choosing.card",
+    "BackendContext": "backend",
+    "Clause": "choosing.card",
+    "Decision": "choosing.solver",
+    "ForwardBatch": "batch",
+    "ForwardMode": "batch",
+    "HybridAttnBackend": "compose",
+    "LayerSpec": "layer",
+    "MultiItem": "batch",
+    "Option": "choosing.card",
+    "Platform": "choosing.platform",
+    "Policy": "choosing.solver",
+    "Prior": "choosing.card",
+    "RadixAttention": "layer",
+    "Request": "choosing.request",
+    "SpecInput": "spec",
+    "Workspace": "workspace",
+    "build": "compose.building",
+    "forward_context": "op",
+    "hookimpl": "choosing.plugins",
+    "load_plugins": "choosing.plugins",
+    "solve": "choosing.solver",
+}
+
+__all__ = [
+    "AttentionBackend",
+    "BackendCard",
+    "BackendContext",
+    "Clause",
+    "Decision",
+    "ForwardBatch",
+    "ForwardMode",
+    "HybridAttnBackend",
+    "LayerSpec",
+    "MultiItem",
+    "Option",
+    "Platform",
+    "Policy",
+    "Prior",
+    "RadixAttention",
+    "Request",
+    "SpecInput",
+    "Workspace",
+    "build",
+    "forward_context",
+    "hookimpl",
+    "load_plugins",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name when it is first asked for."""
+    if name in _MODULES:
+        module = importlib.import_module(f"attnmux.core.{_MODULES[name]}")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

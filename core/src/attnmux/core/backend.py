@@ -1,0 +1,267 @@
+"""The contract: what an attention backend is given and what it answers to.
+
+T tokens and B requests of a step. `q [T, Hq, D]`, `k, v [T, Hkv, D]`, `out [T, Hq, Dv]`,
+`lse [T, Hq]` float32. LSE is the natural logarithm of the softmax's denominator, sinks
+included; a row without keys has LSE -inf and output 0. MLA is called absorbed: `q [T, Hq, rank]`,
+`q_rope [T, Hq, rope]`, `k [T, 1, rank]`, `k_rope [T, 1, rope]`, `v` None, `out [T, Hq, rank]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.debug import check_batch
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.choosing.platform import Platform
+    from attnmux.core.choosing.request import Request
+    from attnmux.core.kv import KVPool, ReqToTokenPool
+    from attnmux.core.layer import LayerSpec
+
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BackendContext:
+    """Everything that a backend may touch. An engine builds it once."""
+
+    request: Request
+    """What was decided: page size and KV dtype are set."""
+    platform: Platform
+    device: torch.device
+    layers: tuple[LayerSpec, ...]
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    workspace: Workspace
+    max_batch_size: int
+    max_context_len: int
+    debug: bool = False
+    """Run the checks that cost a device synchronisation."""
+    _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_id = {layer.layer_id: layer for layer in self.layers}
+        if len(by_id) != len(self.layers):
+            ids = [layer.layer_id for layer in self.layers]
+            raise InvalidInput("layers", came=f"ids {ids}", expected="an id of its own for each")
+        object.__setattr__(self, "_layer_by_id", by_id)
+
+    def layer(self, layer_id: int) -> LayerSpec:
+        """The layer of that id. Raises InvalidInput for an unknown one."""
+        try:
+            return self._layer_by_id[layer_id]
+        except KeyError:
+            raise InvalidInput(
+                "layer_id", came=layer_id, expected=f"one of {sorted(self._layer_by_id)}"
+            ) from None
+
+
+class AttentionBackend(ABC):
+    """Attention for every layer of one model on one device.
+
+    A step prepares its metadata once and then runs each layer. Preparation has two halves, so
+    that it can straddle a device graph:
+
+    ========================= =========== ==============================
+    half                      eager       with a graph
+    ========================= =========== ==============================
+    `..._out_graph`           called      called before capture and before each replay
+    `..._in_graph`            called      captured, then replayed by the graph
+    ========================= =========== ==============================
+
+    One instance has one step in flight.
+    """
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        self.context = context
+        self.options = options
+        self._dtype = torch_dtype(context.request.dtype) if context.request.dtype else None
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Prepare an eager step."""
+        self.init_forward_metadata_out_graph(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    @abstractmethod
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Host work, dynamic shapes, a library's `plan()`. It may synchronise."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Device operations of static shape: no synchronisation and no allocation."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate, once, the buffers that captured graphs point at.
+
+        Raises GraphUnsupported unless the backend overrides it.
+        """
+        raise GraphUnsupported(f"{type(self).__name__} cannot be captured in a device graph")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The `seq_lens` of a padding row in a graph."""
+        return 1
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        """Write the new tokens' K and V to the pool. A backend with a fused writer overrides it."""
+        pool = self.context.token_to_kv_pool
+        loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
+        if loc is None:
+            raise InvalidInput(
+                "encoder_out_cache_loc", came=None, expected="slots for the encoder's K and V"
+            )
+        if k_rope is not None:
+            pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+        elif v is not None:
+            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+        else:
+            raise InvalidInput("v", came=None, expected="V beside K, or k_rope for MLA")
+
+    @final
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer: write K and V where asked, then attend over the cache.
+
+        k None means that K and V are in the pool already. `out` and `lse` are written where
+        given, else `out` is allocated. Returns `out`; for IDLE an all-zero result, touching
+        nothing.
+        Raises InvalidInput for shapes that do not fit the layer and the batch, before the pool
+        is touched.
+        """
+        _check_dtype("q", q, self._dtype)
+        _check_shapes(q, k, v, layer, batch, q_rope, k_rope, out, lse)
+        if batch.forward_mode is ForwardMode.IDLE:
+            if out is None:
+                return q.new_zeros((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+            return out.zero_()
+        if self.context.debug:
+            check_batch(self.context, batch)
+        if k is not None and save_kv_cache:
+            self.save_kv(k, v, layer, batch, k_rope=k_rope)
+        attend = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
+        result = attend(
+            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
+        )
+        return result if out is None or result is out else out.copy_(result)
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One new token a request; K and V are in the pool.
+
+        Returns `out`, or a tensor of the backend's own, which `forward` copies to `out` where
+        the caller gave one. `lse` is written where given.
+        """
+
+    @abstractmethod
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Many new tokens a request on top of a cached prefix; returns like `forward_decode`.
+
+        With save_kv_cache False and k given, the new tokens' K and V are not in the pool: they
+        are `k` and `v` themselves, and there is no prefix.
+        """
+
+
+def _check_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: LayerSpec,
+    batch: ForwardBatch,
+    q_rope: torch.Tensor | None,
+    k_rope: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    num_tokens, heads = q.shape[0], layer.tp_q_head_num
+    rope_dim = layer.qk_rope_head_dim
+    latent_dim = layer.qk_head_dim - rope_dim
+    _check("q", q, (num_tokens, heads, latent_dim))
+    if num_tokens != batch.num_tokens:
+        raise InvalidInput("q", came=f"{num_tokens} rows", expected=f"{batch.num_tokens} tokens")
+    if (q_rope is None) != (rope_dim == 0):
+        raise InvalidInput(
+            "q_rope",
+            came="None" if q_rope is None else "a tensor",
+            expected="the rotary part of Q for MLA, None otherwise",
+        )
+    if q_rope is not None:
+        _check("q_rope", q_rope, (num_tokens, heads, rope_dim))
+    if k is not None:
+        keys = k.shape[0] if layer.is_cross_attention else num_tokens
+        _check("k", k, (keys, layer.tp_k_head_num, latent_dim))
+        if rope_dim:
+            _check("k_rope", k_rope, (keys, 1, rope_dim))
+        else:
+            _check("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim))
+    if out is not None:
+        _check("out", out, (num_tokens, heads, layer.v_head_dim))
+    if lse is not None:
+        _check("lse", lse, (num_tokens, heads))
+
+
+def _check_dtype(argument: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    if dtype is not None and tensor.dtype != dtype:
+        raise InvalidInput(argument, came=tensor.dtype, expected=f"{dtype}, as decided")
+
+
+def _check(argument: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None or tensor.shape != shape:
+        came = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
+        raise InvalidInput(argument, came=came, expected=f"shape {shape}")

@@ -1,0 +1,115 @@
+"""One step of a model, as attention sees it: the forward mode and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core.spec import SpecInput
+
+
+class ForwardMode(Enum):
+    """What a step does. Every mode but DECODE and IDLE may carry many new tokens a request."""
+
+    EXTEND = auto()
+    """New tokens on top of a cached prefix, which may be empty."""
+    DECODE = auto()
+    """One new token a request."""
+    MIXED = auto()
+    """Extending and decoding requests in one step; a decoding one extends by a single token."""
+    IDLE = auto()
+    """Nothing to do on this rank; it only takes part in collectives."""
+    TARGET_VERIFY = auto()
+    """The target model scores the draft tokens of each request."""
+    DRAFT_EXTEND = auto()
+    """The draft model catches up on the tokens that were accepted."""
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_decode_or_idle(self) -> bool:
+        return self is ForwardMode.DECODE or self is ForwardMode.IDLE
+
+    def is_extend(self) -> bool:
+        """Whether `forward_extend` serves it: all but DECODE and IDLE."""
+        return not self.is_decode_or_idle()
+
+    def is_target_verify(self) -> bool:
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_draft_extend(self) -> bool:
+        return self is ForwardMode.DRAFT_EXTEND
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MultiItem:
+    """Many items scored against one shared prefix in a single sequence.
+
+    Key j is visible to token i when j <= i and either j lies in the prefix or j lies in
+    i's own item.
+    """
+
+    prefix_lens: torch.Tensor
+    """[B] int32: tokens of the shared prefix, from the start of the sequence."""
+    token_pos_in_items: torch.Tensor
+    """[T] int32: place of each new token in its item, 0 for the delimiter that opens it.
+    The value of a token inside the prefix is not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForwardBatch:
+    """What attention reads of a step: B requests with T new tokens.
+
+    Tensors lie on the device of the KV pool unless their name ends in `_cpu`. Host mirrors
+    are optional; a backend that needs one says so on its card. In a captured graph every
+    tensor is a slice of the runner's fixed buffers and B is the padded batch size; a padding
+    row has request row 0 and writes to slot 0.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    """B, padding rows included."""
+    req_pool_indices: torch.Tensor
+    """[B] int64: rows of the request table."""
+    seq_lens: torch.Tensor
+    """[B] int32: tokens in the cache after this step; in TARGET_VERIFY the prefix alone."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: slots that the new tokens are written to."""
+    positions: torch.Tensor
+    """[T] int64: place of each new token in its sequence."""
+    seq_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    seq_lens_sum: int | None = None
+    """Sum of `seq_lens`, where the scheduler knows it."""
+    extend_seq_lens: torch.Tensor | None = None
+    """[B] int32: new tokens a request. Set in every extend mode, verify included."""
+    extend_seq_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    extend_prefix_lens: torch.Tensor | None = None
+    """[B] int32: cached tokens before the new ones. Set in every extend mode."""
+    extend_prefix_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    extend_num_tokens: int | None = None
+    """T in every extend mode."""
+    encoder_lens: torch.Tensor | None = None
+    """[B] int32: encoder tokens of each request, for encoder-decoder models. They occupy the
+    first slots of the request's row, and decoder tokens follow them."""
+    encoder_out_cache_loc: torch.Tensor | None = None
+    """[encoder tokens of this step] int64: slots that cross attention writes K and V to."""
+    spec_info: SpecInput | None = None
+    multi_item: MultiItem | None = None
+    actual_forward_mode: ForwardMode | None = None
+    """The mode before a composite or a graph runner substituted `forward_mode`."""
+    tbo_children: tuple[ForwardBatch, ...] = ()
+    """The two halves of a step whose communication overlaps the other half's compute."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows of Q in this step."""
+        if self.extend_num_tokens is not None and self.forward_mode.is_extend():
+            return self.extend_num_tokens
+        return self.out_cache_loc.shape[0]

@@ -1,0 +1,83 @@
+"""From a decision to a backend that runs it."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.compose.hybrid import HybridAttnBackend
+from attnmux.core.errors import InvalidInput, PluginError
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.solver import Choice, Decision
+    from attnmux.core.layer import LayerSpec
+
+
+def build(decision: Decision, context: BackendContext) -> AttentionBackend:
+    """Make the backend of a decision: a leaf, or a hybrid where decode and extend differ.
+
+    Raises InvalidInput when a layer of the context has a feature that the decision's request
+    did not ask for, or when context and decision disagree on page size; PluginError when a
+    chosen backend cannot be imported or made.
+    """
+    _check_context(decision, context)
+    serving = {
+        phase: decision.phases[phase] for phase in ("extend", "decode") if phase in decision.phases
+    }
+    if not serving:
+        raise InvalidInput(
+            "decision", came=f"phases {sorted(decision.phases)}", expected="extend or decode"
+        )
+    leaves: dict[tuple[str, str], AttentionBackend] = {}
+    for choice in serving.values():
+        if (choice.plugin, choice.backend) not in leaves:
+            leaves[choice.plugin, choice.backend] = _make(choice, context)
+    by_phase = {phase: leaves[choice.plugin, choice.backend] for phase, choice in serving.items()}
+    if len(leaves) == 1:
+        return next(iter(leaves.values()))
+    return HybridAttnBackend(prefill=by_phase["extend"], decode=by_phase["decode"])
+
+
+def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
+    name = f"{choice.plugin}/{choice.backend}"
+    if choice.factory is None:
+        raise PluginError(f"{name} is planned: it has a card and no implementation yet")
+    try:
+        factory = pkgutil.resolve_name(choice.factory)
+    except (ImportError, AttributeError, OSError) as error:
+        raise PluginError(f"{name} cannot be imported from {choice.factory}: {error}") from error
+    backend = factory(context, choice.options)
+    if not isinstance(backend, AttentionBackend):
+        raise PluginError(f"{name}: {choice.factory} made a {type(backend).__name__}")
+    return backend
+
+
+def _check_context(decision: Decision, context: BackendContext) -> None:
+    pool = context.token_to_kv_pool
+    if pool.page_size != decision.page_size:
+        raise InvalidInput(
+            "context.token_to_kv_pool",
+            came=f"page size {pool.page_size}",
+            expected=f"the decision's page size, {decision.page_size}",
+        )
+    for layer in context.layers:
+        for feature, has, asked in _features(layer, decision.request):
+            if has and not asked:
+                raise InvalidInput(
+                    f"layer {layer.layer_id}",
+                    came=feature,
+                    expected=f"only what the request asks for: choose again with {feature} set",
+                )
+
+
+def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool], ...]:
+    """(request field, whether the layer has it, whether the request asks for it)."""
+    return (
+        ("sliding_window", layer.sliding_window_size >= 0, request.sliding_window is not None),
+        ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
+        ("cross_attention", layer.is_cross_attention, request.cross_attention),
+        ("sinks", layer.sinks is not None, request.sinks),
+        ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
+    )

@@ -1,0 +1,82 @@
+"""Every error that attnmux raises on purpose.
+
+AttnmuxError
+├── InvalidInput       a bad argument, refused before anything was changed (also a ValueError)
+├── PoolExhausted      the request table or the KV pool has too little room left
+├── NoBackend          no backend serves the request; carries every candidate's reasons
+├── UnknownBackend     a name that no installed plugin advertises
+├── AmbiguousPlatform  several kinds of accelerator are present and none was named
+├── GraphUnsupported   a backend without graph capture was asked to capture
+├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
+└── SettingsError      a configuration file or environment variable that cannot be used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.verdict import Verdict
+
+
+class AttnmuxError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InvalidInput(AttnmuxError, ValueError):
+    """An argument that cannot be used.
+
+    Raised before a kernel runs and before the KV pool is touched.
+    """
+
+    def __init__(self, argument: str, *, came: object, expected: str) -> None:
+        self.argument = argument
+        self.came = came
+        self.expected = expected
+        super().__init__(f"{argument}: expected {expected}, got {came}")
+
+
+class PoolExhausted(AttnmuxError):
+    """An allocation that does not fit. Nothing was allocated."""
+
+    def __init__(self, what: str, *, wanted: int, available: int, hint: str = "") -> None:
+        self.what = what
+        self.wanted = wanted
+        self.available = available
+        message = f"{what}: {wanted} wanted, {available} available"
+        super().__init__(f"{message}; {hint}" if hint else message)
+
+
+class NoBackend(AttnmuxError):
+    """No backend serves the request on the platform; `candidates` says why, one by one."""
+
+    def __init__(self, message: str, candidates: Sequence[Verdict] = ()) -> None:
+        self.candidates = tuple(candidates)
+        super().__init__(message)
+
+
+class UnknownBackend(AttnmuxError):
+    """A backend name that no installed plugin advertises."""
+
+    def __init__(self, name: str, *, known: Sequence[str] = (), hint: str = "") -> None:
+        self.name = name
+        self.known = tuple(known)
+        message = f"unknown attention backend {name!r}"
+        super().__init__(f"{message}; {hint}" if hint else message)
+
+
+class AmbiguousPlatform(AttnmuxError):
+    """Several kinds of accelerator are present and nothing says which one to use."""
+
+
+class GraphUnsupported(AttnmuxError):
+    """The backend cannot be captured in a device graph."""
+
+
+class PluginError(AttnmuxError):
+    """A plugin that cannot be loaded or that breaks the plugin contract."""
+
+
+class SettingsError(AttnmuxError):
+    """A configuration file or an environment variable that cannot be used."""

@@ -1,0 +1,109 @@
+"""What varies by layer, and the module that a model calls attention through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.op import attention_with_output, current_forward_context
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerSpec:
+    """One attention layer on this rank. Ids are unique among the layers of a context."""
+
+    layer_id: int
+    tp_q_head_num: int
+    tp_k_head_num: int
+    tp_v_head_num: int
+    qk_head_dim: int
+    """Dim of Q and K; in MLA the latent rank and the rotary part together."""
+    v_head_dim: int
+    """Dim of V and of the output; in MLA the latent rank."""
+    scaling: float
+    kind: Literal["mha", "mla"] = "mha"
+    logit_cap: float = 0.0
+    """c of `c * tanh(logit / c)`, applied after scaling; 0 is off."""
+    sliding_window_size: int = -1
+    """w: token i sees keys j with i - w <= j <= i; -1 is off."""
+    attention_chunk_size: int = 0
+    """c: token i sees keys j of its own chunk, j // c == i // c; 0 is off."""
+    is_cross_attention: bool = False
+    sinks: torch.Tensor | None = None
+    """[Hq] fp32: a logit a head that takes part in the softmax and has no value."""
+    k_scale: float | None = None
+    v_scale: float | None = None
+    """What a quantised K or V is multiplied by when read."""
+
+    def __post_init__(self) -> None:
+        if self.tp_k_head_num < 1 or self.tp_q_head_num % self.tp_k_head_num:
+            raise InvalidInput(
+                "tp_q_head_num",
+                came=f"{self.tp_q_head_num} query heads over {self.tp_k_head_num} KV heads",
+                expected="a multiple of the KV heads",
+            )
+        if self.kind == "mla" and (self.tp_k_head_num != 1 or self.v_head_dim >= self.qk_head_dim):
+            raise InvalidInput(
+                "layer",
+                came=f"{self.tp_k_head_num} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
+                expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
+            )
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Dim of the rotary part that MLA passes apart; 0 in MHA."""
+        return self.qk_head_dim - self.v_head_dim if self.kind == "mla" else 0
+
+
+class RadixAttention(torch.nn.Module):
+    """Attention of one layer over the paged KV cache.
+
+    It runs the backend and batch of the surrounding `forward_context`. Under `torch.compile`
+    the call is one opaque op, so a model compiles as a single graph whatever the backend is.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend; see `AttentionBackend.forward` for the shapes. Heads may come flattened.
+
+        Returns [T, Hq, Dv]. With k and v None they are already in the pool.
+        Raises InvalidInput when `batch` is not the one of the forward context.
+        """
+        spec = self.spec
+        rope_dim = spec.qk_rope_head_dim
+        q = q.view(-1, spec.tp_q_head_num, spec.qk_head_dim - rope_dim)
+        if k is not None:
+            k = k.view(-1, spec.tp_k_head_num, spec.qk_head_dim - rope_dim)
+        if v is not None:
+            v = v.view(-1, spec.tp_v_head_num, spec.v_head_dim)
+        if torch.compiler.is_compiling():
+            out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
+            attention_with_output(q, k, v, q_rope, k_rope, out, None, spec.layer_id, save_kv_cache)
+            return out
+        context = current_forward_context()
+        if batch is not context.batch:
+            raise InvalidInput(
+                "batch", came="another batch", expected="the batch of the forward context"
+            )
+        return context.backend.forward(
+            q, k, v, spec, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
+        )

@@ -1,0 +1,101 @@
+"""The op through which compiled models call attention, and the running step that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.errors import AttnmuxError
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
+    from attnmux.core.batch import ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForwardContext:
+    """The backend and the batch of the running step."""
+
+    backend: AttentionBackend
+    batch: ForwardBatch
+
+
+_current: ContextVar[ForwardContext] = ContextVar("attnmux_forward_context")
+
+
+@contextmanager
+def forward_context(backend: AttentionBackend, batch: ForwardBatch) -> Iterator[ForwardContext]:
+    """Run a model's layers on `backend` and `batch`.
+
+    The caller has prepared the step with `backend.init_forward_metadata(batch)`.
+    """
+    context = ForwardContext(backend=backend, batch=batch)
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def current_forward_context() -> ForwardContext:
+    """The running step. Raises AttnmuxError outside `forward_context`."""
+    try:
+        return _current.get()
+    except LookupError:
+        raise AttnmuxError(
+            "attention was called outside a step: wrap the model's call in "
+            "`with attnmux.core.forward_context(backend, batch):`"
+        ) from None
+
+
+def _attention_with_output(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    q_rope: torch.Tensor | None,
+    k_rope: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    layer_id: int,
+    save_kv_cache: bool,
+) -> None:
+    context = current_forward_context()
+    backend = context.backend
+    backend.forward(
+        q,
+        k,
+        v,
+        backend.context.layer(layer_id),
+        context.batch,
+        save_kv_cache,
+        q_rope=q_rope,
+        k_rope=k_rope,
+        out=out,
+        lse=lse,
+    )
+
+
+def _no_output(*_: object) -> None:
+    """The fake implementation: what the op writes has the shapes of its arguments."""
+
+
+# torch keeps ops for as long as their Library object lives.
+_library = torch.library.Library("attnmux", "DEF")
+_library.define(
+    "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
+    "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache) -> ()",
+    # A backend may plan on the host or choose kernels by length, so Inductor's graph
+    # partition has to leave the op outside of CUDA graphs.
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_library.impl("attention_with_output", _attention_with_output, "CompositeExplicitAutograd")
+torch.library.register_fake("attnmux::attention_with_output", _no_output, lib=_library)
+
+attention_with_output = torch.ops.attnmux.attention_with_output
+"""`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache)`: attention of the layer
+in the running step, written to `out` and, where given, `lse`."""

@@ -1,0 +1,185 @@
+"""Dense attention in float64, slow and plain: what every backend is compared with.
+
+It loops over requests and reads the KV pool through the request table itself. It shares no code
+with the index builders, so that a fault there cannot hide here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.kv import KVPool
+    from attnmux.core.layer import LayerSpec
+
+
+def attention(
+    q: torch.Tensor,
+    layer: LayerSpec,
+    batch: ForwardBatch,
+    req_to_token: torch.Tensor,
+    pool: KVPool,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one layer over a step whose K and V are in the pool.
+
+    q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v: given for an
+    extend step that does not save them; then they are all the keys there are, and the pool is
+    not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs to no
+    request keeps output 0 and LSE -inf.
+    """
+    if q_rope is not None:
+        q = torch.cat([q, q_rope], dim=-1)
+    num_tokens, num_heads = q.shape[:2]
+    out = torch.zeros(
+        (num_tokens, num_heads, layer.v_head_dim), dtype=torch.float64, device=q.device
+    )
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=q.device)
+
+    first_row = 0
+    mask_start = 0
+    for request in range(batch.batch_size):
+        num_new, num_cached = _lengths(batch, request)
+        rows = slice(first_row, first_row + num_new)
+        if k is not None and v is not None:
+            num_cached = 0
+            keys, values = k[rows], v[rows]
+        else:
+            slots = _slots(layer, batch, req_to_token, request, num_cached + num_new)
+            keys, values = _read_pool(layer, pool, slots)
+        if layer.is_cross_attention:
+            keep = torch.ones((num_new, len(keys)), dtype=torch.bool, device=q.device)
+        else:
+            own_mask, item_starts, shared_prefix = None, None, 0
+            if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+                mask_end = mask_start + num_new * len(keys)
+                own_mask = batch.spec_info.custom_mask[mask_start:mask_end]
+                mask_start = mask_end
+            positions = num_cached + torch.arange(num_new, device=q.device)
+            if batch.multi_item is not None:
+                item_starts = positions - batch.multi_item.token_pos_in_items[rows]
+                shared_prefix = int(batch.multi_item.prefix_lens[request])
+            keep = visibility(
+                positions,
+                len(keys),
+                window=layer.sliding_window_size,
+                chunk=layer.attention_chunk_size,
+                custom_mask=own_mask,
+                item_starts=item_starts,
+                shared_prefix=shared_prefix,
+            )
+        out[rows], lse[rows] = dense_attention(
+            q[rows],
+            keys,
+            values,
+            keep,
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+        )
+        first_row += num_new
+    return out, lse
+
+
+def visibility(
+    positions: torch.Tensor,
+    num_keys: int,
+    *,
+    window: int = -1,
+    chunk: int = 0,
+    custom_mask: torch.Tensor | None = None,
+    item_starts: torch.Tensor | None = None,
+    shared_prefix: int = 0,
+) -> torch.Tensor:
+    """Which of one sequence's keys each of its tokens sees: [T, num_keys] bool, True sees.
+
+    positions: [T], places of the tokens in the sequence. window, chunk: as on `LayerSpec`.
+    custom_mask: T * num_keys bool values that stand in for causality; window and chunk still
+    narrow it. item_starts: [T], where the item of each token starts, for many items behind one
+    prefix of `shared_prefix` tokens.
+    """
+    token = positions.unsqueeze(1)
+    key = torch.arange(num_keys, device=positions.device).unsqueeze(0)
+    keep = key <= token if custom_mask is None else custom_mask.view(len(positions), num_keys)
+    if window >= 0:
+        keep = keep & (key >= token - window)
+    if chunk > 0:
+        keep = keep & (key // chunk == token // chunk)
+    if item_starts is not None:
+        in_prefix = (key < shared_prefix) | (token < shared_prefix)
+        keep = keep & (in_prefix | (key >= item_starts.unsqueeze(1)))
+    return keep
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scaling: float,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one request, every step written out.
+
+    q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. sinks: [Hq].
+    Query head h reads KV head h // (Hq / Hkv). Returns out [T, Hq, Dv] and lse [T, Hq], float64.
+    """
+    group = q.shape[1] // k.shape[1]
+    q = q.double()
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
+
+    logits = torch.einsum("thd,shd->ths", q, k) * scaling
+    if logit_cap > 0:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    logits = logits.masked_fill(~keep.unsqueeze(1), -torch.inf)
+
+    lse = torch.logsumexp(logits, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double())
+    # exp(-inf - -inf) is NaN; a row without keys has weights 0.
+    weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
+    return torch.einsum("ths,shd->thd", weights, v), lse
+
+
+def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:
+    """New tokens of a request and the tokens before them."""
+    if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
+        return 1, int(batch.seq_lens[request]) - 1
+    return int(batch.extend_seq_lens[request]), int(batch.extend_prefix_lens[request])
+
+
+def _slots(
+    layer: LayerSpec,
+    batch: ForwardBatch,
+    req_to_token: torch.Tensor,
+    request: int,
+    num_keys: int,
+) -> torch.Tensor:
+    """KV slots that the layer reads for a request, in sequence order."""
+    row = req_to_token[int(batch.req_pool_indices[request])]
+    num_encoder = 0 if batch.encoder_lens is None else int(batch.encoder_lens[request])
+    if layer.is_cross_attention:
+        return row[:num_encoder]
+    return row[num_encoder : num_encoder + num_keys]
+
+
+def _read_pool(
+    layer: LayerSpec, pool: KVPool, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the slots, in float64, de-quantised."""
+    slots = slots.long()
+    k_scale = 1.0 if layer.k_scale is None else layer.k_scale
+    v_scale = 1.0 if layer.v_scale is None else layer.v_scale
+    keys = pool.get_key_buffer(layer.layer_id)[slots].double() * k_scale
+    if layer.kind == "mla":
+        return keys, keys[..., : layer.v_head_dim]
+    return keys, pool.get_value_buffer(layer.layer_id)[slots].double() * v_scale

@@ -1,0 +1,66 @@
+"""Speculative decoding: what verification reads, and the masks of draft trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SpecInput:
+    """The speculative part of a step."""
+
+    draft_token_num: int
+    """d: draft tokens a request, the root included."""
+    topk: int = 1
+    """Branches that the draft keeps at each step; 1 is a chain."""
+    custom_mask: torch.Tensor | None = None
+    """Flat bool, q_i * kv_i a request in batch order, True keeps. It replaces causality only."""
+    mask_indptr: torch.Tensor | None = None
+    """[B + 1] int32: where each request's part of `custom_mask` starts."""
+
+
+def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
+    """Which draft tokens each draft token sees: itself and its ancestors.
+
+    parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
+    Returns [B, d, d] bool, row i the tokens that i sees.
+    Raises InvalidInput for a parent that does not precede its child.
+    """
+    if parents.dim() != 2:
+        raise InvalidInput("parents", came=f"shape {tuple(parents.shape)}", expected="[B, d]")
+    batch_size, num_tokens = parents.shape
+    order = torch.arange(num_tokens, device=parents.device)
+    if bool((parents >= order).any()):
+        raise InvalidInput(
+            "parents", came="a parent at or after its child", expected="parents in draft order"
+        )
+    reach = torch.eye(num_tokens, dtype=torch.float32, device=parents.device)
+    reach = reach.repeat(batch_size, 1, 1)
+    has_parent = (parents >= 0).unsqueeze(-1)
+    reach.scatter_add_(2, parents.clamp(min=0).long().unsqueeze(-1), has_parent.float())
+    reach.clamp_(max=1)
+    for _ in range(max(num_tokens - 1, 0).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach > 0
+
+
+def tree_mask(parents: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """The flat custom mask of TARGET_VERIFY: the whole prefix, then the token's ancestors.
+
+    parents: [B, d] int, see `tree_visibility`. seq_lens: [B] int, prefix lengths.
+    Returns flat bool of d * (seq + d) values a request. Synchronises on the total length.
+    """
+    visible = tree_visibility(parents)
+    batch_size, num_tokens, _ = visible.shape
+    widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens)
+    row_ends = widths.cumsum(0)
+    total = int(row_ends[-1]) if batch_size and num_tokens else 0
+    mask = torch.ones(total, dtype=torch.bool, device=parents.device)
+    if total:
+        columns = torch.arange(num_tokens, device=parents.device) - num_tokens
+        mask[row_ends.unsqueeze(1) + columns] = visible.reshape(-1, num_tokens)
+    return mask

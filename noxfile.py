@@ -1,0 +1,62 @@
+"""Every chore of the repository. `nox -l` is the menu."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+
+ROOT = Path(__file__).parent
+PLUGINS = sorted(
+    f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
+)
+MEMBERS = ["./core", *PLUGINS, "./integrations/transformers"]
+DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+CONSTRAINTS = ["-c", "constraints.txt"]
+SOURCES = ["core", "plugins", "integrations", "tests", "benchmarks", "tools", "noxfile.py"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install(*CONSTRAINTS, "ruff")
+    session.run("ruff", "check", *SOURCES)
+    session.run("ruff", "format", "--check", *SOURCES)
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check types with mypy in strict mode."""
+    session.install(*CONSTRAINTS, *MEMBERS, "mypy", "nox", "pytest", "hypothesis")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run every test; arguments go to pytest."""
+    session.install(*CONSTRAINTS, *MEMBERS, "pytest", "pytest-xdist", "hypothesis")
+    # One torch thread a worker: the workers fill the cores, and small shapes gain no more.
+    session.run("pytest", "-n", "auto", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Install what the README says and generate text with the chosen backend."""
+    session.install(*CONSTRAINTS, *DEMO)
+    session.run("attnmux", "select")
+    session.run("attnmux", "generate", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every wheel into dist/."""
+    session.install(*CONSTRAINTS, "build", "hatchling")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for member in MEMBERS:
+        session.run(
+            "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", member
+        )
