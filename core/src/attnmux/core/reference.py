@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.errors import InvalidInput
+
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.kv import KVPool
@@ -42,11 +44,12 @@ def attention(
     )
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=q.device)
 
+    custom_masks = _custom_masks(batch)
     first_row = 0
-    mask_start = 0
     for request in range(batch.batch_size):
         num_new, num_cached = _lengths(batch, request)
         rows = slice(first_row, first_row + num_new)
+        first_row += num_new
         if k is not None and v is not None:
             num_cached = 0
             keys, values = k[rows], v[rows]
@@ -56,12 +59,8 @@ def attention(
         if layer.is_cross_attention:
             keep = torch.ones((num_new, len(keys)), dtype=torch.bool, device=q.device)
         else:
-            own_mask, item_starts, shared_prefix = None, None, 0
-            if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
-                mask_end = mask_start + num_new * len(keys)
-                own_mask = batch.spec_info.custom_mask[mask_start:mask_end]
-                mask_start = mask_end
             positions = num_cached + torch.arange(num_new, device=q.device)
+            item_starts, shared_prefix = None, 0
             if batch.multi_item is not None:
                 item_starts = positions - batch.multi_item.token_pos_in_items[rows]
                 shared_prefix = int(batch.multi_item.prefix_lens[request])
@@ -70,7 +69,7 @@ def attention(
                 len(keys),
                 window=layer.sliding_window_size,
                 chunk=layer.attention_chunk_size,
-                custom_mask=own_mask,
+                custom_mask=custom_masks[request],
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
@@ -83,7 +82,6 @@ def attention(
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
         )
-        first_row += num_new
     return out, lse
 
 
@@ -112,8 +110,7 @@ def visibility(
     if chunk > 0:
         keep = keep & (key // chunk == token // chunk)
     if item_starts is not None:
-        in_prefix = (key < shared_prefix) | (token < shared_prefix)
-        keep = keep & (in_prefix | (key >= item_starts.unsqueeze(1)))
+        keep = keep & ((key < shared_prefix) | (key >= item_starts.unsqueeze(1)))
     return keep
 
 
@@ -152,9 +149,24 @@ def dense_attention(
 
 def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:
     """New tokens of a request and the tokens before them."""
-    if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
+    if batch.forward_mode.is_decode():
         return 1, int(batch.seq_lens[request]) - 1
+    if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
+        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
     return int(batch.extend_seq_lens[request]), int(batch.extend_prefix_lens[request])
+
+
+def _custom_masks(batch: ForwardBatch) -> list[torch.Tensor | None]:
+    """Each request's part of the flat custom mask, new tokens * keys values."""
+    mask = None if batch.spec_info is None else batch.spec_info.custom_mask
+    parts: list[torch.Tensor | None] = []
+    start = 0
+    for request in range(batch.batch_size):
+        num_new, num_cached = _lengths(batch, request)
+        end = start + num_new * (num_cached + num_new)
+        parts.append(None if mask is None else mask[start:end])
+        start = end
+    return parts
 
 
 def _slots(
