@@ -1,0 +1,109 @@
+"""Who may import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMBERS = [ROOT / "core", *sorted((ROOT / "plugins").iterdir()), ROOT / "integrations/transformers"]
+VENDORS = ("nvidia", "amd", "rocm", "intel", "ascend", "npu", "xpu", "cuda", "hip")
+
+
+def sources(member: Path) -> list[Path]:
+    return sorted((member / "src").rglob("*.py"))
+
+
+def package(member: Path) -> str:
+    """`attnmux.core`, `attnmux.cpu`, …: the one package that the member ships."""
+    (folder,) = (path for path in (member / "src/attnmux").iterdir() if path.is_dir())
+    return f"attnmux.{folder.name}"
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def inside(module: str, parent: str) -> bool:
+    return module == parent or module.startswith(f"{parent}.")
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_a_member_imports_only_core_and_itself(member: Path) -> None:
+    own = package(member)
+    for path in sources(member):
+        for module in imports(path):
+            if inside(module, "attnmux"):
+                assert inside(module, "attnmux.core") or inside(module, own), f"{path}: {module}"
+
+
+def test_choosing_and_plugin_modules_import_no_torch() -> None:
+    files = [
+        *(ROOT / "core/src/attnmux/core/choosing").rglob("*.py"),
+        *ROOT.glob("plugins/*/src/attnmux/*/plugin.py"),
+    ]
+    assert len(files) > 6
+    for path in files:
+        assert not any(inside(module, "torch") for module in imports(path)), path
+
+
+def test_nobody_owns_the_namespace() -> None:
+    assert not list(ROOT.glob("**/src/attnmux/__init__.py"))
+    spec = importlib.util.find_spec("attnmux")
+    assert spec is not None
+    assert spec.origin is None
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_a_member_is_typed(member: Path) -> None:
+    name = package(member).rpartition(".")[2]
+    assert (member / "src/attnmux" / name / "py.typed").is_file()
+
+
+def test_core_names_no_vendor_outside_the_platform_table() -> None:
+    """Identifiers and string constants of core; prose in docstrings and comments is free."""
+    for path in sources(ROOT / "core"):
+        if path.name == "platform.py" or "testing" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        prose = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if id(node) not in prose:
+                    words = node.value.lower().replace(":", " ").replace("_", " ").split()
+                    assert not set(words) & (set(VENDORS) - {"cuda"}), f"{path}: {node.value!r}"
+
+
+def test_importing_core_imports_no_torch() -> None:
+    code = (
+        "import sys; import attnmux.core, attnmux.core.choosing, attnmux.core.cli;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_resolves() -> None:
+    core = importlib.import_module("attnmux.core")
+    for name in core.__all__:
+        assert getattr(core, name) is not None
+    assert core.__all__ == sorted(core.__all__)
