@@ -1,0 +1,207 @@
+"""The axes of choosing: for each, what a request or a platform asks of a card.
+
+A new axis is a field of `Clause`, a field of `Request` (or `Platform`), and a row of `AXES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attnmux.core.choosing.card import Clause
+from attnmux.core.choosing.conditions import ANY, Condition, Value
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One point that a card is asked about."""
+
+    request: Request
+    platform: Platform
+    phase: str
+    page_size: int | None = None
+    """None: asks nothing."""
+    kv_dtype: str | None = None
+    hypothetical: bool = False
+    """The platform is not this machine, so a runtime that it does not state counts as new enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One thing that a card can be asked about. Its name is the clause's field."""
+
+    name: str
+    wanted: Callable[[Question], Value | None]
+    """What the question asks for; None or False where it asks nothing."""
+    settable: bool = False
+    """The request's field of this name is the asker's to change, so a hint can name it."""
+    droppable: bool = False
+    """The engine can do without it: coercion may turn it off."""
+    weight: int = 1
+    """How far a clause that fails here is from the question, when the nearest is sought."""
+    since: str = "1.0"
+    """The contract version that introduced the axis."""
+
+    def condition(self, clause: Clause) -> Condition:
+        condition: Condition = getattr(clause, self.name)
+        return condition
+
+    def fails(self, clause: Clause, question: Question) -> bool:
+        condition = self.condition(clause)
+        if condition is ANY:
+            return False
+        value = self.wanted(question)
+        return value is not None and value is not False and not condition.admits(value)
+
+    def reason(self, clause: Clause, question: Question) -> Reason:
+        value = self.wanted(question)
+        return Reason(
+            code=self.name.upper(),
+            axis=self.name,
+            wanted=_said(value),
+            offered=str(self.condition(clause)),
+            hint=f"{self.name}={self.remedy(clause, question)}" if self.settable else "",
+        )
+
+    def remedy(self, clause: Clause, question: Question) -> str:
+        """The value that the clause serves and that is nearest to what was wanted."""
+        value = self.wanted(question)
+        near = None if value is None else self.condition(clause).nearest(value)
+        return "none" if near is None else str(near)
+
+
+def _said(value: Value | None) -> str:
+    if value is True:
+        return "yes"
+    if isinstance(value, frozenset):
+        return " and ".join(sorted(value)) or "none"
+    return "unknown" if value in (None, "") else str(value)
+
+
+PLATFORM = 100
+SHAPE = 10
+
+CACHED = frozenset({"extend", "decode", "verify", "draft"})
+"""The phases that read the KV cache; the encoder of a multimodal model has none."""
+
+
+def _cached(field: str) -> Callable[[Question], Value | None]:
+    """The request's field, asked in the phases that read the KV cache."""
+
+    def wanted(question: Question) -> Value | None:
+        if question.phase not in CACHED:
+            return None
+        value: Value | None = getattr(question.request, field)
+        return value
+
+    return wanted
+
+
+def _in_phases(field: str, *phases: str) -> Callable[[Question], Value | None]:
+    def wanted(question: Question) -> Value | None:
+        value: Value | None = getattr(question.request, field)
+        return value if question.phase in phases else None
+
+    return wanted
+
+
+def _kind(question: Question) -> Value:
+    return question.request.kind if question.phase in CACHED else "mha"
+
+
+def _version(question: Question) -> Value:
+    return ".".join(map(str, question.platform.version))
+
+
+def _runtime(question: Question) -> Value | None:
+    runtime = question.platform.runtime
+    return None if question.hypothetical and not runtime else runtime
+
+
+def _expanded_only(field: str) -> Callable[[Question], Value | None]:
+    """Dims of heads: a latent kind's kernels see the latent, not the heads."""
+
+    def wanted(question: Question) -> Value | None:
+        if question.phase not in CACHED or question.request.latent:
+            return None
+        value: Value | None = getattr(question.request, field)
+        return value
+
+    return wanted
+
+
+def _v_head_dim(question: Question) -> Value | None:
+    value = _expanded_only("v_head_dim")(question)
+    return None if value == question.request.head_dim else value
+
+
+def _group_size(question: Question) -> Value | None:
+    q_heads, kv_heads = question.request.num_q_heads, question.request.num_kv_heads
+    if question.phase not in CACHED or not q_heads or not kv_heads:
+        return None
+    return q_heads // kv_heads
+
+
+AXES: tuple[Axis, ...] = (
+    Axis(name="vendor", wanted=lambda q: q.platform.vendor, weight=PLATFORM),
+    Axis(name="arch", wanted=lambda q: q.platform.arch, weight=PLATFORM),
+    Axis(name="version", wanted=_version, weight=PLATFORM),
+    Axis(name="features", wanted=lambda q: q.platform.features, weight=PLATFORM),
+    Axis(name="runtime", wanted=_runtime, weight=PLATFORM),
+    Axis(name="kind", wanted=_kind, weight=PLATFORM),
+    Axis(name="phase", wanted=lambda q: q.phase, weight=PLATFORM),
+    Axis(name="num_q_heads", wanted=_cached("num_q_heads"), weight=SHAPE),
+    Axis(name="num_kv_heads", wanted=_cached("num_kv_heads"), weight=SHAPE),
+    Axis(name="group_size", wanted=_group_size, weight=SHAPE),
+    Axis(name="head_dim", wanted=_expanded_only("head_dim"), weight=SHAPE),
+    Axis(name="v_head_dim", wanted=_v_head_dim, weight=SHAPE),
+    Axis(name="kv_lora_rank", wanted=_cached("kv_lora_rank"), weight=SHAPE),
+    Axis(name="qk_rope_head_dim", wanted=_cached("qk_rope_head_dim"), weight=SHAPE),
+    Axis(name="sliding_window", wanted=_cached("sliding_window"), weight=SHAPE),
+    Axis(name="attention_chunk", wanted=_cached("attention_chunk"), weight=SHAPE),
+    Axis(name="cross_attention", wanted=_cached("cross_attention"), weight=SHAPE),
+    Axis(name="sinks", wanted=_cached("sinks"), weight=SHAPE),
+    Axis(name="logit_cap", wanted=_cached("logit_cap"), weight=SHAPE),
+    Axis(name="dtype", wanted=lambda q: q.request.dtype, settable=True),
+    Axis(
+        name="kv_dtype",
+        wanted=lambda q: q.kv_dtype if q.phase in CACHED else None,
+        settable=True,
+    ),
+    Axis(
+        name="page_size",
+        wanted=lambda q: q.page_size if q.phase in CACHED else None,
+        settable=True,
+    ),
+    Axis(name="spec_topk", wanted=_cached("spec_topk"), settable=True),
+    Axis(name="spec_draft_tokens", wanted=_cached("spec_draft_tokens"), settable=True),
+    Axis(name="custom_mask", wanted=_in_phases("custom_mask", "extend", "verify"), settable=True),
+    Axis(name="multi_item", wanted=_in_phases("multi_item", "extend"), settable=True),
+    Axis(
+        name="chunked_prefix",
+        wanted=_in_phases("chunked_prefix", "extend"),
+        settable=True,
+        droppable=True,
+    ),
+    Axis(name="deterministic", wanted=lambda q: q.request.deterministic, settable=True),
+    Axis(
+        name="graph",
+        wanted=_in_phases("graph", "decode", "verify", "draft"),
+        settable=True,
+        droppable=True,
+    ),
+    Axis(name="lse", wanted=_cached("lse"), settable=True),
+)
+
+
+def failing(clause: Clause, question: Question, axes: tuple[Axis, ...] = AXES) -> list[Axis]:
+    """The axes on which `clause` does not serve the question; empty where it does."""
+    return [axis for axis in axes if axis.fails(clause, question)]
+
+
+def admits(clause: Clause, question: Question, axes: tuple[Axis, ...] = AXES) -> bool:
+    """Whether the clause serves the question."""
+    return not any(axis.fails(clause, question) for axis in axes)

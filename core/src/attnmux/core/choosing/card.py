@@ -1,0 +1,166 @@
+"""What a backend can do, as data: cards, their clauses and their priors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Union
+
+from packaging.requirements import InvalidRequirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, parsed_requirement
+from attnmux.core.errors import InvalidInput
+
+CONTRACTS = ("1.0",)
+"""The versions of the contract that this core speaks, the newest last."""
+
+DEFAULT_RANK = 1000
+"""Of a backend that no prior speaks of."""
+
+OptionValue = Union[bool, int, float, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clause:
+    """One AND of conditions, one field an axis (the table is in `axes.py`).
+
+    An axis that a request asks about and the clause leaves at NONE is refused. Axes that only
+    limit what is served (SM version, runtime, head counts) start at ANY; what is served at all
+    must be said.
+    """
+
+    vendor: Condition
+    phase: Condition
+    kind: Condition
+    dtype: Condition
+    kv_dtype: Condition
+    page_size: Condition
+    head_dim: Condition
+
+    arch: Condition = ANY
+    version: Condition = ANY
+    """Of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
+    features: Condition = ANY
+    runtime: Condition = ANY
+    num_q_heads: Condition = ANY
+    num_kv_heads: Condition = ANY
+    group_size: Condition = ANY
+    """Query heads per KV head."""
+    v_head_dim: Condition = NONE
+    """Asked only where it differs from `head_dim`."""
+    kv_lora_rank: Condition = NONE
+    qk_rope_head_dim: Condition = NONE
+    spec_topk: Condition = NONE
+    spec_draft_tokens: Condition = ANY
+    sliding_window: Condition = NONE
+    attention_chunk: Condition = NONE
+    cross_attention: Condition = NONE
+    sinks: Condition = NONE
+    logit_cap: Condition = NONE
+    custom_mask: Condition = NONE
+    multi_item: Condition = NONE
+    chunked_prefix: Condition = NONE
+    deterministic: Condition = NONE
+    graph: Condition = NONE
+    lse: Condition = NONE
+
+
+def when(**conditions: Condition) -> Clause:
+    """A clause that holds wherever the given conditions do: for priors."""
+    everything = dict.fromkeys(Clause.__dataclass_fields__, ANY)
+    return Clause(**{**everything, **conditions})
+
+
+ALWAYS = when()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """How well a backend is expected to do before anybody measured. Lower ranks win."""
+
+    rank: int
+    when: Clause = ALWAYS
+    source: str
+    """Where the expectation comes from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A setting of one backend, handed to its constructor. It must not change what is computed."""
+
+    name: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    default: OptionValue
+    choices: tuple[OptionValue, ...] = ()
+    """Empty: any value of the type."""
+    summary: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendCard:
+    """A backend's entry: importing it must import neither torch nor a kernel library.
+
+    Raises InvalidInput for a version range or a requirement that cannot be read, for a factory
+    that is not "module:attribute", and for an available card without a factory.
+    """
+
+    name: str
+    summary: str
+    clauses: tuple[Clause, ...]
+    """The backend serves what any one of them admits."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a user may give; a name shared by several cards means whichever fits."""
+    factory: str | None = None
+    """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
+    status: Literal["available", "planned"] = "available"
+    """A planned card can be asked about for another machine, and never runs."""
+    contract: str = ">=1,<2"
+    requires: tuple[str | tuple[str, ...], ...] = ()
+    """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
+    extra: str = ""
+    """The extra of the plugin's distribution that brings `requires`."""
+    options: tuple[Option, ...] = ()
+    priors: tuple[Prior, ...] = ()
+    """The first whose conditions hold counts."""
+    companions: tuple[str, ...] = ()
+    """Backends that serve the phases which this one does not, when a user names this one alone."""
+    needs_cpu_seq_lens: bool = False
+    """Whether the batch must carry `seq_lens_cpu`."""
+
+    def __post_init__(self) -> None:
+        try:
+            SpecifierSet(self.contract)
+        except InvalidSpecifier:
+            raise self._refusal("contract", self.contract, "a range such as >=1,<2") from None
+        for alternatives in self.requirements():
+            for text in alternatives:
+                try:
+                    parsed_requirement(text)
+                except InvalidRequirement:
+                    raise self._refusal("requires", text, "a PEP 508 requirement") from None
+        if self.factory is not None and self.factory.count(":") != 1:
+            raise self._refusal("factory", self.factory, '"module:attribute"')
+        if self.factory is None and self.status == "available":
+            raise self._refusal("factory", None, 'one, unless the status is "planned"')
+
+    def _refusal(self, field: str, came: object, expected: str) -> InvalidInput:
+        return InvalidInput(f"card {self.name!r}, {field}", came=repr(came), expected=expected)
+
+    def requirements(self) -> tuple[tuple[str, ...], ...]:
+        """`requires`, each as a tuple of alternatives."""
+        return tuple((item,) if isinstance(item, str) else item for item in self.requires)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A card and who brought it."""
+
+    card: BackendCard
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+    @property
+    def address(self) -> str:
+        """The name that is never ambiguous."""
+        return f"{self.plugin}/{self.card.name}"

@@ -1,0 +1,237 @@
+"""The conditions that a clause can put on one value: data that can be checked, said and hinted at."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, lcm
+from typing import Union
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+Value = Union[str, int, float, bool, frozenset[str]]
+
+
+class Condition(ABC):
+    """A set of values that a backend serves. Equal conditions compare equal."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def admits(self, value: Value) -> bool:
+        """Whether the backend serves `value`."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What is served, as a person would say it: "16, 32 or 64"."""
+
+    def nearest(self, value: Value) -> Value | None:
+        """The served value that is the smallest change from `value`; None where there is none."""
+        return None
+
+    def examples(self) -> Sequence[Value]:
+        """Served values worth trying where nothing was asked, the preferred one first."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Anything(Condition):
+    def admits(self, value: Value) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing(Condition):
+    def admits(self, value: Value) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return "not offered"
+
+
+ANY = Anything()
+NONE = Nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Condition):
+    values: tuple[Value, ...]
+
+    def admits(self, value: Value) -> bool:
+        return value in self.values
+
+    def __str__(self) -> str:
+        return " or ".join(filter(None, (", ".join(map(str, self.values[:-1])), str(self.values[-1]))))
+
+    def nearest(self, value: Value) -> Value | None:
+        numbers = [served for served in self.values if isinstance(served, (int, float))]
+        if numbers and isinstance(value, (int, float)):
+            return min(numbers, key=lambda served: abs(served - value))
+        return self.values[0]
+
+    def examples(self) -> Sequence[Value]:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Range(Condition):
+    """Multiples of `step` from `least` to `most`, both included; no `most`, no upper end."""
+
+    least: int = 0
+    most: int | None = None
+    step: int = 1
+
+    def admits(self, value: Value) -> bool:
+        if not isinstance(value, (int, float)):
+            return False
+        small = self.most is not None and value > self.most
+        return value >= self.least and not small and value % self.step == 0
+
+    def __str__(self) -> str:
+        parts = [f"a multiple of {self.step}"] if self.step > 1 else []
+        if self.least > self.step:
+            parts.append(f"at least {self.least}")
+        if self.most is not None:
+            parts.append(f"at most {self.most}")
+        return ", ".join(parts) or "any"
+
+    def nearest(self, value: Value) -> Value | None:
+        if not isinstance(value, (int, float)):
+            return None
+        up = ceil(max(value, self.least) / self.step) * self.step
+        if self.most is None or up <= self.most:
+            return up
+        down = self.most // self.step * self.step
+        return down if self.admits(down) else None
+
+    def examples(self) -> Sequence[Value]:
+        first = self.nearest(max(self.least, 1))
+        return () if first is None else (first,)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated(Condition):
+    """Any page size: `native` ones by the kernel, the others by handing it token indices."""
+
+    native: Condition
+
+    def admits(self, value: Value) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"any ({self.native} natively)"
+
+    def examples(self) -> Sequence[Value]:
+        return self.native.examples()
+
+
+@dataclass(frozen=True, slots=True)
+class Includes(Condition):
+    """A set of features that holds all of `members`."""
+
+    members: tuple[str, ...]
+
+    def admits(self, value: Value) -> bool:
+        return isinstance(value, frozenset) and value.issuperset(self.members)
+
+    def __str__(self) -> str:
+        return " and ".join(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Condition):
+    """A version range in PEP 440's words, for a bare version: ">=9.0,<10"."""
+
+    specifier: str
+
+    def __post_init__(self) -> None:
+        _specifiers(self.specifier)
+
+    def admits(self, value: Value) -> bool:
+        known = isinstance(value, str) and value != ""
+        return known and _specifiers(self.specifier).contains(str(value), prereleases=True)
+
+    def __str__(self) -> str:
+        return self.specifier
+
+
+@dataclass(frozen=True, slots=True)
+class Runtimes(Condition):
+    """Any one of several runtimes with a range each: ("cuda>=12.3", "rocm>=6"). Value: "cuda 13.0"."""
+
+    requirements: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for requirement in self.requirements:
+            parsed_requirement(requirement)
+
+    def admits(self, value: Value) -> bool:
+        name, _, version = str(value).partition(" ")
+        return any(
+            parsed.name == name and bool(version) and parsed.specifier.contains(version, prereleases=True)
+            for parsed in map(parsed_requirement, self.requirements)
+        )
+
+    def __str__(self) -> str:
+        return " or ".join(self.requirements)
+
+
+@lru_cache(maxsize=None)
+def _specifiers(text: str) -> SpecifierSet:
+    return SpecifierSet(text)
+
+
+@lru_cache(maxsize=None)
+def parsed_requirement(text: str) -> Requirement:
+    """A PEP 508 requirement; parsing dominates the check where a card is asked often."""
+    return Requirement(text)
+
+
+def one_of(*values: Value) -> Condition:
+    """Exactly these, the preferred one first."""
+    return OneOf(values) if values else NONE
+
+
+def at_most(number: int) -> Condition:
+    return Range(most=number)
+
+
+def at_least(number: int) -> Condition:
+    return Range(least=number)
+
+
+def between(least: int, most: int) -> Condition:
+    return Range(least=least, most=most)
+
+
+def multiple_of(step: int, *, most: int | None = None) -> Condition:
+    """Positive multiples of `step`."""
+    return Range(least=step, most=most, step=step)
+
+
+def emulated(*native: int) -> Condition:
+    """Any page size: `native` ones by the kernel, the others by token indices."""
+    return Emulated(one_of(*native))
+
+
+def includes(*features: str) -> Condition:
+    return Includes(features)
+
+
+def versions(specifier: str) -> Condition:
+    return Versions(specifier)
+
+
+def runtimes(*requirements: str) -> Condition:
+    return Runtimes(requirements)
+
+
+def common_multiple(conditions: Sequence[Condition]) -> int:
+    """The least number that every `multiple_of` among the conditions divides; 1 without one."""
+    return lcm(*(condition.step for condition in conditions if isinstance(condition, Range)))

@@ -1,0 +1,165 @@
+"""The answer: a backend for each phase, what was changed to get there, and every verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from attnmux.core.choosing.card import OptionValue
+from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Coercion, Verdict
+from attnmux.core.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The backend that serves a phase, with all that is needed to make it."""
+
+    backend: str
+    plugin: str
+    factory: str | None
+    """"module:attribute"; None for a planned backend, which only a question about another machine
+    can choose."""
+    options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
+    """Every option of the backend, defaults included."""
+    distribution: str = ""
+    version: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "plugin": self.plugin,
+            "factory": self.factory,
+            "options": dict(self.options),
+            "distribution": self.distribution,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
+        return cls(**{**data, "options": FrozenMapping(data["options"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What `solve` decided. It survives JSON unchanged, so that one process decides for all."""
+
+    platform: Platform
+    request: Request
+    """As resolved: page size and KV dtype are set, coercions applied."""
+    page_size: int
+    kv_dtype: str
+    phases: Mapping[str, Choice]
+    """Only the requested phases."""
+    coercions: tuple[Coercion, ...] = ()
+    candidates: tuple[Verdict, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over what was decided: two processes that agree on it run the same backends.
+
+        It covers the kind of device, what the request asks for, page size, KV dtype, and each
+        phase's backend with its options and its plugin's version; not who asked for a value, the
+        product's name, or the losers.
+        """
+        asked = self.request.to_dict()
+        del asked["origins"]
+        decided = {
+            "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
+            "request": asked,
+            "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
+            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
+        }
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "platform": self.platform.to_dict(),
+            "request": self.request.to_dict(),
+            "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
+            "hash": self.hash,
+            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
+            "coercions": [asdict(coercion) for coercion in self.coercions],
+            "candidates": [verdict.to_dict() for verdict in self.candidates],
+        }
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """The inverse of `to_json`.
+
+        Raises InvalidInput for text that is no decision, or whose hash is not that of its content.
+        """
+        try:
+            data = json.loads(text)
+            decision = cls(
+                platform=Platform.from_dict(data["platform"]),
+                request=Request.from_dict(data["request"]),
+                page_size=data["page_size"],
+                kv_dtype=data["kv_dtype"],
+                phases=FrozenMapping(
+                    {phase: Choice.from_dict(choice) for phase, choice in data["phases"].items()}
+                ),
+                coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+                candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            )
+            stated = data["hash"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            came = f"{type(error).__name__}: {error}"
+            expected = "the JSON of Decision.to_json"
+            raise InvalidInput("decision", came=came, expected=expected) from error
+        if stated != decision.hash:
+            expected = f"the hash of its content, {decision.hash}"
+            raise InvalidInput("decision", came=f"hash {stated}", expected=expected)
+        return decision
+
+    def summary(self) -> str:
+        """One line: which backend serves what, where, and why it won."""
+        served: dict[str, list[str]] = {}
+        for phase, choice in self.phases.items():
+            served.setdefault(f"{choice.backend} ({choice.plugin})", []).append(phase)
+        parts = [f"{name} serves {_listed(phases)}" for name, phases in served.items()]
+        where = self.platform.name or str(self.platform)
+        return (
+            f"{'; '.join(parts)} on {where}: {self._why()}; "
+            f"page size {self.page_size}, KV in {self.kv_dtype}"
+        )
+
+    def _why(self) -> str:
+        said = []
+        for verdict in self.candidates:
+            choice = self.phases.get(verdict.phase)
+            if choice is None or verdict.phase not in _leading(self.phases):
+                continue
+            if (choice.plugin, choice.backend) == (verdict.plugin, verdict.backend):
+                fitting = [
+                    other
+                    for other in self.candidates
+                    if other.phase == verdict.phase and other.verdict != "rejected"
+                ]
+                best = all((other.rank or 0) >= (verdict.rank or 0) for other in fitting)
+                place = "best" if best else "as asked"
+                said.append(f"{verdict.phase} rank {verdict.rank}, {place} of {len(fitting)} that fit")
+        return ", ".join(said) or "as asked"
+
+
+def _leading(phases: Mapping[str, Choice]) -> tuple[str, ...]:
+    """The phases whose rank was decisive: one for each backend."""
+    seen: dict[tuple[str, str], str] = {}
+    for phase, choice in phases.items():
+        seen.setdefault((choice.plugin, choice.backend), phase)
+    return tuple(seen.values())
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

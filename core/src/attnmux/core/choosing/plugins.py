@@ -1,0 +1,222 @@
+"""Loading plugins: each on its own, so that a broken one is a row in a report."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import importlib_metadata
+import pluggy
+from packaging.utils import canonicalize_name
+
+from attnmux.core.choosing.card import BackendCard, Offer
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import PluginError
+
+GROUP = "attnmux"
+"""The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
+
+hookspec = pluggy.HookspecMarker("attnmux")
+hookimpl = pluggy.HookimplMarker("attnmux")
+
+T = TypeVar("T")
+Stage = Literal["load", "platforms", "cards"]
+
+
+class HookSpecs:
+    """What a plugin may implement, as functions of its module marked with `hookimpl`."""
+
+    @hookspec
+    def attnmux_platforms(self) -> list[Platform]:
+        """The devices of this machine that the plugin serves, [] where there are none.
+
+        Must not create a device context. It is called in a thread of its own and abandoned when it
+        takes too long; what it raises becomes a row in the report.
+        """
+        return []
+
+    @hookspec
+    def attnmux_cards(self) -> list[BackendCard]:
+        """The cards of the plugin's backends. Must import neither torch nor a kernel library."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginFailure:
+    """A plugin, or one of its hooks, that did not work. The others go on."""
+
+    plugin: str
+    distribution: str
+    version: str
+    stage: Stage
+    error: str
+    """Type and message, in one line."""
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"plugin {self.plugin} ({self.distribution} {self.version}): {self.error}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plugin:
+    """A plugin module that was loaded, and the distribution that it came from."""
+
+    name: str
+    distribution: str
+    version: str
+    module: ModuleType
+
+
+class Plugins:
+    """The plugins that could be loaded, and why the others could not."""
+
+    def __init__(self, plugins: Iterable[Plugin] = (), failures: Iterable[PluginFailure] = ()) -> None:
+        self._manager = pluggy.PluginManager("attnmux")
+        self._manager.add_hookspecs(HookSpecs)
+        self._failures = list(failures)
+        self.loaded: tuple[Plugin, ...] = tuple(filter(self._register, plugins))
+        self._offers: tuple[Offer, ...] | None = None
+
+    @property
+    def failures(self) -> tuple[PluginFailure, ...]:
+        """Every row so far: asking for cards or platforms can add some."""
+        return tuple(self._failures)
+
+    def _register(self, plugin: Plugin) -> bool:
+        try:
+            self._manager.register(plugin.module, name=plugin.name)
+            self._manager.check_pending()
+        except Exception as error:
+            # The half-registered module would make every later check_pending fail again
+            if self._manager.has_plugin(plugin.name):
+                self._manager.unregister(name=plugin.name)
+            self._fail(plugin, "load", error)
+            return False
+        return True
+
+    def _fail(self, plugin: Plugin, stage: Stage, error: BaseException) -> None:
+        self._failures.append(
+            PluginFailure(
+                plugin=plugin.name,
+                distribution=plugin.distribution,
+                version=plugin.version,
+                stage=stage,
+                error=_in_one_line(error),
+                traceback=_formatted(error),
+            )
+        )
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Every card with the plugin that brought it."""
+        if self._offers is None:
+            self._offers = tuple(
+                Offer(
+                    card=card,
+                    plugin=plugin.name,
+                    distribution=plugin.distribution,
+                    version=plugin.version,
+                )
+                for plugin in self.loaded
+                for card in self._cards(plugin)
+            )
+        return self._offers
+
+    def _cards(self, plugin: Plugin) -> Sequence[BackendCard]:
+        try:
+            cards = self._ask(plugin, "attnmux_cards", BackendCard)
+            names = [card.name for card in cards]
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
+                raise PluginError(f"two cards named {', '.join(repeated)}")
+        except (Exception, SystemExit) as error:
+            self._fail(plugin, "cards", error)
+            return ()
+        return cards
+
+    def platforms_of(self, plugin: Plugin) -> Sequence[Platform]:
+        """What the plugin's probe finds. Raises whatever the probe raises."""
+        return self._ask(plugin, "attnmux_platforms", Platform)
+
+    def record(self, plugin: Plugin, error: BaseException) -> None:
+        """Note that the plugin's probe failed."""
+        self._fail(plugin, "platforms", error)
+
+    def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
+        others = [other.module for other in self.loaded if other is not plugin]
+        caller: Callable[[], Any] = self._manager.subset_hook_caller(hook, others)
+        found: list[T] = []
+        for answer in caller():
+            if not isinstance(answer, list) or not all(isinstance(x, expected) for x in answer):
+                raise PluginError(f"{hook} returned {answer!r}, not a list of {expected.__name__}")
+            found += answer
+        return found
+
+
+def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:
+    """Load the installed plugins, each on its own.
+
+    `allow` (None: all) and `deny` name plugins or distributions; a plugin that is not allowed is
+    not imported. A plugin that raises, exits, or shares its name with another is a failure in the
+    result, never an exception.
+    """
+    allowed = None if allow is None else set(map(canonicalize_name, allow))
+    denied = set(map(canonicalize_name, deny))
+    points = []
+    for point in importlib_metadata.entry_points(group=GROUP):
+        names = {canonicalize_name(point.name), canonicalize_name(_distribution(point))}
+        if (allowed is None or names & allowed) and not names & denied:
+            points.append(point)
+    points.sort(key=lambda point: (point.name, _distribution(point), point.value))
+    plugins, failures = [], []
+    for point in points:
+        sharing = sorted({_distribution(p) for p in points if p.name == point.name})
+        try:
+            if len(sharing) > 1:
+                raise PluginError(
+                    f"the plugin name {point.name!r} belongs to {' and '.join(sharing)}: "
+                    "deny one of the distributions"
+                )
+            plugins.append(_load(point))
+        except (Exception, SystemExit) as error:
+            failures.append(
+                PluginFailure(
+                    plugin=point.name,
+                    distribution=_distribution(point),
+                    version=_version(point),
+                    stage="load",
+                    error=_in_one_line(error),
+                    traceback=_formatted(error),
+                )
+            )
+    return Plugins(plugins, failures)
+
+
+def _load(point: importlib_metadata.EntryPoint) -> Plugin:
+    module = point.load()
+    if not isinstance(module, ModuleType):
+        raise PluginError(f"{point.value} is a {type(module).__name__}, not a module")
+    return Plugin(
+        name=point.name,
+        distribution=_distribution(point),
+        version=_version(point),
+        module=module,
+    )
+
+
+def _distribution(point: importlib_metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
+
+
+def _version(point: importlib_metadata.EntryPoint) -> str:
+    return point.dist.version if point.dist is not None else ""
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _formatted(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,60 @@
+"""What the solver says about one backend in one phase, and what it changed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Status = Literal["fits", "coerced", "rejected"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a backend does not serve a phase: one condition of its card that does not hold."""
+
+    code: str
+    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "UNDECLARED_FEATURE", …"""
+    axis: str
+    wanted: str
+    offered: str
+    hint: str = ""
+    """The smallest change that removes this reason: "page_size=64" for `Request.parse`, or a
+    command line. Empty where the asker has nothing to change. Following all the `field=value`
+    hints of one verdict removes the reasons that carry them."""
+
+    def __str__(self) -> str:
+        text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One candidate in one phase. A rejected one has at least one reason, a fitting one none."""
+
+    backend: str
+    plugin: str
+    phase: str
+    verdict: Status
+    rank: int | None
+    """Lower is better; None where rejected."""
+    reasons: tuple[Reason, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": [asdict(reason) for reason in self.reasons]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Verdict:
+        reasons = tuple(Reason(**reason) for reason in data["reasons"])
+        return cls(**{**data, "reasons": reasons})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coercion:
+    """A value of the request that the solver changed, and on whose behalf it had been set."""
+
+    field: str
+    old: str
+    new: str
+    because: str
+    origin: str
+    """Who had set the old value: user, env, config, model, platform or default."""

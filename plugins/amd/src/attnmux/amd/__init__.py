@@ -1,0 +1,1 @@
+"""AMD devices, and backends around AMD's kernel libraries. `plugin.py` advertises them."""

@@ -1,0 +1,1 @@
+"""Ascend devices, and backends around CANN's kernels. `plugin.py` advertises them."""

@@ -1,0 +1,1 @@
+"""Attention backends that need no accelerator. `plugin.py` advertises them."""

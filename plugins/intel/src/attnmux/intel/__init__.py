@@ -1,0 +1,1 @@
+"""Intel devices, and backends around Intel's kernel libraries. `plugin.py` advertises them."""

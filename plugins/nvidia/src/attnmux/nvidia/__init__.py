@@ -1,0 +1,1 @@
+"""NVIDIA devices, and backends around NVIDIA's kernel libraries. `plugin.py` advertises them."""

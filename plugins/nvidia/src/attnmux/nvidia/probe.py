@@ -1,0 +1,66 @@
+"""NVIDIA devices as NVML sees them: no CUDA context is created."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import PluginError
+
+
+def probe() -> list[Platform]:
+    """One Platform for each distinct kind of NVIDIA device; [] without the NVIDIA driver.
+
+    The runtime is the newest CUDA that the driver runs, which is what NVML knows; the toolkit that
+    a kernel library was built with is that library's own requirement.
+
+    Raises PluginError where the driver is there and does not answer.
+    """
+    import pynvml  # noqa: PLC0415  # costs milliseconds that an answer for another machine spares
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if error.value in (
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        ):
+            return []
+        raise PluginError(f"NVML does not start: {error}") from error
+    try:
+        return _devices(pynvml)
+    except pynvml.NVMLError as error:
+        raise PluginError(f"NVML does not answer: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _devices(nvml: ModuleType) -> list[Platform]:
+    encoded = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    # NVML encodes 12.4 as 12040
+    runtime = f"cuda {encoded // 1000}.{encoded % 1000 // 10}"
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    kinds = Counter(_facts(nvml, handle) for handle in handles)
+    return [
+        Platform(
+            vendor="nvidia",
+            device_type="cuda",
+            arch=f"sm{major}{minor}",
+            version=(major, minor),
+            runtime=runtime,
+            name=name,
+            count=count,
+            memory_bytes=memory,
+            core_count=0,
+        )
+        for (name, major, minor, memory), count in kinds.items()
+    ]
+
+
+def _facts(nvml: ModuleType, handle: object) -> tuple[str, int, int, int]:
+    name = nvml.nvmlDeviceGetName(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    # Older bindings return bytes
+    return name.decode() if isinstance(name, bytes) else name, major, minor, memory

@@ -1,0 +1,1 @@
+"""Portable Triton kernels: they belong to no vendor. `plugin.py` advertises them."""
