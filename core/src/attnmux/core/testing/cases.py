@@ -1,0 +1,174 @@
+"""What one trial of a backend is, as plain data. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.request import Request
+
+PHASES = {
+    ForwardMode.EXTEND: "extend",
+    ForwardMode.MIXED: "extend",
+    ForwardMode.DECODE: "decode",
+    ForwardMode.IDLE: "decode",
+    ForwardMode.TARGET_VERIFY: "verify",
+    ForwardMode.DRAFT_EXTEND: "draft",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The lengths of one step's requests."""
+
+    mode: ForwardMode
+    lens: tuple[int, ...]
+    """Keys of each request, the new tokens included."""
+    new: tuple[int, ...]
+    """New tokens of each request."""
+    encoder: tuple[int, ...] = ()
+    """Encoder tokens of each request. They are new where nothing else was cached."""
+    items: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the items that end each request, delimiters included."""
+    shared_prefix: int = 0
+    """First tokens that all requests have in common, whole pages of them in the same slots."""
+    padding: int = 0
+    """Padding requests after the real ones."""
+    trailing: int = 0
+    """Padding tokens after those of all requests."""
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Tokens before the new ones; -1 for a decoding request of length 0."""
+        return tuple(length - new for length, new in zip(self.lens, self.new, strict=True))
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens that each request has in the KV pool after the step."""
+        encoder = self.encoder or (0,) * len(self.lens)
+        return tuple(length + more for length, more in zip(self.lens, encoder, strict=True))
+
+    def varied(self, max_len: int) -> Step:
+        """Another step of as many requests: in reverse order, each a token longer if it may be."""
+        lens = [
+            min(length + 1, max_len - total + length)
+            for length, total in zip(self.lens, self.totals, strict=True)
+        ]
+        return replace(
+            self,
+            lens=tuple(reversed(lens)),
+            new=self.new[::-1],
+            encoder=self.encoder[::-1],
+            items=self.items[::-1],
+        )
+
+
+def decode(*lens: int, encoder: tuple[int, ...] = (), padding: int = 0) -> Step:
+    """One new token for each request; `lens` counts it."""
+    return Step(
+        mode=ForwardMode.DECODE, lens=lens, new=(1,) * len(lens), encoder=encoder, padding=padding
+    )
+
+
+def extend(
+    *requests: tuple[int, int],
+    mode: ForwardMode = ForwardMode.EXTEND,
+    encoder: tuple[int, ...] = (),
+    items: tuple[tuple[int, ...], ...] = (),
+    shared_prefix: int = 0,
+    padding: int = 0,
+    trailing: int = 0,
+) -> Step:
+    """(cached, new) tokens for each request."""
+    return Step(
+        mode=mode,
+        lens=tuple(cached + new for cached, new in requests),
+        new=tuple(new for _, new in requests),
+        encoder=encoder,
+        items=items,
+        shared_prefix=shared_prefix,
+        padding=padding,
+        trailing=trailing,
+    )
+
+
+def verify(num_draft_tokens: int, *prefixes: int, padding: int = 0) -> Step:
+    """The same number of draft tokens behind each prefix."""
+    requests = ((prefix, num_draft_tokens) for prefix in prefixes)
+    return extend(*requests, mode=ForwardMode.TARGET_VERIFY, padding=padding)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Successive steps of one model's attention on one backend instance."""
+
+    name: str
+    steps: tuple[Step, ...]
+    kind: Literal["mha", "mla"] = "mha"
+    num_q_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    """Of Q and K; in MLA of the expanded heads."""
+    v_head_dim: int = 128
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    """None: as `dtype`."""
+    page_size: int = 1
+    max_context_len: int = 128
+    scaling: float | None = None
+    """None: head_dim ** -0.5."""
+    windows: tuple[int | None, ...] = (None, None)
+    """The sliding window of each layer."""
+    attention_chunk: int | None = None
+    """Of every other layer."""
+    logit_cap: float | None = None
+    sinks: bool = False
+    spec_topk: int | None = None
+    """Above 1 the drafts are random trees with a custom mask."""
+    lse: bool = False
+    kv_in_pool: bool = False
+    """K and V were written before the call, which passes neither."""
+    save_kv_cache: bool = True
+
+    @property
+    def cross_attention(self) -> bool:
+        return any(step.encoder for step in self.steps)
+
+    @property
+    def multi_item(self) -> bool:
+        return any(step.items for step in self.steps)
+
+    @property
+    def custom_mask(self) -> bool:
+        return self.spec_topk is not None and self.spec_topk > 1
+
+    @property
+    def request(self) -> Request:
+        """What an engine asks for to run these steps."""
+        drafts = [step.new for step in self.steps if step.mode is ForwardMode.TARGET_VERIFY]
+        return Request(
+            kind=self.kind,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype or self.dtype,
+            page_size=self.page_size,
+            phases=tuple({PHASES[step.mode]: None for step in self.steps}),
+            spec_topk=self.spec_topk,
+            spec_draft_tokens=drafts[0][0] if drafts else None,
+            sliding_window=next((window for window in self.windows if window), None),
+            attention_chunk=self.attention_chunk,
+            cross_attention=self.cross_attention,
+            sinks=self.sinks,
+            logit_cap=self.logit_cap,
+            custom_mask=self.custom_mask,
+            multi_item=self.multi_item,
+            lse=self.lse,
+        )

@@ -1,0 +1,138 @@
+"""Where the tokens of a step lie, and what the pools hold before it runs.
+
+Pages are scattered, and whatever no request owns is NaN: unused pages, the unfilled rest of a
+request's last page, the slots of new tokens before they are written, the reserved page. Table
+entries behind a request's end are stale and lead to NaN as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.testing.cases import Step
+from attnmux.core.testing.world import World, pages_of
+
+PAGE_0 = 100.0
+"""What the reserved page holds in a step with padding: padding rows read it, and stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Placed:
+    """One request of a step, padding included."""
+
+    length: int
+    """Keys, the new tokens included."""
+    new: int
+    encoder: int
+    new_encoder: int
+    """Encoder tokens that this step writes: all or none."""
+    row: int
+    """Of the request table."""
+    slots: torch.Tensor
+    """[encoder + length] int64, of the encoder's tokens and then its own."""
+
+    @property
+    def cached(self) -> int:
+        return self.length - self.new
+
+    @property
+    def cached_slots(self) -> torch.Tensor:
+        return self.slots[self.encoder : self.encoder + max(self.cached, 0)]
+
+    @property
+    def new_slots(self) -> torch.Tensor:
+        """Where the new tokens are written; slot 0 for a request that has no keys."""
+        if self.cached < 0:
+            return self.slots.new_zeros(1)
+        return self.slots[self.encoder + self.cached :]
+
+    @property
+    def encoder_slots(self) -> torch.Tensor:
+        return self.slots[: self.encoder]
+
+
+def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
+    """Give every request a row and slots, and write them to the request table."""
+    pool, table = world.context.token_to_kv_pool, world.context.req_to_token_pool.req_to_token
+    page_size = pool.page_size
+    pages = torch.randperm(pool.size // page_size, generator=world.generator) + 1
+    num_shared = step.shared_prefix // page_size
+    shared, pages = pages[:num_shared], pages[num_shared:]
+    rows = torch.randperm(table.shape[0] - 1, generator=world.generator) + 1
+    requests = []
+    for index, total in enumerate(step.totals):
+        count = pages_of(total, page_size) - len(shared)
+        own, pages = pages[:count], pages[count:]
+        slots = _slots(torch.cat([shared, _out_of_order(own)]), page_size)[:total]
+        encoder = step.encoder[index] if step.encoder else 0
+        is_first = step.mode is not ForwardMode.DECODE and step.cached[index] == 0
+        requests.append(
+            Placed(
+                length=step.lens[index],
+                new=step.new[index],
+                encoder=encoder,
+                new_encoder=encoder if is_first else 0,
+                row=int(rows[index]),
+                slots=slots.to(pool.device),
+            )
+        )
+    _write_table(world, requests, stale=_slots(pages, page_size))
+    return requests + [_padding(step, seq_len_fill, pool.device)] * step.padding
+
+
+def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> None:
+    """Random K and V for what is cached, NaN everywhere else."""
+    pool = world.context.token_to_kv_pool
+    cached = torch.cat([request.cached_slots for request in requests if request.row])
+    encoder = torch.cat(
+        [request.encoder_slots for request in requests if request.row and not request.new_encoder]
+    )
+    for layer in world.context.layers:
+        slots = encoder if layer.is_cross_attention else cached
+        for buffer in buffers(world, layer.layer_id):
+            buffer.fill_(torch.nan)
+            if has_padding:
+                buffer[: pool.page_size] = PAGE_0
+            buffer[slots] = world.random(len(slots), *buffer.shape[1:]).to(buffer.dtype)
+
+
+def buffers(world: World, layer_id: int) -> tuple[torch.Tensor, ...]:
+    """The pool's memory of a layer: K and V, or the one buffer of MLA."""
+    pool = world.context.token_to_kv_pool
+    if world.case.kind == "mla":
+        return (pool.get_key_buffer(layer_id),)
+    return pool.get_kv_buffer(layer_id)
+
+
+def _slots(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Every slot of the pages, page after page."""
+    return (pages.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
+
+
+def _out_of_order(pages: torch.Tensor) -> torch.Tensor:
+    in_order = len(pages) > 1 and bool((pages.diff() > 0).all())
+    return pages.flip(0) if in_order else pages
+
+
+def _write_table(world: World, requests: list[Placed], stale: torch.Tensor) -> None:
+    table = world.context.req_to_token_pool.req_to_token
+    picks = torch.randint(len(stale), table.shape, generator=world.generator)
+    table.copy_(stale[picks])
+    table[0] = 0
+    for request in requests:
+        table[request.row, : len(request.slots)] = request.slots.int()
+
+
+def _padding(step: Step, seq_len_fill: int, device: torch.device) -> Placed:
+    new = 1
+    length = 1
+    if step.mode is ForwardMode.DECODE:
+        length = seq_len_fill
+    elif step.mode is ForwardMode.TARGET_VERIFY:
+        new = step.new[0]
+        length = seq_len_fill + new
+    slots = torch.zeros(length, dtype=torch.int64, device=device)
+    return Placed(length=length, new=new, encoder=0, new_encoder=0, row=0, slots=slots)

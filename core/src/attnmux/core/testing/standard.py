@@ -1,0 +1,152 @@
+"""The cases that every backend is tried on, wherever its card admits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.testing.cases import Case, Step, decode, extend, verify
+
+PAGE_SIZES = (1, 16, 64)
+
+
+def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
+    """Every case of the suite, in all of the page sizes."""
+    cases: list[Case] = []
+    for page in page_sizes:
+        cases += _batches(page)
+        cases += _speculation(page)
+        cases += _features(page)
+        cases += _shapes(page)
+        cases += _mla(page)
+    for page in (3, 48):
+        cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
+        cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
+    return tuple(cases)
+
+
+def _case(
+    name: str, page_size: int, *steps: Step, max_context_len: int = 256, **settings: object
+) -> Case:
+    """A case; a single step is followed by a variation of it, so that stale metadata shows."""
+    if len(steps) == 1:
+        steps = (*steps, steps[0].varied(max_context_len))
+    return Case(
+        name=f"{name}-page{page_size}",
+        steps=steps,
+        page_size=page_size,
+        max_context_len=max_context_len,
+        **settings,  # type: ignore[arg-type]  # fields of Case by name
+    )
+
+
+def _batches(page: int) -> Iterator[Case]:
+    boundaries = tuple(length for length in (page - 1, page, page + 1, 3 * page) if length)
+    steps: dict[str, tuple[Step, ...]] = {
+        "decode-one-request": (decode(37),),
+        "decode-uneven": (decode(1, 70, 3, 33, 18),),
+        "decode-changing-batch-size": (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5)),
+        "decode-page-boundaries": (decode(*boundaries),),
+        "decode-length-0-and-1": (decode(1, 0, 21),),
+        "decode-max-length": (decode(256, 255),),
+        "decode-padding": (decode(20, 3, padding=3),),
+        "extend-one-request": (extend((0, 37)),),
+        "extend-empty-prefix": (extend((0, 7), (0, 33), (0, 1)),),
+        "extend-prefix": (extend((page, 5), (3 * page, 19), (0, 11)),),
+        "extend-partly-filled-page": (extend((page + page // 2 + 1, 12), (3, 30)),),
+        "extend-page-boundaries": (extend(*((0, length) for length in boundaries)),),
+        "extend-full-prefix-hit": (extend((2 * page, 1), (page, 0), (0, 4)),),
+        "extend-nothing-new": (extend((2 * page, 0), (5, 0)), extend((0, 6), (page, 2))),
+        "extend-length-1": (extend((0, 1)), extend((0, 1), (0, 1))),
+        "extend-max-length": (extend((192, 64), (0, 9)),),
+        "extend-padding": (extend((4, 9), (0, 20), padding=2, trailing=3),),
+        "extend-shared-prefix": (
+            extend((4 * page, 5), (4 * page, 9), (4 * page, 1), shared_prefix=4 * page),
+        ),
+        "mixed": (extend((0, 21), (40, 1), (17, 8), (5, 1), mode=ForwardMode.MIXED),),
+        "extend-then-decode": (extend((0, 30), (16, 11)), decode(31, 28)),
+        "idle": (decode(7, 12), extend(mode=ForwardMode.IDLE)),
+    }
+    for name, of_case in steps.items():
+        yield _case(name, page, *of_case, max_context_len=max(256, 5 * page))
+    # Long enough for kernels that cut the keys of one request into parts.
+    yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=1152)
+    yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=1152)
+
+
+def _speculation(page: int) -> Iterator[Case]:
+    chain, tree = {"spec_topk": 1}, {"spec_topk": 4}
+    yield _case("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
+    yield _case("verify-empty-prefix", page, verify(3, 0, 5), **chain)
+    yield _case("verify-padding", page, verify(4, 9, 30, padding=2), **chain)
+    yield _case("verify-tree", page, verify(6, 9, page, 2 * page + 1), **tree)
+    yield _case("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
+    yield _case("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
+    catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
+    yield _case("draft-extend", page, catching_up, **chain)
+
+
+def _features(page: int) -> Iterator[Case]:
+    features: dict[str, dict[str, object]] = {
+        "window": {"windows": (8, None)},
+        "window-of-a-page": {"windows": (page, None)},
+        "two-windows": {"windows": (8, None, 21)},
+        "chunk": {"attention_chunk": 16},
+        "cap": {"logit_cap": 2.0},
+        "sinks": {"sinks": True},
+        "scale": {"scaling": 0.3},
+        "lse": {"lse": True},
+        "sinks-lse": {"sinks": True, "lse": True},
+        "window-sinks": {"windows": (12, None), "sinks": True},
+        "window-cap": {"windows": (12, None), "logit_cap": 2.0},
+        "kv-in-pool": {"kv_in_pool": True},
+        "float16": {"dtype": "float16"},
+        "float32": {"dtype": "float32"},
+        "float32-bfloat16-kv": {"dtype": "float32", "kv_dtype": "bfloat16"},
+    }
+    for name, settings in features.items():
+        yield _case(f"decode-{name}", page, decode(45, 3, 17, 70), **settings)
+        yield _case(f"extend-{name}", page, extend((0, 41), (page + 3, 20)), **settings)
+    yield _case("decode-lse-of-nothing", page, decode(0, 5), lse=True)
+    yield _case("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
+    yield _case("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
+    yield _case(
+        "extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2)))
+    )
+
+
+def _shapes(page: int) -> Iterator[Case]:
+    shapes: dict[str, dict[str, object]] = {
+        "8x8-heads": {"num_q_heads": 8, "num_kv_heads": 8},
+        "8x1-heads": {"num_q_heads": 8, "num_kv_heads": 1},
+        "16x2-heads": {"num_q_heads": 16, "num_kv_heads": 2},
+        "14x2-heads": {"num_q_heads": 14, "num_kv_heads": 2},
+        "dim-64": {"head_dim": 64, "v_head_dim": 64},
+        "dim-256": {"head_dim": 256, "v_head_dim": 256},
+        "dims-192-128": {"num_kv_heads": 8, "head_dim": 192},
+    }
+    for name, settings in shapes.items():
+        yield _case(f"decode-{name}", page, decode(45, 3), **settings)
+        yield _case(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
+
+
+def _mla(page: int) -> Iterator[Case]:
+    expanded: dict[str, object] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
+    latent: dict[str, object] = {
+        **expanded,
+        "kind": "mla",
+        "num_kv_heads": 1,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    yield _case("mla-decode", page, decode(45, 3, 17, page), **latent)
+    yield _case("mla-decode-lse", page, decode(45, 3), lse=True, **latent)
+    yield _case("mla-decode-128-heads", page, decode(30, 5), **{**latent, "num_q_heads": 128})
+    yield _case("mla-decode-padding", page, decode(20, 3, padding=2), **latent)
+    yield _case("mla-extend", page, extend((0, 30), (page, 7), (5, 1)), **latent)
+    yield _case("mla-verify-chain", page, verify(3, 12, page), spec_topk=1, **latent)
+    yield _case("mla-verify-tree", page, verify(5, 12, page), spec_topk=4, **latent)
+    yield _case("mla-kv-in-pool", page, decode(45, 3), kv_in_pool=True, **latent)
+    yield _case(
+        "mla-expanded-prefill", page, extend((0, 30), (0, 7)), save_kv_cache=False, **expanded
+    )
