@@ -1,0 +1,49 @@
+"""Index builders: from a batch and the request table to what attention kernels read.
+
+Pure functions on tensors, vectorised, on the device of their inputs. Lengths come as int32
+[B], `req_pool_indices` as int64 [B], `req_to_token` as contiguous int32 [rows, max_context].
+Results are int32 unless a docstring says otherwise. A length of 0 is legal everywhere, and
+so is a batch of 0.
+
+Sizes that depend on values are Python ints: a builder takes them as `total` or `max_len`
+where the caller has them, and synchronises with the device where they are None and nothing
+else fixes the shape. A buffer given as `out` fixes it: the builder writes the buffer's front
+without a synchronisation, which makes it fit for a device graph, and returns that part of it.
+
+`kv_start` is the column of a request's row at which its keys begin: the encoder's length for
+self-attention in an encoder-decoder model, or the start of a window or of a chunk. With pages
+it is a multiple of the page size.
+
+Arguments of the wrong shape or dtype are InvalidInput. Values are not looked at.
+"""
+
+from __future__ import annotations
+
+from attnmux.core.indices.chunk import ChunkBatches, chunk_batches
+from attnmux.core.indices.csr import kv_indices, kv_indptr, kv_last_page_len, out_cache_loc
+from attnmux.core.indices.paged import block_count_multiple, page_table, whole_page_lens
+from attnmux.core.indices.ragged import cu_seqlens, extend_positions, uniform_indptr
+from attnmux.core.indices.splits import num_kv_splits
+from attnmux.core.indices.verify import mask_indptr, verify_kv_lens, verify_qo_indptr
+from attnmux.core.indices.window import KVView, window_view
+
+__all__ = [
+    "ChunkBatches",
+    "KVView",
+    "block_count_multiple",
+    "chunk_batches",
+    "cu_seqlens",
+    "extend_positions",
+    "kv_indices",
+    "kv_indptr",
+    "kv_last_page_len",
+    "mask_indptr",
+    "num_kv_splits",
+    "out_cache_loc",
+    "page_table",
+    "uniform_indptr",
+    "verify_kv_lens",
+    "verify_qo_indptr",
+    "whole_page_lens",
+    "window_view",
+]

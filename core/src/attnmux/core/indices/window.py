@@ -1,0 +1,56 @@
+"""Which of its keys a request needs under a sliding window."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from attnmux.core.indices._args import check_lens, check_positive
+from attnmux.core.indices._segments import store
+
+
+class KVView(NamedTuple):
+    """A stretch of each request's keys."""
+
+    kv_lens: torch.Tensor
+    """[B] int32: keys of the stretch."""
+    kv_start: torch.Tensor
+    """[B] int32: column of the request's row where it begins."""
+
+
+def window_view(
+    seq_lens: torch.Tensor,
+    sliding_window_size: int,
+    *,
+    q_lens: torch.Tensor | int = 1,
+    page_size: int = 1,
+    kv_start: torch.Tensor | None = None,
+    out: KVView | None = None,
+) -> KVView:
+    """The keys that the last q_lens tokens of each request can see.
+
+    Token i sees keys j with i - w <= j <= i, so the view begins at the first of these tokens
+    less w; with one token it is the last w + 1 keys. A window below 0 is off: all keys.
+
+    seq_lens: [B] int32, all keys, the new tokens' own included (in verify seq + d).
+    q_lens: new tokens a request, [B] int32 or one number for all; 1 is decode.
+    page_size: the view begins at a page's start, so it may hold up to page_size - 1 keys more
+    than the window at its front, which the kernel masks.
+    kv_start: [B] int32, the column where the request's keys begin; the view's starts add to it.
+    out: buffers of at least B values for both fields.
+    """
+    batch_size = check_lens("seq_lens", seq_lens)
+    check_positive("page_size", page_size)
+    if isinstance(q_lens, torch.Tensor):
+        check_lens("q_lens", q_lens, batch_size)
+    if sliding_window_size < 0:
+        start = torch.zeros_like(seq_lens)
+    else:
+        start = (seq_lens - q_lens - sliding_window_size).clamp_(min=0)
+        start -= start % page_size
+    kv_lens = store(seq_lens - start, None if out is None else out.kv_lens, torch.int32)
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
+        start += kv_start
+    return KVView(kv_lens, store(start, None if out is None else out.kv_start, torch.int32))

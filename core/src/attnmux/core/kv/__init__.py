@@ -1,0 +1,18 @@
+"""Where keys and values live, which request owns which slot, and how slots are handed out."""
+
+from __future__ import annotations
+
+from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
+from attnmux.core.kv.mha import MHATokenToKVPool
+from attnmux.core.kv.mla import MLATokenToKVPool
+from attnmux.core.kv.pool import KVPool
+from attnmux.core.kv.request_table import ReqToTokenPool
+
+__all__ = [
+    "KVPool",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "PagedAllocator",
+    "ReqToTokenPool",
+    "TokenAllocator",
+]

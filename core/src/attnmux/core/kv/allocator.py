@@ -1,0 +1,211 @@
+"""Handing out slots of a KV pool, in whole pages or token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.free_list import FreeList
+from attnmux.core.kv.placement import check_extend, place_decode, place_extend
+
+
+class PagedAllocator:
+    """Slots of a pool of `size` tokens, as int64 tensors on `device`.
+
+    Page 0 belongs to padding and is never handed out. An allocation that does not fit raises
+    PoolExhausted and changes nothing.
+
+    Misuse (a double free, a slot that was never handed out, lengths that contradict each
+    other) is InvalidInput that changes nothing. Finding it reads values, which is cheap on a
+    CPU and costs a synchronisation elsewhere: `debug` is therefore on by default on a CPU and
+    off on any other device.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        device: torch.device | str,
+        *,
+        debug: bool | None = None,
+    ) -> None:
+        """Raises InvalidInput unless `size` is whole pages."""
+        if page_size < 1:
+            raise InvalidInput("page_size", came=page_size, expected="at least 1")
+        if size < page_size or size % page_size:
+            raise InvalidInput(
+                "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
+            )
+        self.size = size
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.debug = self.device.type == "cpu" if debug is None else debug
+        self._free_list = FreeList(
+            size // page_size,
+            self.device,
+            what="KV slots" if page_size == 1 else f"KV pages of {page_size} tokens",
+            checked=self.debug,
+        )
+        num_slots = size + page_size
+        # Where a value stood in the list at hand: finds duplicates without a sort.
+        self._place = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self._group: list[torch.Tensor] | None = None
+        self._in_group = torch.zeros(
+            num_slots if self.debug else 0, dtype=torch.bool, device=self.device
+        )
+
+    def available_size(self) -> int:
+        """Tokens that the free pages hold; the frees of an open group do not count yet."""
+        return self._free_list.available * self.page_size
+
+    def alloc(self, num_tokens: int) -> torch.Tensor:
+        """Slots [num_tokens] on fresh pages; the last page may stay part-filled."""
+        if num_tokens < 0:
+            raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
+        pages = self._free_list.take(-(-num_tokens // self.page_size))
+        if self.page_size == 1:
+            return pages
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        *,
+        prefix_lens_cpu: torch.Tensor | None = None,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Slots [extend_num_tokens] for the new tokens of B requests, in token order.
+
+        prefix_lens, seq_lens: [B] int, tokens before and after. last_loc: [B] int, the slot of
+        the last token before; not read where the prefix is empty. A part-filled last page is
+        filled up before new pages begin. The result is the step's `out_cache_loc`.
+        Counting pages synchronises unless the host mirrors of both lengths are given.
+        """
+        if self.debug:
+            check_extend(prefix_lens, seq_lens, last_loc, extend_num_tokens, self.page_size)
+            self._check_tails(prefix_lens, seq_lens, last_loc)
+        if self.page_size == 1:
+            return self._free_list.take(extend_num_tokens)
+        before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
+        after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
+        num_pages = int((self._page_count(after) - self._page_count(before)).sum())
+        pages = self._free_list.take(num_pages)
+        return place_extend(
+            prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
+        )
+
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        *,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Slots [B], one new token a request; seq_lens [B] int count it, so they are ≥ 1.
+
+        last_loc as in `alloc_extend`. Counting pages synchronises unless the host mirror of
+        the lengths is given.
+        """
+        if self.debug:
+            check_extend(seq_lens - 1, seq_lens, last_loc, seq_lens.shape[0], self.page_size)
+            self._check_tails(seq_lens - 1, seq_lens, last_loc)
+        if self.page_size == 1:
+            return self._free_list.take(seq_lens.shape[0])
+        after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
+        pages = self._free_list.take(int(((after - 1) % self.page_size == 0).sum()))
+        return place_decode(seq_lens, last_loc, pages, self.page_size)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Give slots [n] int back. Any slot of a page frees the whole page, once.
+
+        Slots of one page are freed in one call or in one group: after the first call the page
+        is free, and a second one is a double free.
+        """
+        slots = slots.to(torch.int64)
+        if self.debug:
+            self._check_free(slots)
+        if self._group is None:
+            self._release(slots)
+            return
+        self._group.append(slots)
+        if self.debug:
+            self._in_group[slots] = True
+
+    def free_group_begin(self) -> None:
+        """Collect frees from here on and apply them as one at `free_group_end`."""
+        if self._group is not None:
+            raise InvalidInput("free group", came="a second begin", expected="an end first")
+        self._group = []
+
+    def free_group_end(self) -> None:
+        """Apply the frees that were collected."""
+        if self._group is None:
+            raise InvalidInput("free group", came="an end", expected="a begin first")
+        group, self._group = self._group, None
+        if group:
+            slots = torch.cat(group)
+            if self.debug:
+                self._in_group[slots] = False
+            self._release(slots)
+
+    @contextmanager
+    def free_group(self) -> Iterator[None]:
+        """`free_group_begin` and `free_group_end` around a block, however it ends."""
+        self.free_group_begin()
+        try:
+            yield
+        finally:
+            self.free_group_end()
+
+    def clear(self) -> None:
+        """Make every page free, also those in use, and drop an open group."""
+        self._free_list.clear()
+        self._group = None
+        self._in_group.zero_()
+
+    def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
+        return (lens + (self.page_size - 1)) // self.page_size
+
+    def _release(self, slots: torch.Tensor) -> None:
+        if self.page_size == 1:
+            self._free_list.give(slots)
+        else:
+            pages = slots // self.page_size
+            self._free_list.give(pages[self._one_of_each(pages)])
+
+    def _one_of_each(self, values: torch.Tensor) -> torch.Tensor:
+        """A bool mask [n] that picks one place of each distinct value."""
+        places = torch.arange(values.numel(), dtype=torch.int32, device=self.device)
+        self._place[values] = places
+        return self._place[values] == places
+
+    def _check_free(self, slots: torch.Tensor) -> None:
+        self._free_list.check_in_use(slots // self.page_size)
+        picked = self._one_of_each(slots)
+        if self._group is not None:
+            picked &= ~self._in_group[slots]
+        if not bool(picked.all()):
+            raise InvalidInput(
+                "slots", came=f"{slots[~picked][:8].tolist()} twice", expected="each slot once"
+            )
+
+    def _check_tails(
+        self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor
+    ) -> None:
+        """The part-filled pages that are continued must be in use."""
+        continued = (prefix_lens % self.page_size != 0) & (seq_lens > prefix_lens)
+        self._free_list.check_in_use(last_loc[continued].long() // self.page_size)
+
+
+class TokenAllocator(PagedAllocator):
+    """Slots one by one: pages of one token."""
+
+    def __init__(self, size: int, device: torch.device | str, *, debug: bool | None = None) -> None:
+        super().__init__(size, 1, device, debug=debug)

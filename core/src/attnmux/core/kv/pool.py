@@ -1,0 +1,168 @@
+"""What a KV pool is: the slots of every layer, and how they are written and read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+
+STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that a pool stores unscaled, and that activations come in."""
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class HasLayerId(Protocol):
+    """A `LayerSpec`, of which a pool reads nothing but the id."""
+
+    @property
+    def layer_id(self) -> int: ...
+
+
+class KVPool(ABC):
+    """K and V of every token, by layer and slot.
+
+    There are `size + page_size` slots: page 0 is reserved, padding writes to its slot 0 and
+    nobody reads it. Slots 1 … page_size - 1 stay unused, so that usable pages start at 1.
+    Buffers lie as [slots, Hkv, D] and can be viewed as [pages, page_size, Hkv, D].
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_ids: Sequence[int],
+        device: torch.device | str,
+    ) -> None:
+        if page_size < 1:
+            raise InvalidInput("page_size", came=page_size, expected="at least 1")
+        if size < page_size or size % page_size:
+            raise InvalidInput(
+                "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
+            )
+        if dtype not in STORABLE_DTYPES:
+            names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
+            raise InvalidInput("dtype", came=dtype, expected=f"one of {names}")
+        self.size = size
+        """Tokens that can be stored, the reserved page apart."""
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.layer_ids = tuple(layer_ids)
+        """Ids of the layers stored here; they may start above 0 and have gaps."""
+        self._index_by_layer = {layer_id: index for index, layer_id in enumerate(self.layer_ids)}
+        if len(self._index_by_layer) != len(self.layer_ids):
+            raise InvalidInput(
+                "layer_ids", came=f"{list(self.layer_ids)}", expected="an id of its own for each"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a buffer, the reserved page included."""
+        return self.size + self.page_size
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the buffers take."""
+
+    @abstractmethod
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """K of a layer, [slots, Hkv, D], the pool's own memory.
+
+        Raises InvalidInput for a layer that is not stored here.
+        """
+
+    @abstractmethod
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """V of a layer, [slots, Hkv, Dv], the pool's own memory.
+
+        Raises InvalidInput for a layer that is not stored here.
+        """
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        """Write K [T, Hkv, D] and V [T, Hkv, Dv] to slots loc [T] int64.
+
+        Both are cast to the pool's dtype. The scales are what a quantised pool divides by
+        before it rounds; a pool that stores values as they are does not use them.
+        Raises InvalidInput, before anything is written, for shapes or dtypes that do not fit.
+        """
+        raise InvalidInput(
+            "layer", came=f"K and V for {type(self).__name__}", expected="an MLA latent"
+        )
+
+    def set_mla_kv_buffer(
+        self, layer: HasLayerId, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
+    ) -> None:
+        """Write latents [T, 1, rank] and rotary keys [T, 1, rope] to slots loc [T] int64.
+
+        Raises InvalidInput, before anything is written, for shapes or dtypes that do not fit.
+        """
+        raise InvalidInput(
+            "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
+        )
+
+    def translate(self, slots: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Slots of the request table as slots of the buffer that holds `layer_id`.
+
+        They are the same unless a pool keeps some layers in a smaller buffer of their own.
+        """
+        return slots
+
+    def _layer_index(self, layer_id: int) -> int:
+        try:
+            return self._index_by_layer[layer_id]
+        except KeyError:
+            raise InvalidInput(
+                "layer_id", came=layer_id, expected=f"one of {list(self.layer_ids)}"
+            ) from None
+
+
+def check_loc(loc: torch.Tensor) -> int:
+    """The number of slots in loc. Raises InvalidInput unless loc is a vector of int64."""
+    if loc.dtype != torch.int64 or loc.dim() != 1:
+        raise InvalidInput(
+            "loc", came=f"{loc.dtype} of shape {tuple(loc.shape)}", expected="int64 of shape [T]"
+        )
+    return loc.shape[0]
+
+
+def check_rows(argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise InvalidInput unless rows has that shape and a dtype that activations come in."""
+    if rows.shape != shape:
+        raise InvalidInput(argument, came=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
+    if rows.dtype not in STORABLE_DTYPES:
+        raise InvalidInput(argument, came=rows.dtype, expected="bfloat16, float16 or float32")
+
+
+def word_dtype(*row_bytes: int) -> torch.dtype:
+    """The widest integer dtype that rows of these lengths in bytes are a whole number of.
+
+    Rows are moved as such words: index_copy_ copies element by element on a CPU, which makes
+    it three times as fast for a 16-bit dtype, and it knows no 8-bit floats.
+    """
+    return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
+
+
+def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows [T, …], already of the stored dtype, to words[loc], a [slots, n] word view."""
+    flat = rows.detach().reshape(rows.shape[0], -1).contiguous()
+    words.index_copy_(0, loc, flat.view(words.dtype))

@@ -1,0 +1,133 @@
+"""Which slots hold a request's tokens: one row a request, one column a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.kv.memory import allocate_zeroed
+
+
+class ReqToTokenPool:
+    """The request table and its free rows.
+
+    `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0
+    belongs to padding: it is never handed out and its slots are 0. A row keeps its old slots
+    after `free`; how much of it counts is what the lengths of a batch say.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+        """Room for `size` requests of at most `max_context_len` tokens.
+
+        Raises InvalidInput for a size below 1 and PoolExhausted when memory does not suffice.
+        """
+        for argument, value in (("size", size), ("max_context_len", max_context_len)):
+            if value < 1:
+                raise InvalidInput(argument, came=value, expected="at least 1")
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        (self.req_to_token,) = allocate_zeroed(
+            [(size + 1, max_context_len)],
+            dtype=torch.int32,
+            device=self.device,
+            what=f"request table of {size} requests of {max_context_len} tokens",
+            hint="lower the number of requests or the context length",
+        )
+        self.clear()
+
+    def available_size(self) -> int:
+        """Rows that are free."""
+        return len(self._free_rows)
+
+    def alloc(self, num_requests: int) -> list[int]:
+        """Rows for new requests.
+
+        They come as Python ints because schedulers keep one a request; `req_pool_indices` of a
+        batch is an int64 tensor of them.
+        Raises PoolExhausted, changing nothing, when fewer rows are free.
+        """
+        if num_requests < 0:
+            raise InvalidInput("num_requests", came=num_requests, expected="at least 0")
+        keep = len(self._free_rows) - num_requests
+        if keep < 0:
+            raise PoolExhausted(
+                "request table rows",
+                wanted=num_requests,
+                available=len(self._free_rows),
+                hint="finish requests first or make the table larger",
+            )
+        rows = self._free_rows[keep:][::-1]
+        del self._free_rows[keep:]
+        self._used_rows.update(rows)
+        return rows
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Give rows back.
+
+        Raises InvalidInput, changing nothing, for a row that is not in use or comes twice.
+        """
+        given = set(rows)
+        foreign = sorted(given - self._used_rows)
+        if foreign:
+            raise InvalidInput("rows", came=f"rows {foreign}", expected="rows in use")
+        if len(given) != len(rows):
+            raise InvalidInput("rows", came=f"{list(rows)}", expected="each row once")
+        self._used_rows -= given
+        self._free_rows.extend(reversed(rows))
+
+    def clear(self) -> None:
+        """Free every row."""
+        self._free_rows = list(range(self.size, 0, -1))
+        self._used_rows: set[int] = set()
+
+    def write(
+        self,
+        req_pool_indices: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor | None,
+        slots: torch.Tensor,
+    ) -> None:
+        """Record the slots of new tokens.
+
+        req_pool_indices: [B] int64 rows. starts: [B] int, column of each request's first new
+        token. lens: [B] int, new tokens a request; None means one each (decode).
+        slots: [T] int64 in request order, T the sum of lens, as the allocators return them.
+        Does not synchronise. The values are checked where that needs no synchronisation, on a
+        CPU; elsewhere it is the scheduler's part that a request stays within its row.
+        Raises InvalidInput, before anything is written, for what does not fit together.
+        """
+        batch_size, num_tokens = req_pool_indices.numel(), slots.numel()
+        if lens is None:
+            lens = torch.ones_like(starts)
+        for argument, values in (("starts", starts), ("lens", lens)):
+            if values.numel() != batch_size:
+                raise InvalidInput(
+                    argument, came=f"{values.numel()} values", expected=f"{batch_size}, one a row"
+                )
+        if self.device.type == "cpu" and batch_size:
+            self._check_cells(req_pool_indices, starts, lens, num_tokens)
+        first = req_pool_indices * self.max_context_len + starts - (lens.cumsum(0) - lens)
+        cells = first.repeat_interleave(lens, output_size=num_tokens)
+        cells += torch.arange(num_tokens, device=cells.device)
+        self.req_to_token.view(-1).index_copy_(0, cells, slots.to(torch.int32))
+
+    def _check_cells(
+        self, rows: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, num_tokens: int
+    ) -> None:
+        if int(rows.min()) < 1 or int(rows.max()) > self.size:
+            raise InvalidInput(
+                "req_pool_indices", came=f"{rows.tolist()}", expected=f"rows 1 to {self.size}"
+            )
+        if int(lens.min()) < 0 or int(lens.sum()) != num_tokens:
+            raise InvalidInput(
+                "lens", came=f"{lens.tolist()}", expected=f"a sum of {num_tokens}, one slot each"
+            )
+        if int(starts.min()) < 0 or int((starts + lens).max()) > self.max_context_len:
+            raise InvalidInput(
+                "starts",
+                came=f"{starts.tolist()} with lens {lens.tolist()}",
+                expected=f"columns below {self.max_context_len}",
+            )
