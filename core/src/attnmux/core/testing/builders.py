@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.batch import ForwardBatch, MultiItem
 from attnmux.core.layer import LayerSpec
 from attnmux.core.spec import SpecInput, tree_mask
 from attnmux.core.testing.cases import Step
-from attnmux.core.testing.placement import Placed, fill_pool, place
+from attnmux.core.testing.placement import Placed, buffers, fill_pool, place
 from attnmux.core.testing.world import World
 
 UNREAD_ITEM_POSITION = 9999
@@ -35,7 +35,10 @@ class PreparedStep:
     batch: ForwardBatch
     inputs: tuple[LayerInput, ...]
     num_real_tokens: int
-    """Rows that belong to requests; padding rows follow them."""
+    """Rows of real requests, which come first; those of padding requests follow."""
+    num_request_tokens: int
+    """Rows of all requests; rows of none follow."""
+    save_kv_cache: bool
 
 
 def prepare_step(
@@ -50,25 +53,26 @@ def prepare_step(
     fill_pool(world, requests, has_padding=step.padding + step.trailing > 0)
     batch = _make_batch(world, step, requests, host_lens)
     inputs = tuple(_make_input(world, layer, batch) for layer in world.context.layers)
-    return PreparedStep(batch=batch, inputs=inputs, num_real_tokens=sum(step.new))
+    return PreparedStep(
+        batch=batch,
+        inputs=inputs,
+        num_real_tokens=sum(step.new),
+        num_request_tokens=sum(request.new for request in requests),
+        save_kv_cache=world.case.save_kv_cache,
+    )
 
 
-def write_kv(world: World, given: LayerInput, batch: ForwardBatch) -> None:
-    """Put the new tokens' K and V where the backend's `save_kv` has to put them.
-
-    It writes the pool's memory itself: what the pool's own methods do is on trial as well.
-    """
+def kv_rows(
+    world: World, given: LayerInput, batch: ForwardBatch
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """What the layer's call has to write: slots [n], and rows [n, …] for each of `buffers`."""
     loc = batch.encoder_out_cache_loc if given.layer.is_cross_attention else batch.out_cache_loc
-    if given.k is None or loc is None:
-        return
-    pool = world.context.token_to_kv_pool
-    keys = pool.get_key_buffer(given.layer.layer_id)
+    if given.k is None or loc is None or not world.case.save_kv_cache:
+        return batch.out_cache_loc[:0], ()
+    dtype = world.context.token_to_kv_pool.dtype
     if given.k_rope is not None:
-        keys[loc] = torch.cat([given.k, given.k_rope], dim=-1).to(keys.dtype)
-    elif given.v is not None:
-        values = pool.get_value_buffer(given.layer.layer_id)
-        keys[loc] = given.k.to(keys.dtype)
-        values[loc] = given.v.to(values.dtype)
+        return loc, (torch.cat([given.k, given.k_rope], dim=-1).to(dtype),)
+    return loc, tuple(tensor.to(dtype) for tensor in (given.k, given.v) if tensor is not None)
 
 
 def _make_batch(
@@ -182,7 +186,9 @@ def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch) -> LayerInp
         k_rope=world.random(num_keys, 1, rope) if rope else None,
         v=None if rope else world.random(num_keys, layer.tp_v_head_num, layer.v_head_dim),
     )
-    if world.case.kv_in_pool and batch.forward_mode is not ForwardMode.IDLE:
-        write_kv(world, given, batch)
+    if world.case.kv_in_pool:
+        loc, rows = kv_rows(world, given, batch)
+        for buffer, new in zip(buffers(world, layer.layer_id), rows, strict=True):
+            buffer[loc] = new
         return LayerInput(layer=layer, q=q, q_rope=q_rope)
     return given

@@ -86,9 +86,11 @@ def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
 def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> None:
     """Random K and V for what is cached, NaN everywhere else."""
     pool = world.context.token_to_kv_pool
-    cached = torch.cat([request.cached_slots for request in requests if request.row])
+    real = [request for request in requests if request.row]
+    nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
+    cached = torch.cat([nothing, *(request.cached_slots for request in real)])
     encoder = torch.cat(
-        [request.encoder_slots for request in requests if request.row and not request.new_encoder]
+        [nothing, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
     for layer in world.context.layers:
         slots = encoder if layer.is_cross_attention else cached

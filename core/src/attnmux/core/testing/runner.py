@@ -1,0 +1,224 @@
+"""Trying a backend on a case: ask its card, run it, compare all that it did."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from attnmux.core import reference
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.checking import check
+from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Reason
+from attnmux.core.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
+from attnmux.core.testing.cases import Case
+from attnmux.core.testing.outcome import (
+    LSE_TOLERANCE,
+    OUTPUT_TOLERANCE,
+    Disagreement,
+    Outcome,
+    compare,
+)
+from attnmux.core.testing.placement import buffers
+from attnmux.core.testing.world import World, make_world
+
+Factory = Callable[[BackendContext, Mapping[str, object]], AttentionBackend]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Candidate:
+    """A backend on trial, and where."""
+
+    card: BackendCard
+    platform: Platform
+    plugin: str = ""
+    device: str = ""
+    """Where tensors lie; empty: the platform's device."""
+    options: Mapping[str, object] = field(default_factory=FrozenMapping)
+    """Beside the card's defaults."""
+    factory: Factory | None = None
+    """Called instead of the card's."""
+
+    def refusal(self, request: Request) -> tuple[Reason, ...]:
+        """Why the selector does not give the backend such a request; () where it does."""
+        verdicts = (
+            check(self.card, phase, request, self.platform, plugin=self.plugin)
+            for phase in request.phases
+        )
+        return tuple(reason for verdict in verdicts for reason in verdict.reasons)
+
+    def build(self, context: BackendContext) -> AttentionBackend:
+        """The backend, built as an engine would."""
+        factory = self.factory
+        if factory is None:
+            factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
+        defaults: dict[str, object] = {option.name: option.default for option in self.card.options}
+        return factory(context, {**defaults, **self.options})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerOutput:
+    """What one layer's call produced."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    num_defined_rows: int
+    """Rows that have to be finite."""
+
+
+Execution = Callable[[AttentionBackend, PreparedStep, bool], list[LayerOutput]]
+"""Runs a prepared step's layers, with LSE where the last argument says so."""
+
+
+def run_eager(backend: AttentionBackend, step: PreparedStep, with_lse: bool) -> list[LayerOutput]:
+    """Prepare the step and call every layer, every other one with an `out` of the caller's."""
+    backend.init_forward_metadata(step.batch)
+    outputs = []
+    for index, given in enumerate(step.inputs):
+        layer = given.layer
+        shape = (*given.q.shape[:2], layer.v_head_dim)
+        out, lse, num_defined_rows = None, None, step.num_request_tokens
+        if index % 2 == 0:
+            out = given.q.new_full(shape, torch.nan)
+            # A kernel need not reach the rows that belong to no request.
+            out[step.num_request_tokens :] = 0
+            num_defined_rows = len(out)
+        if with_lse:
+            lse = torch.full(shape[:2], torch.nan, dtype=torch.float32, device=given.q.device)
+        result = backend.forward(
+            given.q,
+            given.k,
+            given.v,
+            layer,
+            step.batch,
+            step.save_kv_cache,
+            q_rope=given.q_rope,
+            k_rope=given.k_rope,
+            out=out,
+            lse=lse,
+        )
+        if out is not None and result.data_ptr() != out.data_ptr():
+            raise Disagreement(f"layer {layer.layer_id}: out was given and another tensor came back")
+        outputs.append(LayerOutput(out=result, lse=lse, num_defined_rows=num_defined_rows))
+    return outputs
+
+
+def run_case(
+    candidate: Candidate, case: Case, *, execution: Execution = run_eager, seed: int = 0
+) -> Outcome:
+    """Run the case where the selector admits it; else it is refused, with the reasons.
+
+    All steps run on one backend instance. What a step read and wrote is compared after it:
+    output and LSE with the reference, the KV pool bit by bit.
+    """
+    reasons = candidate.refusal(case.request)
+    if reasons:
+        return Outcome(case=case.name, status="refused", reasons=reasons)
+    try:
+        with torch.no_grad():
+            max_error = _run(candidate, case, execution, seed)
+    except Exception as error:  # whatever a backend raises is the outcome of this case alone
+        message = str(error)
+        if not isinstance(error, Disagreement):
+            message = f"{type(error).__name__}: {message}"
+        return Outcome(case=case.name, status="failed", message=message, error=error)
+    return Outcome(case=case.name, status="passed", max_error=max_error)
+
+
+def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> float:
+    device = candidate.device or candidate.platform.device_type
+    world = make_world(case, candidate.platform, device, seed=seed)
+    backend = candidate.build(world.context)
+    max_error = 0.0
+    for number, lengths in enumerate(case.steps, start=1):
+        step = prepare_step(
+            world,
+            lengths,
+            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            host_lens=candidate.card.needs_cpu_seq_lens,
+        )
+        pool = _pool_after(world, step)
+        outputs = execution(backend, step, case.lse)
+        try:
+            _check_pool(world, step, pool)
+            for given, output in zip(step.inputs, outputs, strict=True):
+                max_error = max(max_error, _check_output(world, step, given, output))
+        except Disagreement as error:
+            raise Disagreement(f"step {number}, {lengths.mode.name}: {error}") from error
+    return max_error
+
+
+def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ...]]:
+    """What every layer's buffers have to hold after the step."""
+    pools = []
+    for given in step.inputs:
+        loc, rows = kv_rows(world, given, step.batch)
+        copies = tuple(buffer.clone() for buffer in buffers(world, given.layer.layer_id))
+        for copy, new in zip(copies, rows, strict=False):
+            copy[loc] = new
+        pools.append(copies)
+    return pools
+
+
+def _check_pool(
+    world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]]
+) -> None:
+    """The new tokens' K and V are in their slots, and nothing else changed."""
+    # Rows that share slot 0 write it in any order, and a backend may leave it alone.
+    first = world.case.page_size if bool((step.batch.out_cache_loc == 0).any()) else 0
+    for given, copies in zip(step.inputs, expected, strict=True):
+        actual = buffers(world, given.layer.layer_id)
+        for name, buffer, copy in zip(("K", "V"), actual, copies, strict=False):
+            changed = (buffer.view(torch.uint8) != copy.view(torch.uint8)).flatten(1).any(1)
+            wrong = changed[first:].nonzero().flatten() + first
+            if len(wrong):
+                loc = kv_rows(world, given, step.batch)[0]
+                slot = int(wrong[0])
+                fault = (
+                    "does not hold what the call was given"
+                    if bool((loc == slot).any())
+                    else "was written, and no token of the step belongs there"
+                )
+                raise Disagreement(
+                    f"layer {given.layer.layer_id}: {name} of slot {slot} {fault} "
+                    f"({len(wrong)} slots are wrong)"
+                )
+
+
+def _check_output(
+    world: World, step: PreparedStep, given: LayerInput, output: LayerOutput
+) -> float:
+    """The largest error of the real rows; padding has to be finite."""
+    layer, context = given.layer, world.context
+    name = f"layer {layer.layer_id}"
+    shape = (*given.q.shape[:2], layer.v_head_dim)
+    if output.out.shape != shape or output.out.dtype != given.q.dtype:
+        came = f"{tuple(output.out.shape)} {output.out.dtype}"
+        raise Disagreement(f"{name}: output is {came}, not {shape} {given.q.dtype}")
+    if not bool(output.out[step.num_real_tokens : output.num_defined_rows].isfinite().all()):
+        raise Disagreement(f"{name}: a padding row of the output is not finite")
+    unsaved = {} if step.save_kv_cache else {"k": given.k, "v": given.v}
+    expected, expected_lse = reference.attention(
+        given.q,
+        layer,
+        step.batch,
+        context.req_to_token_pool.req_to_token,
+        context.token_to_kv_pool,
+        q_rope=given.q_rope,
+        **unsaved,
+    )
+    real = slice(0, step.num_real_tokens)
+    tolerance = OUTPUT_TOLERANCE[given.q.dtype]
+    max_error = compare(f"{name}, output", output.out[real], expected[real], tolerance)
+    if output.lse is not None:
+        tolerance = LSE_TOLERANCE[given.q.dtype]
+        error = compare(f"{name}, LSE", output.lse[real], expected_lse[real], tolerance)
+        max_error = max(max_error, error)
+    return max_error
