@@ -164,5 +164,5 @@ def word_dtype(*row_bytes: int) -> torch.dtype:
 
 def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy rows [T, …], already of the stored dtype, to words[loc], a [slots, n] word view."""
-    flat = rows.detach().reshape(rows.shape[0], -1).contiguous()
+    flat = rows.detach().flatten(1).contiguous()
     words.index_copy_(0, loc, flat.view(words.dtype))
