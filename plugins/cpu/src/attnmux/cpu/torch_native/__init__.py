@@ -1,0 +1,11 @@
+"""Attention in plain torch operations: every feature of the contract, on any device.
+
+backend.py      the contract's methods; read it first
+metadata.py     once a step: which queries and keys are multiplied together, in tiles
+visibility.py   which keys each query sees
+attend.py       every layer: one tile, keys gathered block by block
+"""
+
+from attnmux.cpu.torch_native.backend import TorchNativeBackend
+
+__all__ = ["TorchNativeBackend"]

@@ -1,0 +1,202 @@
+"""Attention of one tile: its keys are gathered and met block by block.
+
+All query heads that share a KV head are rows of one matrix, [R * Hkv, G * Tq, D] against
+[R * Hkv, S, D], so that K and V are gathered once and never repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
+    from attnmux.core.workspace import Workspace
+    from attnmux.cpu.torch_native.metadata import Tile
+    from attnmux.cpu.torch_native.visibility import Visibility
+
+_NO_LOGIT = torch.finfo(torch.float32).min
+"""The maximum of no logits: finite, since -inf - -inf is NaN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerCall:
+    """One layer's tensors in a step."""
+
+    layer: LayerSpec
+    q: torch.Tensor
+    """[T, Hq, D], in MLA the latent part."""
+    q_rope: torch.Tensor | None
+    keys: torch.Tensor
+    """[slots * Hkv, D]: a row for each head of each slot."""
+    values: torch.Tensor | None
+    """[slots * Hkv, Dv]; None in MLA, where V is the front of K."""
+    dtype: torch.dtype
+    """Of the factors in matrix products."""
+    workspace: Workspace
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory, the same for every tile and every layer."""
+        return self.workspace.tensor(f"torch_native.{name}", shape, dtype)
+
+    def fold(self, tile: Tile, per_head: torch.Tensor) -> torch.Tensor:
+        """A tile's [R * Tq, Hq, n] as [R, Hkv, G, Tq, n], a view."""
+        num_kv_heads = self.layer.tp_k_head_num
+        folded = per_head.view(
+            tile.num_requests,
+            -1,
+            num_kv_heads,
+            per_head.shape[1] // num_kv_heads,
+            per_head.shape[2],
+        )
+        return folded.permute(0, 2, 3, 1, 4)
+
+    def unfold(self, tile: Tile, folded: torch.Tensor) -> torch.Tensor:
+        """A tile's [R * Hkv, G * Tq, n] as [R * Tq, Hq, n]."""
+        layer = self.layer
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        width = folded.shape[-1]
+        per_head = folded.view(tile.num_requests, layer.tp_k_head_num, group, -1, width)
+        return per_head.permute(0, 3, 1, 2, 4).reshape(-1, layer.tp_q_head_num, width)
+
+
+def attend(
+    call: LayerCall, tile: Tile, visibility: Visibility
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [R * Tq, Hq, Dv] and LSE [R * Tq, Hq] of a tile, fp32, in the order of its tokens."""
+    queries = _queries(call, tile)
+    softmax = _OnlineSoftmax(call, tile, queries.shape[:2])
+    for start in range(0, tile.slots.shape[1], tile.step):
+        slots = tile.slots[:, start : start + tile.step]
+        rows = _rows(call, slots)
+        keys = _gather(call, call.keys, rows)
+        logits = _logits(call, queries, keys)
+        _hide(logits, tile, visibility, start)
+        weights = softmax.weigh(logits)
+        if call.values is None:
+            values = keys[..., : call.layer.v_head_dim]
+        else:
+            values = _gather(call, call.values, rows)
+        softmax.add(weights, values)
+    return call.unfold(tile, softmax.out()), call.unfold(tile, softmax.lse()).squeeze(-1)
+
+
+def _queries(call: LayerCall, tile: Tile) -> torch.Tensor:
+    """[R * Hkv, G * Tq, D] of the product's dtype, in MLA with the rotary part behind."""
+    latent = call.fold(tile, call.q[tile.tokens])
+    width = call.layer.qk_head_dim
+    queries = call.scratch("queries", (*latent.shape[:-1], width), call.dtype)
+    queries[..., : latent.shape[-1]].copy_(latent)
+    if call.q_rope is not None:
+        queries[..., latent.shape[-1] :].copy_(call.fold(tile, call.q_rope[tile.tokens]))
+    num_requests, num_kv_heads, group, num_queries, _ = latent.shape
+    return queries.view(num_requests * num_kv_heads, group * num_queries, width)
+
+
+def _rows(call: LayerCall, slots: torch.Tensor) -> torch.Tensor:
+    """[R, Hkv, S] int64: rows of the flat K and V, slot * Hkv + head.
+
+    Gathering head by head, rather than token by token, lays out each head's keys as one matrix,
+    and has a CPU core gather the heads that it multiplies afterwards.
+    """
+    num_heads = call.layer.tp_k_head_num
+    heads = torch.arange(num_heads, device=slots.device).unsqueeze(1)
+    rows = call.scratch("rows", (slots.shape[0], num_heads, slots.shape[1]), torch.int64)
+    return torch.add(heads, slots.unsqueeze(1), alpha=num_heads, out=rows)
+
+
+def _gather(call: LayerCall, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[R * Hkv, S, width] of the product's dtype."""
+    shape = (rows.shape[0] * rows.shape[1], rows.shape[2], source.shape[1])
+    gathered = call.scratch("gathered", shape, source.dtype)
+    torch.index_select(source, 0, rows.view(-1), out=gathered.view(-1, source.shape[1]))
+    if source.dtype == call.dtype:
+        return gathered
+    return call.scratch("converted", shape, call.dtype).copy_(gathered)
+
+
+def _logits(call: LayerCall, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[R * Hkv, G * Tq, S] fp32, scaled and capped."""
+    layer = call.layer
+    shape = (*queries.shape[:2], keys.shape[1])
+    logits = call.scratch("logits", shape, torch.float32)
+    keys = keys.transpose(1, 2)
+    if call.dtype == torch.float32:
+        torch.bmm(queries, keys, out=logits)
+    else:
+        # A product of 16-bit matrices is rounded to 16 bits, which is too coarse for an
+        # exponent. The second product is what the first one's rounding left out.
+        rounded = torch.bmm(queries, keys, out=call.scratch("rounded", shape, call.dtype))
+        rest = call.scratch("rest", shape, call.dtype)
+        torch.baddbmm(rounded, queries, keys, beta=-1, out=rest)
+        logits.copy_(rounded).add_(rest)
+    scaling = layer.scaling * (1.0 if layer.k_scale is None else layer.k_scale)
+    if layer.logit_cap > 0:
+        return logits.mul_(scaling / layer.logit_cap).tanh_().mul_(layer.logit_cap)
+    return logits.mul_(scaling)
+
+
+def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) -> None:
+    """Set the logits of a block's hidden keys to -inf; the block begins at key `start`."""
+    num_keys = logits.shape[-1]
+    seen_from, seen_to = tile.seen_by_all
+    if visibility.is_range and seen_from <= start and start + num_keys <= seen_to:
+        return
+    keys = tile.first_key + torch.arange(start, start + num_keys, device=logits.device)
+    hidden = visibility.hidden(tile.tokens, keys)
+    num_requests, num_queries, _ = hidden.shape
+    by_query = logits.view(num_requests, -1, num_queries, num_keys)
+    by_query.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+
+
+class _OnlineSoftmax:
+    """The softmax of a tile's queries over the keys that came in so far.
+
+    A sink is a key without a value that came first.
+    """
+
+    def __init__(self, call: LayerCall, tile: Tile, shape: torch.Size) -> None:
+        self._call = call
+        layer, device = call.layer, call.q.device
+        if layer.sinks is None:
+            self._max = torch.full((*shape, 1), _NO_LOGIT, device=device)
+            self._sum = torch.zeros_like(self._max)
+        else:
+            group = layer.tp_q_head_num // layer.tp_k_head_num
+            num_queries = shape[1] // group
+            sinks = layer.sinks.float().view(layer.tp_k_head_num, group, 1)
+            sinks = sinks.expand(tile.num_requests, -1, -1, num_queries)
+            self._max = sinks.clone(memory_format=torch.contiguous_format).view(*shape, 1)
+            self._sum = torch.ones_like(self._max)
+        width = layer.v_head_dim
+        self._out = call.scratch("out", (*shape, width), torch.float32).zero_()
+        self._of_block = call.scratch("out_of_block", (*shape, width), call.dtype)
+
+    def weigh(self, logits: torch.Tensor) -> torch.Tensor:
+        """Weights of a block's values, in place of its logits."""
+        highest = torch.maximum(self._max, logits.amax(-1, keepdim=True))
+        weights = logits.sub_(highest).exp_()
+        decay = self._max.sub_(highest).exp_()
+        self._sum.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        self._out.mul_(decay)
+        self._max = highest
+        if self._call.dtype == torch.float32:
+            return weights
+        return self._call.scratch("rounded", tuple(weights.shape), self._call.dtype).copy_(weights)
+
+    def add(self, weights: torch.Tensor, values: torch.Tensor) -> None:
+        """Add a block's values, [R * Hkv, S, Dv]."""
+        self._out.add_(torch.bmm(weights, values, out=self._of_block))
+
+    def out(self) -> torch.Tensor:
+        """[R * Hkv, G * Tq, Dv]."""
+        layer = self._call.layer
+        scale = layer.k_scale if self._call.values is None else layer.v_scale
+        self._out.div_(self._sum.clamp_min(torch.finfo(torch.float32).tiny))
+        return self._out if scale is None else self._out.mul_(scale)
+
+    def lse(self) -> torch.Tensor:
+        """[R * Hkv, G * Tq, 1]; -inf for a query without keys."""
+        return self._max + self._sum.log()

@@ -1,0 +1,147 @@
+"""The contract, served by plain torch operations.
+
+An example of a small backend: the step is prepared on the host (`metadata.py`), each layer then
+runs the same tiles over its own K and V (`attend.py`). No graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import AttnmuxError
+from attnmux.cpu.torch_native.attend import LayerCall, attend
+from attnmux.cpu.torch_native.metadata import Plan, TileSize, make_plan
+from attnmux.cpu.torch_native.visibility import KeyRule, StepLens
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+
+
+class TorchNativeBackend(AttentionBackend):
+    """Every feature of the contract, any page size, any device of torch's."""
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        super().__init__(context, options)
+        self._lens: StepLens | None = None
+        self._plans: dict[tuple[KeyRule, TileSize], Plan] = {}
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Fetch the lengths. A plan is made by the first layer that needs it in the step."""
+        self._plans.clear()
+        self._lens = None if batch.forward_mode is ForwardMode.IDLE else StepLens.of(batch)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        keys, values = self._from_pool(layer)
+        return self._attend(q, q_rope, keys, values, layer, batch, out, lse, in_call=False)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        in_call = k is not None and not save_kv_cache
+        if k is None or save_kv_cache:
+            keys, values = self._from_pool(layer)
+        elif k_rope is not None:
+            keys, values = torch.cat([k, k_rope], dim=-1), None
+        else:
+            keys, values = k, v
+        return self._attend(q, q_rope, keys, values, layer, batch, out, lse, in_call=in_call)
+
+    def _from_pool(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pool = self.context.token_to_kv_pool
+        keys = pool.get_key_buffer(layer.layer_id)
+        return keys, None if layer.kind == "mla" else pool.get_value_buffer(layer.layer_id)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        *,
+        in_call: bool,
+    ) -> torch.Tensor:
+        """Attend over keys [n, Hkv, D] and values [n, Hkv, Dv], where the plan's slots are."""
+        plan = self._plan(layer, batch, in_call=in_call)
+        if out is None:
+            out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        call = LayerCall(
+            layer=layer,
+            q=q.detach(),
+            q_rope=None if q_rope is None else q_rope.detach(),
+            keys=_rows_of_heads(keys),
+            values=None if values is None else _rows_of_heads(values),
+            dtype=_product_dtype(q.dtype, keys.dtype, q.device),
+            workspace=self.context.workspace,
+        )
+        for tile in plan.tiles:
+            of_tile, lse_of_tile = attend(call, tile, plan.visibility)
+            out[tile.tokens] = of_tile.to(out.dtype)
+            if lse is not None:
+                lse[tile.tokens] = lse_of_tile
+        if plan.keyless.numel():
+            out[plan.keyless] = 0
+            if lse is not None:
+                lse[plan.keyless] = -torch.inf if layer.sinks is None else layer.sinks
+        return out
+
+    def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
+        """Layers of one window share a plan, and with it their slots in the pool."""
+        if self._lens is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        rule = KeyRule.of(layer, in_call=in_call)
+        size = TileSize.of(layer, self.context.device)
+        plan = self._plans.get((rule, size))
+        if plan is None:
+            plan = make_plan(rule, size, layer, batch, self._lens, self.context)
+            self._plans[rule, size] = plan
+        return plan
+
+
+def _rows_of_heads(cache: torch.Tensor) -> torch.Tensor:
+    """[n, Hkv, D] as [n * Hkv, D]."""
+    return cache.detach().reshape(-1, cache.shape[-1])
+
+
+def _product_dtype(queries: torch.dtype, keys: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that Q, K, V and the softmax's weights are multiplied in."""
+    dtype = torch.promote_types(queries, keys)
+    # A CPU multiplies bf16 faster than fp32 and fp16 ten times slower.
+    if dtype == torch.float16 and device.type == "cpu":
+        return torch.float32
+    return dtype

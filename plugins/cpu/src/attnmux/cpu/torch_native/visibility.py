@@ -1,0 +1,166 @@
+"""Which keys each query of a step sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import cu_seqlens, extend_positions
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRule:
+    """Which keys a layer's queries may see, and where those keys are."""
+
+    window: int
+    """As `LayerSpec.sliding_window_size`."""
+    chunk: int
+    """As `LayerSpec.attention_chunk_size`."""
+    is_cross: bool
+    """Every query sees all of the encoder's keys, and no other."""
+    in_call: bool
+    """The keys are the call's own k and v; there is no prefix."""
+
+    @classmethod
+    def of(cls, layer: LayerSpec, *, in_call: bool) -> KeyRule:
+        return cls(
+            window=layer.sliding_window_size,
+            chunk=layer.attention_chunk_size,
+            is_cross=layer.is_cross_attention,
+            in_call=in_call,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepLens:
+    """Lengths of a step's requests, [B] int32 on the host."""
+
+    new: torch.Tensor
+    """New tokens."""
+    cached: torch.Tensor
+    """Tokens before them; -1 for a decoding request of length 0."""
+    encoder: torch.Tensor
+    """Encoder tokens, which come first in the request's row; 0 without an encoder."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> StepLens:
+        """Synchronises once for each length without a host mirror on the batch.
+
+        Raises InvalidInput for an extend step without its lengths.
+        """
+        encoder = batch.encoder_lens
+        if batch.forward_mode.is_decode():
+            seq_lens = _on_host(batch.seq_lens, batch.seq_lens_cpu)
+            new, cached = torch.ones_like(seq_lens), seq_lens - 1
+        elif batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
+            raise InvalidInput(
+                "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
+            )
+        else:
+            new = _on_host(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
+            cached = _on_host(batch.extend_prefix_lens, batch.extend_prefix_lens_cpu)
+        return cls(
+            new=new,
+            cached=cached,
+            encoder=torch.zeros_like(new) if encoder is None else _on_host(encoder, None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Visibility:
+    """The keys of each query: a range of its sequence, less what an item or a mask hides.
+
+    One value a token, for the T' <= T tokens of requests; the rest of T is padding.
+    """
+
+    first: torch.Tensor
+    """[T'] int64: the first key in range."""
+    end: torch.Tensor
+    """[T'] int64: one past the last key in range. Grows within a request, as `first` does."""
+    item: tuple[torch.Tensor, torch.Tensor] | None
+    """Hidden between two [T'] int64: the end of the shared prefix, the start of the own item."""
+    mask: tuple[torch.Tensor, torch.Tensor] | None
+    """The flat custom mask, and [T'] int64: where the token's key 0 lies in it."""
+
+    def to(self, device: torch.device) -> Visibility:
+        """The same on a device; the flat mask is there already."""
+        item, mask = self.item, self.mask
+        return Visibility(
+            first=self.first.to(device),
+            end=self.end.to(device),
+            item=None if item is None else (item[0].to(device), item[1].to(device)),
+            mask=None if mask is None else (mask[0], mask[1].to(device)),
+        )
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the range says everything."""
+        return self.item is None and self.mask is None
+
+    def hidden(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Where a query must not look: [R, Tq, S] bool.
+
+        tokens: R * Tq rows of the step, R times Tq of them. keys: [R, S] int64, positions.
+        """
+        num_requests = keys.shape[0]
+
+        def of_tokens(values: torch.Tensor) -> torch.Tensor:
+            return values[tokens].view(num_requests, -1, 1)
+
+        keys = keys.unsqueeze(1)
+        hidden = (keys < of_tokens(self.first)) | (keys >= of_tokens(self.end))
+        if self.item is not None:
+            prefix_end, item_start = self.item
+            hidden |= (keys >= of_tokens(prefix_end)) & (keys < of_tokens(item_start))
+        if self.mask is not None:
+            keep, row_start = self.mask
+            # A key behind the request's last is hidden already; its place may be outside.
+            places = (of_tokens(row_start) + keys).clamp_(max=keep.numel() - 1)
+            hidden |= ~keep[places]
+        return hidden
+
+
+def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility:
+    """What each query sees under a rule, on the host but for the flat mask."""
+    new, cached = lens.new, torch.zeros_like(lens.cached) if rule.in_call else lens.cached
+    num_tokens = int(new.sum())
+    num_keys = lens.encoder if rule.is_cross else cached + new
+
+    def of_requests(values: torch.Tensor) -> torch.Tensor:
+        return values.long().repeat_interleave(new, output_size=num_tokens)
+
+    position = extend_positions(cached, new, total=num_tokens)
+    first, end = torch.zeros_like(position), of_requests(num_keys)
+    if rule.is_cross:
+        return Visibility(first=first, end=end, item=None, mask=None)
+
+    keep = None if batch.spec_info is None else batch.spec_info.custom_mask
+    if keep is None:
+        end = torch.minimum(end, position + 1)
+    if rule.window >= 0:
+        first = (position - rule.window).clamp_(min=0)
+    if rule.chunk > 0:
+        chunk_start = position // rule.chunk * rule.chunk
+        first = torch.maximum(first, chunk_start)
+        end = torch.minimum(end, chunk_start + rule.chunk)
+
+    item = mask = None
+    if batch.multi_item is not None:
+        in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
+        item = of_requests(batch.multi_item.prefix_lens.cpu()), position - in_item
+    if keep is not None:
+        mask_start = cu_seqlens(new * num_keys)[:-1]
+        row = position - of_requests(cached)
+        mask = keep, of_requests(mask_start) + row * of_requests(num_keys)
+    return Visibility(first=first, end=end, item=item, mask=mask)
+
+
+def _on_host(values: torch.Tensor, mirror: torch.Tensor | None) -> torch.Tensor:
+    return values.cpu() if mirror is None else mirror
