@@ -39,7 +39,7 @@ class Axis:
     settable: bool = False
     """The request's field of this name is the asker's to change, so a hint can name it."""
     droppable: bool = False
-    """The engine can do without it: coercion may turn it off."""
+    """Coercion may unset it: the engine can do without, or takes what the solver decides."""
     weight: int = 1
     """How far a clause that fails here is from the question, when the nearest is sought."""
     since: str = "1.0"
@@ -56,14 +56,18 @@ class Axis:
         value = self.wanted(question)
         return value is not None and value is not False and not condition.admits(value)
 
-    def reason(self, clause: Clause, question: Question) -> Reason:
+    def asked(self, question: Question) -> bool:
+        return self.wanted(question) not in (None, False)
+
+    def reason(self, clause: Clause, question: Question, *, hint: bool) -> Reason:
         value = self.wanted(question)
+        told = hint and self.settable
         return Reason(
             code=self.name.upper(),
             axis=self.name,
             wanted=_said(value),
             offered=str(self.condition(clause)),
-            hint=f"{self.name}={self.remedy(clause, question)}" if self.settable else "",
+            hint=f"{self.name}={self.remedy(clause, question)}" if told else "",
         )
 
     def remedy(self, clause: Clause, question: Question) -> str:
@@ -175,6 +179,7 @@ AXES: tuple[Axis, ...] = (
         name="page_size",
         wanted=lambda q: q.page_size if q.phase in CACHED else None,
         settable=True,
+        droppable=True,
     ),
     Axis(name="spec_topk", wanted=_cached("spec_topk"), settable=True),
     Axis(name="spec_draft_tokens", wanted=_cached("spec_draft_tokens"), settable=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, lcm
@@ -52,7 +52,7 @@ class Nothing(Condition):
         return False
 
     def __str__(self) -> str:
-        return "not offered"
+        return "none"
 
 
 ANY = Anything()
@@ -67,7 +67,9 @@ class OneOf(Condition):
         return value in self.values
 
     def __str__(self) -> str:
-        return " or ".join(filter(None, (", ".join(map(str, self.values[:-1])), str(self.values[-1]))))
+        return " or ".join(
+            filter(None, (", ".join(map(str, self.values[:-1])), str(self.values[-1])))
+        )
 
     def nearest(self, value: Value) -> Value | None:
         numbers = [served for served in self.values if isinstance(served, (int, float))]
@@ -151,11 +153,11 @@ class Versions(Condition):
     specifier: str
 
     def __post_init__(self) -> None:
-        _specifiers(self.specifier)
+        specifiers(self.specifier)
 
     def admits(self, value: Value) -> bool:
         known = isinstance(value, str) and value != ""
-        return known and _specifiers(self.specifier).contains(str(value), prereleases=True)
+        return known and specifiers(self.specifier).contains(str(value), prereleases=True)
 
     def __str__(self) -> str:
         return self.specifier
@@ -174,7 +176,9 @@ class Runtimes(Condition):
     def admits(self, value: Value) -> bool:
         name, _, version = str(value).partition(" ")
         return any(
-            parsed.name == name and bool(version) and parsed.specifier.contains(version, prereleases=True)
+            parsed.name == name
+            and bool(version)
+            and parsed.specifier.contains(version, prereleases=True)
             for parsed in map(parsed_requirement, self.requirements)
         )
 
@@ -183,13 +187,14 @@ class Runtimes(Condition):
 
 
 @lru_cache(maxsize=None)
-def _specifiers(text: str) -> SpecifierSet:
+def specifiers(text: str) -> SpecifierSet:
+    """A version range; parsing dominates the check where a card is asked often."""
     return SpecifierSet(text)
 
 
 @lru_cache(maxsize=None)
 def parsed_requirement(text: str) -> Requirement:
-    """A PEP 508 requirement; parsing dominates the check where a card is asked often."""
+    """A PEP 508 requirement."""
     return Requirement(text)
 
 
@@ -232,6 +237,16 @@ def runtimes(*requirements: str) -> Condition:
     return Runtimes(requirements)
 
 
-def common_multiple(conditions: Sequence[Condition]) -> int:
-    """The least number that every `multiple_of` among the conditions divides; 1 without one."""
-    return lcm(*(condition.step for condition in conditions if isinstance(condition, Range)))
+def joint_examples(conditions: Iterable[Condition]) -> set[int]:
+    """Numbers such that, if any number meets one condition of each of several backends, one of
+    these does: every example, and the multiples common to any of the steps."""
+    known = set(conditions)
+    ranges = [condition for condition in known if isinstance(condition, Range)]
+    steps = {1}
+    for condition in ranges:
+        steps |= {lcm(step, condition.step) for step in steps}
+    examples = {
+        value for condition in known for value in condition.examples() if isinstance(value, int)
+    }
+    starts = {max(condition.least, 1) for condition in ranges}
+    return examples | {ceil(start / step) * step for start in starts for step in steps}

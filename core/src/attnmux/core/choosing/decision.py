@@ -125,40 +125,27 @@ class Decision:
 
     def summary(self) -> str:
         """One line: which backend serves what, where, and why it won."""
-        served: dict[str, list[str]] = {}
+        served: dict[tuple[str, str], list[str]] = {}
         for phase, choice in self.phases.items():
-            served.setdefault(f"{choice.backend} ({choice.plugin})", []).append(phase)
-        parts = [f"{name} serves {_listed(phases)}" for name, phases in served.items()]
+            served.setdefault((choice.backend, choice.plugin), []).append(phase)
+        said = [
+            f"{backend} ({plugin}) serves {_listed(phases)}, {self._standing(backend, plugin, phases)}"
+            for (backend, plugin), phases in served.items()
+        ]
         where = self.platform.name or str(self.platform)
-        return (
-            f"{'; '.join(parts)} on {where}: {self._why()}; "
-            f"page size {self.page_size}, KV in {self.kv_dtype}"
-        )
+        stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
+        return f"{'; '.join(said)}; on {where}, {stored}"
 
-    def _why(self) -> str:
-        said = []
-        for verdict in self.candidates:
-            choice = self.phases.get(verdict.phase)
-            if choice is None or verdict.phase not in _leading(self.phases):
-                continue
-            if (choice.plugin, choice.backend) == (verdict.plugin, verdict.backend):
-                fitting = [
-                    other
-                    for other in self.candidates
-                    if other.phase == verdict.phase and other.verdict != "rejected"
-                ]
-                best = all((other.rank or 0) >= (verdict.rank or 0) for other in fitting)
-                place = "best" if best else "as asked"
-                said.append(f"{verdict.phase} rank {verdict.rank}, {place} of {len(fitting)} that fit")
-        return ", ".join(said) or "as asked"
-
-
-def _leading(phases: Mapping[str, Choice]) -> tuple[str, ...]:
-    """The phases whose rank was decisive: one for each backend."""
-    seen: dict[tuple[str, str], str] = {}
-    for phase, choice in phases.items():
-        seen.setdefault((choice.plugin, choice.backend), phase)
-    return tuple(seen.values())
+    def _standing(self, backend: str, plugin: str, phases: list[str]) -> str:
+        """How a winner stood among the candidates of the phase that decided: decode if served."""
+        phase = "decode" if "decode" in phases else phases[0]
+        fitting = [v for v in self.candidates if v.phase == phase and v.rank is not None]
+        own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
+        if not own:
+            return "as decided elsewhere"
+        better = sum(v.rank < own[0] for v in fitting if v.rank is not None and own[0] is not None)
+        place = "the best" if not better else f"behind {better}"
+        return f"rank {own[0]}, {place} of {len(fitting)} that fit"
 
 
 def _listed(words: list[str]) -> str:

@@ -106,7 +106,11 @@ def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
 
 def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     q_heads = _q_heads_per_rank(values, source, tp)
-    name = "num_attention_heads" if values.get("num_key_value_heads") is None else "num_key_value_heads"
+    name = (
+        "num_attention_heads"
+        if values.get("num_key_value_heads") is None
+        else "num_key_value_heads"
+    )
     kv_heads = _whole(values, name, source)
     if kv_heads % tp and tp % kv_heads:
         expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"

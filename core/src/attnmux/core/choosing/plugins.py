@@ -73,7 +73,9 @@ class Plugin:
 class Plugins:
     """The plugins that could be loaded, and why the others could not."""
 
-    def __init__(self, plugins: Iterable[Plugin] = (), failures: Iterable[PluginFailure] = ()) -> None:
+    def __init__(
+        self, plugins: Iterable[Plugin] = (), failures: Iterable[PluginFailure] = ()
+    ) -> None:
         self._manager = pluggy.PluginManager("attnmux")
         self._manager.add_hookspecs(HookSpecs)
         self._failures = list(failures)
@@ -135,6 +137,11 @@ class Plugins:
             self._fail(plugin, "cards", error)
             return ()
         return cards
+
+    def probes(self, plugin: Plugin) -> bool:
+        """Whether the plugin implements the probe at all."""
+        hook = self._manager.hook.attnmux_platforms
+        return any(found.plugin is plugin.module for found in hook.get_hookimpls())
 
     def platforms_of(self, plugin: Plugin) -> Sequence[Platform]:
         """What the plugin's probe finds. Raises whatever the probe raises."""

@@ -1,0 +1,77 @@
+"""Which phases one backend has to serve together, and which cards may serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.libraries import Libraries
+from attnmux.core.choosing.naming import offers_named
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Coercion
+
+FOLLOWERS = ("verify", "draft")
+"""Phases of speculation: they run on the backend of extend or of decode."""
+
+ORDER = ("decode", "extend", "encoder")
+"""Leading phases; a better rank in an earlier one outweighs any in a later one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Phases that one backend serves, and the offers that may."""
+
+    lead: str
+    phases: tuple[str, ...]
+    offers: tuple[Offer, ...]
+    named: str = ""
+    """What the asker named; empty for an automatic choice."""
+    coercion: Coercion | None = None
+    """Set where a companion stands in for a named backend that does not serve the phase."""
+
+    def serves_together(self) -> str:
+        return " and ".join(self.phases)
+
+
+def groups_of(
+    request: Request, policy: Policy, offers: Sequence[Offer], libraries: Libraries
+) -> tuple[Group, ...]:
+    """The requested phases in groups, in the order of ORDER.
+
+    Raises UnknownBackend or InvalidInput for a named backend that is not there or not one.
+    """
+    leader = "decode" if request.speculative_attention_mode == "decode" else "extend"
+    groups = []
+    for lead in ORDER:
+        together = {lead, *(FOLLOWERS if lead == leader else ())}
+        phases = tuple(phase for phase in request.phases if phase in together)
+        if phases:
+            group = Group(lead=lead, phases=phases, offers=tuple(offers))
+            groups.append(_as_named(group, policy, offers, libraries))
+    return tuple(groups)
+
+
+def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: Libraries) -> Group:
+    given = policy.named_for(group.lead)
+    if given is None:
+        return group
+    field, name = given
+    meant = offers_named(name, offers, libraries)
+    companions = tuple(dict.fromkeys(word for offer in meant for word in offer.card.companions))
+    if field != "backend" or not companions or any(_declares(o, group.lead) for o in meant):
+        return replace(group, offers=meant, named=name)
+    instead = tuple(offer for word in companions for offer in offers_named(word, offers, libraries))
+    coercion = Coercion(
+        field=f"backend for {group.lead}",
+        old=name,
+        new=" or ".join(companions),
+        because=f"{name} does not serve {group.lead}; its card names the companion",
+        origin=policy.origins.get(field, "user"),
+    )
+    return replace(group, offers=instead, named=name, coercion=coercion)
+
+
+def _declares(offer: Offer, phase: str) -> bool:
+    return any(clause.phase.admits(phase) for clause in offer.card.clauses)

@@ -1,0 +1,73 @@
+"""Whether the libraries that a card requires are installed, asked without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import importlib_metadata
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.conditions import parsed_requirement
+from attnmux.core.choosing.verdict import Reason
+
+Libraries = Callable[[str], "str | None"]
+"""A distribution's name → its installed version, None where it is not installed."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version in this environment."""
+    try:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def assumed(without: Collection[str], libraries: Libraries, everything: bool) -> Libraries:
+    """`libraries` less those in `without`; with `everything`, any other counts as new enough.
+
+    "New enough" is said as "", a version that meets every range.
+    """
+    absent = set(map(canonicalize_name, without))
+
+    def version(distribution: str) -> str | None:
+        if canonicalize_name(distribution) in absent:
+            return None
+        return "" if everything else libraries(distribution)
+
+    return version
+
+
+def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
+    """A reason for each requirement of the card that nothing installed meets."""
+    reasons = []
+    for alternatives in card.requirements():
+        parsed = [parsed_requirement(text) for text in alternatives]
+        if any(_met(requirement, libraries) for requirement in parsed):
+            continue
+        extra = f"{distribution}[{card.extra}]" if distribution and card.extra else alternatives[0]
+        reasons.append(
+            Reason(
+                code="LIBRARY",
+                axis="requires",
+                wanted=" or ".join(alternatives),
+                offered=", ".join(_found(requirement, libraries) for requirement in parsed),
+                hint=f"pip install '{extra}'",
+            )
+        )
+    return reasons
+
+
+def _met(requirement: Requirement, libraries: Libraries) -> bool:
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return True
+    version = libraries(requirement.name)
+    if version is None:
+        return False
+    return not version or requirement.specifier.contains(version, prereleases=True)
+
+
+def _found(requirement: Requirement, libraries: Libraries) -> str:
+    version = libraries(requirement.name)
+    return f"{requirement.name} {version}" if version else f"{requirement.name} not installed"

@@ -1,0 +1,70 @@
+"""From the name that a user gave to the cards that it means."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.libraries import Libraries, installed_version
+from attnmux.core.errors import InvalidInput, UnknownBackend
+
+KNOWN = Path(__file__).with_name("known_backends.json")
+"""Which distribution of this project brings which backend: what an error needs to name the pip
+line for a plugin that is not installed. Read only then; choosing itself has no list of names."""
+
+
+def offers_named(
+    name: str, offers: Sequence[Offer], libraries: Libraries = installed_version
+) -> tuple[Offer, ...]:
+    """The cards that `name` means: by name, alias, or `plugin/name`.
+
+    Several cards with different names can share an alias; then the one that fits is meant.
+    Raises UnknownBackend for a name that no plugin offers, InvalidInput for a bare name that two
+    plugins use for a backend.
+    """
+    plugin, slash, bare = name.rpartition("/")
+    meant = tuple(
+        offer
+        for offer in offers
+        if (not slash or offer.plugin == plugin) and bare in (offer.card.name, *offer.card.aliases)
+    )
+    if not meant:
+        raise unknown_backend(name, offers, libraries)
+    for offer in meant:
+        sharing = sorted(other.address for other in meant if other.card.name == offer.card.name)
+        if len(sharing) > 1:
+            expected = f"one of {', '.join(sharing)}, as several plugins offer it"
+            raise InvalidInput("backend", came=repr(name), expected=expected)
+    return meant
+
+
+def unknown_backend(
+    name: str, offers: Sequence[Offer], libraries: Libraries = installed_version
+) -> UnknownBackend:
+    """The error for a name that nobody offers, with the nearest name and how to get it."""
+    sources: dict[str, str] = {}
+    for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items():
+        sources.update(dict.fromkeys(backends, distribution))
+    offered = sorted({word for o in offers for word in (o.card.name, o.address, *o.card.aliases)})
+    bare = name.rpartition("/")[2]
+    near = difflib.get_close_matches(name, [*offered, *sources], n=1)
+    meant = bare if bare in sources else (near[0] if near else "")
+    parts = [f"did you mean {meant!r}?"] if meant and meant != name else []
+    if meant in sources and meant not in offered:
+        parts.append(_how_to_get(meant, sources[meant], libraries))
+    if not meant:
+        parts.append(f"the installed plugins offer {', '.join(offered) or 'none'}")
+    return UnknownBackend(name, known=offered, hint=" ".join(parts))
+
+
+def _how_to_get(backend: str, distribution: str, libraries: Libraries) -> str:
+    version = libraries(distribution)
+    if version is None:
+        return f"{backend} comes with {distribution}: pip install {distribution}"
+    return (
+        f"{backend} belongs to {distribution}, but the installed version {version} does not offer "
+        "it, or failed to load (`attnmux backends` says which)"
+    )

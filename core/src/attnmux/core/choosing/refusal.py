@@ -1,0 +1,75 @@
+"""Saying that nothing fits: every candidate, every reason, the nearest fix first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnmux.core.choosing.groups import Group
+from attnmux.core.choosing.platform import VENDORS, Platform
+from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.errors import NoBackend
+
+
+def together_reason(group: Group, served: Sequence[str]) -> Reason:
+    """For a backend that serves one of the group's phases and not all."""
+    return Reason(
+        code="PHASES_TOGETHER",
+        axis="phase",
+        wanted=f"{', '.join(group.phases)} by one backend",
+        offered=", ".join(served),
+    )
+
+
+def joint_reason(groups: Sequence[Group]) -> Reason:
+    """For a backend that serves its phases at a page size or KV dtype that others do not share."""
+    phases = ", ".join(phase for group in groups for phase in group.phases)
+    return Reason(
+        code="NO_COMMON_POINT",
+        axis="page_size",
+        wanted=f"one page size and KV dtype for {phases}",
+        offered="none that every phase's backend serves",
+    )
+
+
+def refusal(
+    platform: Platform, groups: Sequence[Group], candidates: Sequence[Verdict]
+) -> NoBackend:
+    """The error, with the verdicts that concern what was named first."""
+    named = sorted({group.named for group in groups if group.named})
+    who = (
+        f"{' and '.join(named)} cannot serve this" if named else "no attention backend serves this"
+    )
+    where = platform.name or str(platform)
+    if not candidates:
+        line = f"pip install {VENDORS['cpu'].distribution}"
+        return NoBackend(f"{who} on {where}: no plugin offers a backend ({line})")
+    eligible = {
+        (offer.plugin, offer.card.name, phase)
+        for group in groups
+        for offer in group.offers
+        for phase in group.phases
+    }
+    concerned = [
+        verdict
+        for verdict in candidates
+        if verdict.reasons and (verdict.plugin, verdict.backend, verdict.phase) in eligible
+    ]
+    lines = [f"  {who}: {why}" for who, why in _grouped(sorted(concerned, key=_distance))]
+    return NoBackend("\n".join([f"{who} on {where}", *lines]), candidates)
+
+
+def _distance(verdict: Verdict) -> tuple[int, int, str]:
+    unfixable = sum(not reason.hint for reason in verdict.reasons)
+    return unfixable, len(verdict.reasons), verdict.backend
+
+
+def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """(backend and its phases, reasons), one entry where a backend's phases share the reasons."""
+    phases: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
+    for verdict in verdicts:
+        key = (verdict.backend, verdict.plugin, verdict.reasons)
+        phases.setdefault(key, []).append(verdict.phase)
+    return [
+        (f"{backend} ({plugin}) for {', '.join(served)}", "; ".join(map(str, reasons)))
+        for (backend, plugin, reasons), served in phases.items()
+    ]

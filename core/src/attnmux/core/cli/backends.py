@@ -1,0 +1,84 @@
+"""`attnmux backends`: every card, who brings it, and whether its libraries are installed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import click
+
+from attnmux.core.choosing.card import Clause, Offer, Option
+from attnmux.core.choosing.conditions import ANY, NONE
+from attnmux.core.choosing.libraries import installed_version
+from attnmux.core.choosing.checking import standing
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.verdict import Reason
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+
+
+@click.command()
+@common_options
+@pass_run
+def backends(run: Run, as_json: bool) -> None:
+    """List the backends of the installed plugins, and what each lacks to run here."""
+    settings = run.settings()
+    plugins = run.plugins(settings)
+    policy = settings.policy()
+    rows = [(offer, lacking(offer, policy)) for offer in plugins.offers()]
+    if as_json:
+        echo_json(
+            {
+                "backends": [described(offer, reasons) for offer, reasons in rows],
+                "failures": [asdict(failure) for failure in plugins.failures],
+                "warnings": run.warnings,
+            }
+        )
+        return
+    from attnmux.core.cli.render import render_backends  # noqa: PLC0415  # rich, off the JSON path
+
+    render_backends(rows)
+
+
+def lacking(offer: Offer, policy: Policy) -> list[Reason]:
+    """What keeps the backend from running here whatever is asked of it."""
+    return standing(offer, policy, installed_version)
+
+
+def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
+    """A card as JSON. A clause lists the axes that it limits or opens."""
+    card = offer.card
+    return {
+        "name": card.name,
+        "aliases": list(card.aliases),
+        "plugin": offer.plugin,
+        "distribution": offer.distribution,
+        "version": offer.version,
+        "status": card.status,
+        "summary": card.summary,
+        "factory": card.factory,
+        "contract": card.contract,
+        "requires": [list(alternatives) for alternatives in card.requirements()],
+        "options": [_option(option) for option in card.options],
+        "clauses": [_conditions(clause) for clause in card.clauses],
+        "priors": [
+            {"rank": prior.rank, "when": _conditions(prior.when), "source": prior.source}
+            for prior in card.priors
+        ],
+        "companions": list(card.companions),
+        "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
+        "reasons": [asdict(reason) for reason in reasons],
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    return {**asdict(option), "type": option.type.__name__, "choices": list(option.choices)}
+
+
+def _conditions(clause: Clause) -> dict[str, str]:
+    """Each axis whose condition is neither "anything" on a limit nor "nothing" on a feature."""
+    return {
+        item.name: str(condition)
+        for item in fields(Clause)
+        if (condition := getattr(clause, item.name)) not in (NONE,)
+        and not (condition == ANY and item.default == ANY)
+    }

@@ -1,0 +1,78 @@
+"""What the verbs share: the state of one invocation, common options, plugins and devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import click
+
+from attnmux.core.choosing.plugins import Plugins, load_plugins
+from attnmux.core.choosing.probe import Detection, detect
+from attnmux.core.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class Run:
+    """One invocation of the command."""
+
+    debug: bool = False
+    warnings: list[str] = field(default_factory=list)
+    """What was said on stderr and belongs into a JSON answer too."""
+
+    def settings(self) -> Settings:
+        settings = Settings.load()
+        self.debug = self.debug or settings.debug
+        return settings
+
+    def plugins(self, settings: Settings) -> Plugins:
+        """The plugins, with a warning for each that is broken."""
+        plugins = load_plugins(*settings.plugin_filter())
+        plugins.offers()
+        for failure in plugins.failures:
+            self.warn(str(failure))
+        return plugins
+
+    def detect(self, plugins: Plugins) -> Detection:
+        """The devices, with a warning for each that no plugin serves and each probe that failed."""
+        known = len(plugins.failures)
+        detection = detect(plugins)
+        for failure in detection.failures[known:]:
+            self.warn(str(failure))
+        for device in detection.unserved:
+            self.warn(str(device))
+        return detection
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        click.echo(f"attnmux: warning: {text}", err=True)
+
+
+pass_run = click.make_pass_decorator(Run)
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.debug = run.debug or value
+
+
+def common_options(command: F) -> F:
+    """The options of every verb: --json and --debug."""
+    command = click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=_set_debug,
+        help="Show the traceback of an error.",
+    )(command)
+    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
+
+
+def echo_json(answer: object) -> None:
+    click.echo(json.dumps(answer, indent=2))

@@ -1,0 +1,135 @@
+"""`attnmux select`: which backend serves a request, on this machine or another, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.platform import GRAMMAR, Platform
+from attnmux.core.choosing.plugins import Plugins
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.probe import pick_platform
+from attnmux.core.choosing.request import Request, parse_fields
+from attnmux.core.choosing.solver import solve
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.settings import Settings
+
+
+@click.command()
+@click.option("--platform", help=f"A machine that need not be there, {GRAMMAR}; or a vendor here.")
+@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
+@click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
+@click.option("--backend", help="The backend for extend and decode.")
+@click.option("--prefill-backend", help="The backend for extend.")
+@click.option("--decode-backend", help="The backend for decode.")
+@click.option("--mm-backend", help="The backend for a multimodal encoder.")
+@click.option("--speculative-attention-mode", type=click.Choice(["prefill", "decode"]))
+@click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE")
+@click.option("--without", multiple=True, metavar="DIST", help="Count it as not installed.")
+@click.option("--allow-coercion", is_flag=True, help="Values that you set may be changed.")
+@common_options
+@pass_run
+def select(
+    run: Run,
+    as_json: bool,
+    platform: str | None,
+    fields: str,
+    model: str | None,
+    tp: int,
+    speculative_attention_mode: str | None,
+    assignments: tuple[str, ...],
+    without: tuple[str, ...],
+    allow_coercion: bool,
+    **backends: str | None,
+) -> None:
+    """Choose the backend of each phase, and say why each other was not chosen.
+
+    Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits.
+    """
+    request = requested(model, fields, tp, speculative_attention_mode)
+    options = parse_assignments(assignments)
+    settings = run.settings()
+    plugins = run.plugins(settings)
+    device, hypothetical = machine(run, settings, plugins, platform)
+    policy = settings.policy(
+        **backends,
+        options=options,
+        allow_coercion=allow_coercion or None,
+        hypothetical=hypothetical,
+        without=frozenset(without),
+    )
+    try:
+        decision = solve(request, device, plugins.offers(), policy)
+    except NoBackend as refusal:
+        _show_refusal(run, as_json, device, request, refusal)
+        raise
+    _show(run, as_json, decision, policy)
+
+
+def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
+    """What the model needs, overruled by what the user asks for.
+
+    Raises InvalidInput for what cannot be read, and for `tp` without a model to divide.
+    """
+    if model is None and tp > 1:
+        raise InvalidInput("--tp", came=str(tp), expected="--model, whose heads it divides")
+    request = Request() if model is None else Request.from_model(model, tp=tp)
+    changes = dict(parse_fields(fields))
+    if mode is not None:
+        changes["speculative_attention_mode"] = mode
+    return request.replace(**changes)
+
+
+def machine(
+    run: Run, settings: Settings, plugins: Plugins, wanted: str | None
+) -> tuple[Platform, bool]:
+    """(the platform, whether it is only a question about another machine)."""
+    if wanted is not None and ":" in wanted:
+        return Platform.parse(wanted), True
+    return pick_platform(run.detect(plugins), wanted or settings.platform), False
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
+    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`."""
+    found: dict[str, dict[str, str]] = {}
+    for text in assignments:
+        target, equals, value = text.partition("=")
+        backend, dot, option = target.partition(".")
+        if not (equals and dot and backend and option):
+            raise InvalidInput("--set", came=repr(text), expected="BACKEND.OPTION=VALUE")
+        found.setdefault(backend, {})[option] = value
+    return found
+
+
+def _show(run: Run, as_json: bool, decision: Decision, policy: Policy) -> None:
+    if as_json:
+        echo_json({**decision.to_dict(), "warnings": run.warnings})
+        return
+    from attnmux.core.cli.render import render_decision  # noqa: PLC0415  # rich, off the JSON path
+
+    render_decision(decision)
+
+
+def _show_refusal(
+    run: Run, as_json: bool, device: Platform, request: Request, refusal: NoBackend
+) -> None:
+    """The same answer with nothing decided; the message goes to stderr with the exit code."""
+    if not as_json:
+        return
+    undecided: dict[str, Any] = {
+        "platform": device.to_dict(),
+        "request": request.to_dict(),
+        "page_size": request.page_size,
+        "kv_dtype": request.kv_dtype,
+        "hash": None,
+        "phases": {},
+        "coercions": [],
+        "candidates": [verdict.to_dict() for verdict in refusal.candidates],
+        "warnings": run.warnings,
+    }
+    echo_json(undecided)

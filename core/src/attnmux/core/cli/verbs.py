@@ -1,0 +1,154 @@
+"""Which verbs there are, how they are loaded, and how their errors become exit codes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import importlib_metadata
+
+from attnmux.core.cli.run import Run
+from attnmux.core.errors import (
+    AmbiguousPlatform,
+    AttnmuxError,
+    InvalidInput,
+    NoBackend,
+    PluginError,
+    SettingsError,
+    UnknownBackend,
+)
+
+GROUP = "attnmux.commands"
+"""The entry-point group by which another distribution brings a verb: name = "module:command"."""
+
+VERBS: Mapping[str, tuple[str, str]] = {
+    "backends": ("attnmux.core.cli.backends:backends", "List what the installed plugins offer."),
+    "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),
+    "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
+    "verify": ("attnmux.core.cli.verify:verify", "Run the conformance suite on a backend."),
+}
+
+ELSEWHERE = {"generate": "attnmux-transformers"}
+"""Verbs of our own that another distribution brings: for the hint where it is not installed."""
+
+USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
+
+
+class Verbs(click.Group):
+    """A group whose verbs are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*VERBS, *_outside()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in VERBS:
+            module, _, attribute = VERBS[cmd_name][0].partition(":")
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+            return command
+        points = _outside().get(cmd_name)
+        return None if points is None else _load(cmd_name, points)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in VERBS and name not in _outside() and not name.startswith("-"):
+            raise click.UsageError(_unknown(name), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """From the table alone: help must not import what it lists."""
+        outside = {
+            name: f"(from {' and '.join(map(_distribution, points))})"
+            for name, points in _outside().items()
+        }
+        rows = {**outside, **{name: text for name, (_, text) in VERBS.items()}}
+        with formatter.section("Verbs"):
+            formatter.write_dl(sorted(rows.items()))
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:  # noqa: ANN401  # click's own signature
+        """Run a verb; where standalone, end the process with the exit code."""
+        run = Run()
+        try:
+            outcome = super().main(*args, standalone_mode=False, obj=run, **extra)
+        except Exception as error:
+            if not standalone_mode:
+                raise
+            if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
+                traceback.print_exc()
+            sys.exit(_report(error))
+        if not standalone_mode:
+            return outcome
+        sys.exit(outcome if isinstance(outcome, int) else 0)
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong on stderr; the exit code."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, click.Abort):
+        click.echo("attnmux: interrupted", err=True)
+        return INTERRUPTED
+    if isinstance(error, AttnmuxError):
+        click.echo(f"attnmux: {error}", err=True)
+        return _exit_code(error)
+    kind = type(error).__name__
+    click.echo(f"attnmux: {kind}: {error} (--debug shows where)", err=True)
+    return FAILURE
+
+
+def _exit_code(error: AttnmuxError) -> int:
+    if isinstance(error, NoBackend):
+        return NOTHING_FITS
+    usage = (InvalidInput, UnknownBackend, AmbiguousPlatform, SettingsError)
+    return USAGE if isinstance(error, usage) else FAILURE
+
+
+def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
+    """Verbs of other distributions; ours cannot be replaced."""
+    found: dict[str, list[importlib_metadata.EntryPoint]] = {}
+    for point in importlib_metadata.entry_points(group=GROUP):
+        if point.name not in VERBS:
+            found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _distribution(point: importlib_metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
+
+
+def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Command:
+    whose = sorted(map(_distribution, points))
+    if len(points) > 1:
+        raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
+    try:
+        command = points[0].load()
+    except (Exception, SystemExit) as error:
+        message = (
+            f"the verb {name!r} of {whose[0]} cannot be loaded: {type(error).__name__}: {error}"
+        )
+        raise PluginError(message) from error
+    if not isinstance(command, click.Command):
+        raise PluginError(f"the verb {name!r} of {whose[0]} is {command!r}, not a click command")
+    return command
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, {*VERBS, *_outside(), *ELSEWHERE}, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near and near[0] != name else ""
+    meant = near[0] if near else name
+    if meant in ELSEWHERE and meant not in _outside():
+        guess += f" {meant!r} comes with {ELSEWHERE[meant]}: pip install {ELSEWHERE[meant]}"
+    return f"No such verb {name!r}.{guess}"
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="attnmux-core")
+def main() -> None:
+    """Choose an attention backend for LLM inference, see why, and call it."""

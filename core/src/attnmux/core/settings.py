@@ -1,0 +1,201 @@
+"""The only reader of the environment and of the configuration file.
+
+A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
+`pyproject.toml`, whichever is found first from the working directory upwards, else it is unset.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.values import FALSE, TRUE
+from attnmux.core.errors import SettingsError
+
+PREFIX = "ATTNMUX_"
+OPTION_TYPES = (bool, int, float, str)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What was configured; None and empty where nothing was."""
+
+    platform: str | None = None
+    """A vendor, or vendor:arch, that is on this machine."""
+    backend: str | None = None
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    mm_backend: str | None = None
+    allow_backends: tuple[str, ...] | None = None
+    deny_backends: tuple[str, ...] = ()
+    prefer_backends: tuple[str, ...] = ()
+    allow_plugins: tuple[str, ...] | None = None
+    """Names of plugins or distributions; others are not imported."""
+    deny_plugins: tuple[str, ...] = ()
+    no_plugins: bool = False
+    allow_coercion: bool = False
+    debug: bool = False
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
+    """By backend; from the file alone."""
+    sources: Mapping[str, str] = field(default_factory=FrozenMapping)
+    """Where each value that is set comes from: a variable or a file."""
+
+    @classmethod
+    def load(
+        cls, *, environ: Mapping[str, str] | None = None, directory: Path | None = None
+    ) -> Settings:
+        """Read `environ` (default: the process's) and the file nearest to `directory`.
+
+        Raises SettingsError, naming the variable or the file, for a name that is no setting or a
+        value that cannot be used.
+        """
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        path, table = _file(Path.cwd() if directory is None else directory)
+        for name, value in table.items():
+            values[name] = _read(name, value, f"{path}: {name}")
+            sources[name] = str(path)
+        for variable, text in (os.environ if environ is None else environ).items():
+            if variable.startswith(PREFIX) and text:
+                name = variable.removeprefix(PREFIX).lower()
+                values[name] = _read(name, text, variable)
+                sources[name] = variable
+        return cls(**values, sources=FrozenMapping(sources))
+
+    def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+        """(allow, deny) for `load_plugins`."""
+        return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
+
+    def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
+        """A policy of what the user gave (None: nothing), else what was configured.
+
+        A phase's backend that the user named is not overruled by another that was configured for
+        the same phase: naming `backend` unsets the configured prefill and decode backends.
+        """
+        names = ("backend", "prefill_backend", "decode_backend", "mm_backend")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if given.get("backend") is not None:
+            chosen.update(prefill_backend=None, decode_backend=None)
+        origins = {
+            name: "env" if self.sources[name].startswith(PREFIX) else "config"
+            for name, value in chosen.items()
+            if value is not None
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        options: dict[str, Mapping[str, Any]] = dict(self.options)
+        for backend, values in said.pop("options", {}).items():
+            options[backend] = {**options.get(backend, {}), **values}
+        configured = {
+            **chosen,
+            "allow": self.allow_backends,
+            "deny": self.deny_backends,
+            "prefer": self.prefer_backends,
+            "allow_coercion": self.allow_coercion,
+        }
+        origins.update(dict.fromkeys(said.keys() & set(names), "user"))
+        return Policy(
+            **{**configured, **said},
+            options=FrozenMapping({name: FrozenMapping(v) for name, v in options.items()}),
+            origins=FrozenMapping(origins),
+        )
+
+
+def _file(directory: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The nearest file with our settings, and the settings; an empty table without one."""
+    for folder in (directory, *directory.parents):
+        own, shared = folder / "attnmux.toml", folder / "pyproject.toml"
+        if (text := _text(own)) is not None:
+            return own, _toml(own, text)
+        # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
+        if (text := _text(shared)) is not None and "attnmux" in text:
+            table = _toml(shared, text).get("tool", {}).get("attnmux")
+            if table is not None:
+                if not isinstance(table, dict):
+                    raise SettingsError(f"{shared}: tool.attnmux is no table")
+                return shared, table
+    return directory, {}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+
+
+def _toml(path: Path, text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415  # off the path of who has no configuration file
+    else:
+        import tomli as tomllib  # noqa: PLC0415  # the same, before it was in the standard library
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+
+
+def _word(value: Any, where: str) -> str:  # noqa: ANN401  # anything may come
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise SettingsError(f"{where}: expected a name, got {value!r}")
+
+
+def _words(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401  # anything may come
+    """A list, or names between commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise SettingsError(f"{where}: expected a list of names, got {value!r}")
+    return tuple(_word(item, where) for item in items)
+
+
+def _flag(value: Any, where: str) -> bool:  # noqa: ANN401  # anything may come
+    word = str(value).strip().lower()
+    if isinstance(value, (bool, str)) and (word in TRUE or word in FALSE):
+        return word in TRUE
+    raise SettingsError(f"{where}: expected true or false, got {value!r}")
+
+
+def _options(value: Any, where: str) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # anything may come
+    usable = isinstance(value, dict) and all(
+        isinstance(table, dict) and all(isinstance(item, OPTION_TYPES) for item in table.values())
+        for table in value.values()
+    )
+    if not usable:
+        expected = "a table for each backend, such as [options.NAME] with KEY = VALUE"
+        raise SettingsError(f"{where}: expected {expected}, got {value!r}")
+    return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
+
+
+READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "platform": _word,
+    "backend": _word,
+    "prefill_backend": _word,
+    "decode_backend": _word,
+    "mm_backend": _word,
+    "allow_backends": _words,
+    "deny_backends": _words,
+    "prefer_backends": _words,
+    "allow_plugins": _words,
+    "deny_plugins": _words,
+    "no_plugins": _flag,
+    "allow_coercion": _flag,
+    "debug": _flag,
+    "options": _options,
+}
+
+
+def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
+    if name not in READERS:
+        near = difflib.get_close_matches(name, READERS, n=1)
+        guess = f"did you mean {near[0]}?" if near else f"known: {', '.join(READERS)}"
+        raise SettingsError(f"{where}: no setting has this name; {guess}")
+    return READERS[name](value, where)
