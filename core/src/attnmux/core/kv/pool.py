@@ -156,8 +156,8 @@ def check_rows(argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> Non
 def word_dtype(*row_bytes: int) -> torch.dtype:
     """The widest integer dtype that rows of these lengths in bytes are a whole number of.
 
-    Rows are moved as such words: index_copy_ copies element by element on a CPU, which makes
-    it three times as fast for a 16-bit dtype, and it knows no 8-bit floats.
+    Rows are moved as such words: on a CPU index_copy_ copies element by element, so that fewer
+    and wider ones are faster, and it knows no 8-bit floats.
     """
     return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
 

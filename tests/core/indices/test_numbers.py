@@ -1,0 +1,157 @@
+"""The worked examples that every index builder has to reproduce."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnmux.core.indices import (
+    block_count_multiple,
+    chunk_batches,
+    cu_seqlens,
+    extend_positions,
+    kv_indices,
+    kv_indptr,
+    kv_last_page_len,
+    mask_indptr,
+    num_kv_splits,
+    out_cache_loc,
+    page_table,
+    uniform_indptr,
+    verify_kv_lens,
+    verify_qo_indptr,
+    whole_page_lens,
+    window_view,
+)
+
+
+def lens(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def table_of(rows: list[list[int]]) -> torch.Tensor:
+    """A request table with the rows from 1 on; row 0 and what lies behind a row are 0."""
+    width = max(map(len, rows))
+    return torch.tensor(
+        [[0] * width, *(row + [0] * (width - len(row)) for row in rows)], dtype=torch.int32
+    )
+
+
+def test_csr_of_slots_with_a_shared_prefix():
+    rows = [[0, 1, 2, 3, 4, 7, 8], [5, 6], [0, 1, 2, 3, 4, 9, 10, 11, 12, 13]]
+    indptr = kv_indptr(lens(7, 2, 10))
+    indices = kv_indices(table_of(rows), torch.tensor([1, 2, 3]), indptr)
+    assert indptr.tolist() == [0, 7, 9, 19]
+    assert indices.tolist() == rows[0] + rows[1] + rows[2]
+    assert indptr.dtype == indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("page_size", [4, 6])
+def test_csr_of_pages(page_size):
+    pages = [[0, 1, 3, 5, 6], [2, 7], [4, 8]]
+    slots = [[page * page_size + i for page in row for i in range(page_size)] for row in pages]
+    kv_lens = lens(5 * page_size, page_size + 1, 2 * page_size - 1)
+    indptr = kv_indptr(kv_lens, page_size=page_size)
+    indices = kv_indices(
+        table_of(slots), torch.tensor([1, 2, 3]), indptr, page_size=page_size, total=9
+    )
+    assert indptr.tolist() == [0, 5, 7, 9]
+    assert indices.tolist() == [0, 1, 3, 5, 6, 2, 7, 4, 8]
+
+
+def test_last_page_len_is_one_to_page_size():
+    result = kv_last_page_len(lens(1, 15, 16, 17, 32, 33), 16)
+    assert result.tolist() == [1, 15, 16, 1, 16, 1]
+
+
+def test_last_page_len_without_keys_still_adds_up():
+    kv_lens = lens(0, 16, 20)
+    pages = kv_indptr(kv_lens, page_size=16).diff()
+    assert ((pages - 1) * 16 + kv_last_page_len(kv_lens, 16)).tolist() == [0, 16, 20]
+
+
+def test_page_table_is_padded_with_the_reserved_page():
+    slots = [[page * 4 + i for page in row for i in range(4)] for row in ([3, 1, 9], [7])]
+    table = page_table(table_of(slots), torch.tensor([2, 1]), lens(1, 9), page_size=4)
+    assert table.tolist() == [[7, 0, 0], [3, 1, 9]]
+    assert table.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("q_len", "expected_q", "expected_k"),
+    [((4, 10, 5), [2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1])],
+)
+def test_chunks_of_local_attention(q_len, expected_q, expected_k):
+    batches = chunk_batches(lens(*q_len), lens(6, 17, 9), 4)
+    assert batches.q_lens.tolist() == expected_q
+    assert batches.kv_lens.tolist() == expected_k
+    assert batches.request.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert batches.kv_start.tolist() == [0, 4, 4, 8, 12, 16, 4, 8]
+
+
+def test_verify():
+    kv_lens = verify_kv_lens(lens(3, 5), 6)
+    assert kv_lens.tolist() == [9, 11]
+    assert verify_qo_indptr(2, 6, device="cpu").tolist() == [0, 6, 12]
+    assert mask_indptr(6, kv_lens).tolist() == [0, 54, 120]
+    assert mask_indptr(lens(6, 6), kv_lens).tolist() == [0, 54, 120]
+
+
+def test_splits_with_a_tile_and_a_cap():
+    result = num_kv_splits(lens(0, 512, 513, 4096, 8192), tile_size=512, max_splits=8)
+    assert result.tolist() == [1, 1, 2, 8, 8]
+
+
+def test_splits_that_depend_on_nothing_but_the_length():
+    assert num_kv_splits(lens(256, 257, 8192), tile_size=256).tolist() == [1, 2, 32]
+
+
+def test_a_prefix_cache_shares_whole_pages():
+    assert whole_page_lens(lens(32, 65), 64).tolist() == [0, 64]
+    assert whole_page_lens(lens(32, 65), 1).tolist() == [32, 65]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "pages_per_block", "multiple"),
+    [(32, 1, 4), (64, 1, 2), (128, 1, 1), (256, 1, 1), (32, 16, 16), (64, 3, 6)],
+)
+def test_block_count_multiple(page_size, pages_per_block, multiple):
+    assert block_count_multiple(page_size, pages_per_block=pages_per_block) == multiple
+
+
+def test_block_table_width_is_a_multiple():
+    table = torch.zeros((2, 4096), dtype=torch.int32)
+    for page_size, width in ((32, 36), (64, 18)):
+        blocks = page_table(
+            table,
+            torch.tensor([1]),
+            lens(33 * 32),
+            page_size=page_size,
+            width_multiple=block_count_multiple(page_size),
+        )
+        assert blocks.shape == (1, width)
+
+
+def test_window_of_decode_is_the_last_w_plus_one_keys():
+    view = window_view(lens(0, 1, 4, 5, 9), 3)
+    assert view.kv_lens.tolist() == [0, 1, 4, 4, 4]
+    assert view.kv_start.tolist() == [0, 0, 0, 1, 5]
+
+
+def test_empty_batch():
+    none = lens()
+    table, rows = torch.zeros((1, 8), dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+    assert cu_seqlens(none).tolist() == [0]
+    assert kv_indptr(none, page_size=4).tolist() == [0]
+    assert uniform_indptr(0, 3, device="cpu").tolist() == [0]
+    assert mask_indptr(4, none).tolist() == [0]
+    assert extend_positions(none, none).shape == (0,)
+    assert kv_indices(table, rows, cu_seqlens(none)).shape == (0,)
+    assert kv_indices(table, rows, cu_seqlens(none), out=lens(7, 7)).tolist() == [0, 0]
+    assert out_cache_loc(table, rows, none, none).shape == (0,)
+    assert page_table(table, rows, none, page_size=4).shape == (0, 0)
+    assert kv_last_page_len(none, 4).shape == (0,)
+    assert window_view(none, 3).kv_lens.shape == (0,)
+    assert num_kv_splits(none, tile_size=4).shape == (0,)
+    assert all(field.shape == (0,) for field in chunk_batches(none, none, 4))
+    assert all(field.tolist() == [0, 0] for field in chunk_batches(none, none, 4, total=2))
