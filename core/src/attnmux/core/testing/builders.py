@@ -75,9 +75,7 @@ def kv_rows(
     return loc, tuple(tensor.to(dtype) for tensor in (given.k, given.v) if tensor is not None)
 
 
-def _make_batch(
-    world: World, step: Step, requests: list[Placed], host_lens: bool
-) -> ForwardBatch:
+def _make_batch(world: World, step: Step, requests: list[Placed], host_lens: bool) -> ForwardBatch:
     device = world.context.device
 
     def lengths(values: list[int]) -> torch.Tensor:
@@ -145,18 +143,16 @@ def _speculate(world: World, requests: list[Placed]) -> tuple[SpecInput, torch.T
     spec_info = SpecInput(
         draft_token_num=num_draft_tokens,
         topk=case.spec_topk or 1,
-        custom_mask=tree_mask(
-            parents, torch.tensor([request.cached for request in requests])
-        ).to(device),
+        custom_mask=tree_mask(parents, torch.tensor([request.cached for request in requests])).to(
+            device
+        ),
         mask_indptr=torch.nn.functional.pad(widths.cumsum(0), (1, 0)).int().to(device),
     )
     return spec_info, depths.to(device)
 
 
 def _multi_item(step: Step, device: torch.device) -> MultiItem:
-    prefixes = [
-        length - sum(items) for length, items in zip(step.lens, step.items, strict=True)
-    ]
+    prefixes = [length - sum(items) for length, items in zip(step.lens, step.items, strict=True)]
     in_items: list[int] = []
     for prefix, items, length, new in zip(prefixes, step.items, step.lens, step.new, strict=True):
         places = [place for item in items for place in range(item)]

@@ -10,7 +10,7 @@ import torch
 from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.card import BackendCard, Clause
-from attnmux.core.choosing.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.layer import LayerSpec
 from attnmux.core.reference import dense_attention, visibility
@@ -20,15 +20,17 @@ _DTYPES = one_of("bfloat16", "float16", "float32")
 
 def fake_platform() -> Platform:
     """A platform of a vendor of its own; its tensors live on the CPU."""
-    return Platform(vendor="fake", device_type="cpu", arch="fake1", version=(1, 0), runtime="fake 1.0")
+    return Platform(
+        vendor="fake", device_type="cpu", arch="fake1", version=(1, 0), runtime="fake 1.0"
+    )
 
 
-def fake_card(**changes: object) -> BackendCard:
+def fake_card(**changes: Condition) -> BackendCard:
     """The card of `FakeBackend`, which serves all of the contract but graphs.
 
     `changes` narrow or widen its one clause.
     """
-    everything = dict.fromkeys(Clause.__dataclass_fields__, ANY)
+    everything: dict[str, Condition] = dict.fromkeys(Clause.__dataclass_fields__, ANY)
     clause = Clause(
         **{
             **everything,

@@ -63,9 +63,7 @@ class Outcome:
         }
 
 
-def compare(
-    what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance
-) -> float:
+def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
     """The largest absolute difference of [T, Hq, …] tensors.
 
     Raises Disagreement, naming the row and head of the worst, where one is beyond the tolerance.

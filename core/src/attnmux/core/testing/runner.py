@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from attnmux.core import reference
-from attnmux.core.backend import AttentionBackend, BackendContext
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
+from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.outcome import (
     LSE_TOLERANCE,
@@ -28,39 +22,6 @@ from attnmux.core.testing.outcome import (
 )
 from attnmux.core.testing.placement import buffers
 from attnmux.core.testing.world import World, make_world
-
-Factory = Callable[[BackendContext, Mapping[str, object]], AttentionBackend]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Candidate:
-    """A backend on trial, and where."""
-
-    card: BackendCard
-    platform: Platform
-    plugin: str = ""
-    device: str = ""
-    """Where tensors lie; empty: the platform's device."""
-    options: Mapping[str, object] = field(default_factory=FrozenMapping)
-    """Beside the card's defaults."""
-    factory: Factory | None = None
-    """Called instead of the card's."""
-
-    def refusal(self, request: Request) -> tuple[Reason, ...]:
-        """Why the selector does not give the backend such a request; () where it does."""
-        verdicts = (
-            check(self.card, phase, request, self.platform, plugin=self.plugin)
-            for phase in request.phases
-        )
-        return tuple(reason for verdict in verdicts for reason in verdict.reasons)
-
-    def build(self, context: BackendContext) -> AttentionBackend:
-        """The backend, built as an engine would."""
-        factory = self.factory
-        if factory is None:
-            factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
-        defaults: dict[str, object] = {option.name: option.default for option in self.card.options}
-        return factory(context, {**defaults, **self.options})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,7 +66,9 @@ def run_eager(backend: AttentionBackend, step: PreparedStep, with_lse: bool) -> 
             lse=lse,
         )
         if out is not None and result.data_ptr() != out.data_ptr():
-            raise Disagreement(f"layer {layer.layer_id}: out was given and another tensor came back")
+            raise Disagreement(
+                f"layer {layer.layer_id}: out was given and another tensor came back"
+            )
         outputs.append(LayerOutput(out=result, lse=lse, num_defined_rows=num_defined_rows))
     return outputs
 
@@ -118,7 +81,7 @@ def run_case(
     All steps run on one backend instance. What a step read and wrote is compared after it:
     output and LSE with the reference, the KV pool bit by bit.
     """
-    reasons = candidate.refusal(case.request)
+    reasons = candidate.refusals(case.request)
     if reasons:
         return Outcome(case=case.name, status="refused", reasons=reasons)
     try:
@@ -133,8 +96,7 @@ def run_case(
 
 
 def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> float:
-    device = candidate.device or candidate.platform.device_type
-    world = make_world(case, candidate.platform, device, seed=seed)
+    world = make_world(case, candidate.platform, candidate.device, seed=seed)
     backend = candidate.build(world.context)
     max_error = 0.0
     for number, lengths in enumerate(case.steps, start=1):
@@ -167,9 +129,7 @@ def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ..
     return pools
 
 
-def _check_pool(
-    world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]]
-) -> None:
+def _check_pool(world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]]) -> None:
     """The new tokens' K and V are in their slots, and nothing else changed."""
     # Rows that share slot 0 write it in any order, and a backend may leave it alone.
     first = world.case.page_size if bool((step.batch.out_cache_loc == 0).any()) else 0
@@ -222,3 +182,7 @@ def _check_output(
         error = compare(f"{name}, LSE", output.lse[real], expected_lse[real], tolerance)
         max_error = max(max_error, error)
     return max_error
+
+
+EXECUTIONS: Mapping[str, Execution] = MappingProxyType({"eager": run_eager})
+"""The ways to run a step, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.testing.cases import Case, Step, decode, extend, verify
@@ -75,7 +76,8 @@ def _batches(page: int) -> Iterator[Case]:
 
 
 def _speculation(page: int) -> Iterator[Case]:
-    chain, tree = {"spec_topk": 1}, {"spec_topk": 4}
+    chain: dict[str, Any] = {"spec_topk": 1}
+    tree: dict[str, Any] = {"spec_topk": 4}
     yield _case("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
     yield _case("verify-empty-prefix", page, verify(3, 0, 5), **chain)
     yield _case("verify-padding", page, verify(4, 9, 30, padding=2), **chain)
@@ -87,7 +89,7 @@ def _speculation(page: int) -> Iterator[Case]:
 
 
 def _features(page: int) -> Iterator[Case]:
-    features: dict[str, dict[str, object]] = {
+    features: dict[str, dict[str, Any]] = {
         "window": {"windows": (8, None)},
         "window-of-a-page": {"windows": (page, None)},
         "two-windows": {"windows": (8, None, 21)},
@@ -110,13 +112,11 @@ def _features(page: int) -> Iterator[Case]:
     yield _case("decode-lse-of-nothing", page, decode(0, 5), lse=True)
     yield _case("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
     yield _case("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
-    yield _case(
-        "extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2)))
-    )
+    yield _case("extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2))))
 
 
 def _shapes(page: int) -> Iterator[Case]:
-    shapes: dict[str, dict[str, object]] = {
+    shapes: dict[str, dict[str, Any]] = {
         "8x8-heads": {"num_q_heads": 8, "num_kv_heads": 8},
         "8x1-heads": {"num_q_heads": 8, "num_kv_heads": 1},
         "16x2-heads": {"num_q_heads": 16, "num_kv_heads": 2},
@@ -131,8 +131,8 @@ def _shapes(page: int) -> Iterator[Case]:
 
 
 def _mla(page: int) -> Iterator[Case]:
-    expanded: dict[str, object] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
-    latent: dict[str, object] = {
+    expanded: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
+    latent: dict[str, Any] = {
         **expanded,
         "kind": "mla",
         "num_kv_heads": 1,

@@ -1,0 +1,72 @@
+"""The conformance suite that every backend passes, for this project's plugins and for others.
+
+`AttentionBackendTests` is the suite for pytest; `attnmux verify NAME` runs the same cases. What
+both are made of is plain data and functions, and needs no pytest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.core.testing.builders import PreparedStep, prepare_step
+    from attnmux.core.testing.candidate import Candidate, find_candidate
+    from attnmux.core.testing.cases import Case, Step
+    from attnmux.core.testing.fakes import FakeBackend, fake_card, fake_platform
+    from attnmux.core.testing.limits import OutsidePoint, outside_points, try_point
+    from attnmux.core.testing.outcome import Outcome
+    from attnmux.core.testing.runner import run_case
+    from attnmux.core.testing.standard import standard_cases
+    from attnmux.core.testing.suite import AttentionBackendTests
+    from attnmux.core.testing.world import World, make_world
+
+_MODULES = {
+    "AttentionBackendTests": "suite",
+    "Candidate": "candidate",
+    "Case": "cases",
+    "FakeBackend": "fakes",
+    "Outcome": "outcome",
+    "OutsidePoint": "limits",
+    "PreparedStep": "builders",
+    "Step": "cases",
+    "World": "world",
+    "fake_card": "fakes",
+    "fake_platform": "fakes",
+    "find_candidate": "candidate",
+    "make_world": "world",
+    "outside_points": "limits",
+    "prepare_step": "builders",
+    "run_case": "runner",
+    "standard_cases": "standard",
+    "try_point": "limits",
+}
+
+__all__ = [
+    "AttentionBackendTests",
+    "Candidate",
+    "Case",
+    "FakeBackend",
+    "Outcome",
+    "OutsidePoint",
+    "PreparedStep",
+    "Step",
+    "World",
+    "fake_card",
+    "fake_platform",
+    "find_candidate",
+    "make_world",
+    "outside_points",
+    "prepare_step",
+    "run_case",
+    "standard_cases",
+    "try_point",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name when it is first asked for."""
+    if name in _MODULES:
+        module = importlib.import_module(f"attnmux.core.testing.{_MODULES[name]}")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,81 @@
+"""The conformance suite as a test class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+
+from attnmux.core.choosing.card import OptionValue
+from attnmux.core.testing.candidate import MACHINE_AXES, Candidate, find_candidate
+from attnmux.core.testing.cases import Case
+from attnmux.core.testing.limits import OutsidePoint, outside_points, try_point
+from attnmux.core.testing.runner import EXECUTIONS, run_case
+
+
+class AttentionBackendTests:
+    """Proof that a backend keeps the contract and that its card is honest.
+
+    A plugin's test is a subclass that names the backend:
+
+        class TestTorchNative(AttentionBackendTests):
+            backend = "torch_native"
+
+    What is run and what the card refuses are tests of different names, so that a report tells
+    how much was really run: `test_agrees_with_reference` and `test_card_refuses`.
+    """
+
+    backend: ClassVar[str | Candidate]
+    """A name that an installed plugin offers, or a card with its factory."""
+    device: ClassVar[str] = ""
+    """torch's word; empty: where the card admits anything, an accelerator first."""
+    options: ClassVar[Mapping[str, OptionValue]] = {}
+    executions: ClassVar[tuple[str, ...]] = ("eager",)
+    """How steps are run; names of `attnmux.core.testing.runner.EXECUTIONS`."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Sort the cases by whether the card admits them."""
+        candidate = self._candidate()
+        metafunc.parametrize("candidate", [candidate], ids=[candidate.card.name])
+        names = metafunc.fixturenames
+        if "admitted" in names:
+            cases = [case for case in candidate.cases() if candidate.admits(case)]
+            metafunc.parametrize("admitted", cases, ids=lambda case: case.name)
+        if "execution" in names:
+            metafunc.parametrize("execution", self.executions)
+        if "refused" in names:
+            cases = [case for case in candidate.cases() if not candidate.admits(case)]
+            metafunc.parametrize("refused", cases, ids=lambda case: case.name)
+        if "outside" in names:
+            points = outside_points(candidate)
+            metafunc.parametrize("outside", points, ids=lambda point: point.name)
+
+    def _candidate(self) -> Candidate:
+        if isinstance(self.backend, Candidate):
+            return self.backend
+        return find_candidate(self.backend, device=self.device, options=self.options)
+
+    def test_agrees_with_reference(
+        self, candidate: Candidate, admitted: Case, execution: str
+    ) -> None:
+        outcome = run_case(candidate, admitted, execution=EXECUTIONS[execution])
+        if outcome.status != "passed":
+            raise AssertionError(outcome.message) from outcome.error
+
+    def test_card_refuses(self, candidate: Candidate, refused: Case) -> None:
+        assert run_case(candidate, refused).reasons
+
+    def test_limits_are_kept(self, candidate: Candidate, outside: OutsidePoint) -> None:
+        outcome = try_point(candidate, outside)
+        assert outcome.status == "refused", outcome.message
+
+    def test_some_case_runs(self, candidate: Candidate) -> None:
+        """A card that admits nothing of the suite proves nothing."""
+        refusals = [candidate.refusals(case.request) for case in candidate.cases()]
+        if all(refusals):
+            reasons = {str(r): r for reasons in refusals for r in reasons}
+            machine = [text for text, r in reasons.items() if r.axis in MACHINE_AXES]
+            if machine:
+                pytest.skip(f"{candidate.card.name} cannot run here: {'; '.join(machine)}")
+            pytest.fail(f"{candidate.card.name} admits no case: {'; '.join(reasons)}")
