@@ -1,0 +1,37 @@
+"""Hugging Face models, unchanged, on any attention backend of attnmux.
+
+Importing this package registers the attention implementation "attnmux" with transformers.
+"""
+
+from attnmux.transformers.attention import IMPLEMENTATION
+from attnmux.transformers.batching import SequenceState, Step, StepBuilder
+from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpoint
+from attnmux.transformers.generate import Generation, GenerationResult, Generator, Timings
+from attnmux.transformers.layers import record_layers
+from attnmux.transformers.load import RunnerOptions, load_runner
+from attnmux.transformers.prompts import encode_prompts
+from attnmux.transformers.request import request_of
+from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.sampling import Sampler, SamplingParams
+
+__all__ = [
+    "IMPLEMENTATION",
+    "Checkpoint",
+    "Generation",
+    "GenerationResult",
+    "Generator",
+    "ModelRunner",
+    "RunnerOptions",
+    "Sampler",
+    "SamplingParams",
+    "SequenceState",
+    "Step",
+    "StepBuilder",
+    "Timings",
+    "encode_prompts",
+    "load_model",
+    "load_runner",
+    "open_checkpoint",
+    "record_layers",
+    "request_of",
+]

@@ -1,0 +1,206 @@
+"""The attention function that transformers calls, and the mask function that builds no mask.
+
+Importing this module registers both as "attnmux", so that any decoder model runs unchanged with
+`attn_implementation="attnmux"`: the tokens of all requests in one row, `input_ids [1, T]` and
+`position_ids [1, T]`, no transformers cache, inside `attnmux.core.forward_context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.op import attention_with_output, current_forward_context
+
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
+
+IMPLEMENTATION = "attnmux"
+
+NOT_ATTENTION = frozenset(
+    {
+        "cache_position",
+        "hidden_states",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Keyword arguments that models hand down to every layer and that no attention depends on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttentionCall:
+    """What a model's layer asks for, checked and in the contract's terms."""
+
+    layer_id: int
+    q: torch.Tensor
+    """[T, Hq, D]"""
+    k: torch.Tensor
+    """[T, Hkv, D]"""
+    v: torch.Tensor
+    """[T, Hkv, Dv]"""
+    mask: torch.Tensor | None
+    """What the model got from the mask function."""
+    scaling: float
+    sliding_window_size: int
+    logit_cap: float
+    sinks: torch.Tensor | None
+
+
+def read_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> AttentionCall:
+    """Read what transformers passes to an attention function.
+
+    query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
+    contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`.
+    """
+    for name, passed in kwargs.items():
+        if passed is not None and passed is not False and name not in NOT_ATTENTION:
+            raise InvalidInput(
+                name,
+                came=_shown(passed),
+                expected="nothing: attention through attnmux does not know this argument",
+            )
+    if dropout:
+        raise InvalidInput("dropout", came=dropout, expected="0: call model.eval() first")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise InvalidInput("is_causal", came=False, expected="causal self-attention")
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise InvalidInput(
+            "query",
+            came=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
+            expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
+            "of transformers (use_cache=False)",
+        )
+    return AttentionCall(
+        layer_id=_layer_id(module),
+        q=query[0].transpose(0, 1).contiguous(),
+        k=key[0].transpose(0, 1).contiguous(),
+        v=value[0].transpose(0, 1).contiguous(),
+        mask=attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window_size=_window(sliding_window),
+        logit_cap=softcap or 0.0,
+        sinks=s_aux,
+    )
+
+
+def _layer_id(module: torch.nn.Module) -> int:
+    layer_id = getattr(module, "layer_idx", None)
+    if not isinstance(layer_id, int):
+        raise InvalidInput(
+            f"{type(module).__name__}.layer_idx",
+            came=layer_id,
+            expected="the layer's number: only a decoder's layers have a place in the KV cache",
+        )
+    return layer_id
+
+
+def _window(sliding_window: int | None) -> int:
+    """transformers' n counts the token itself; the contract's w counts the ones before it."""
+    if sliding_window is None:
+        return -1
+    if sliding_window < 1:
+        raise InvalidInput("sliding_window", came=sliding_window, expected="at least 1, or None")
+    return sliding_window - 1
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `module`'s layer in the running step: K and V go to the pool, then the backend.
+
+    Returns ([1, T, Hq, Dv], None), as transformers expects it.
+    Raises AttnmuxError outside `forward_context`; InvalidInput for what the contract does not
+    have, and for a layer that is not as it was when the backend's layers were recorded.
+    """
+    call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
+    if call.mask is not None:
+        raise InvalidInput(
+            "attention_mask",
+            came=_shown(call.mask),
+            expected="None: lengths and positions of the packed requests say what is visible",
+        )
+    if torch.compiler.is_compiling():
+        out = call.q.new_empty((*call.q.shape[:2], call.v.shape[-1]))
+        attention_with_output(call.q, call.k, call.v, None, None, out, None, call.layer_id, True)
+        return out.unsqueeze(0), None
+    step = current_forward_context()
+    layer = step.backend.context.layer(call.layer_id)
+    _check_recorded(call, layer)
+    out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
+    return out.unsqueeze(0), None
+
+
+def _check_recorded(call: AttentionCall, layer: LayerSpec) -> None:
+    # A window that only the model's mask imposes is not passed here.
+    window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size
+    now = (call.scaling, window, call.logit_cap, call.sinks is not None)
+    recorded = (layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.sinks is not None)
+    if now != recorded:
+        raise InvalidInput(
+            f"layer {call.layer_id}",
+            came=f"(scaling, window, logit cap, has sinks) = {now}",
+            expected=f"{recorded}, as recorded when the backend was built",
+        )
+
+
+def no_mask(
+    *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: object
+) -> None:
+    """The mask function: builds nothing, and refuses what it would have to honour.
+
+    Raises InvalidInput for a padding mask and for a mask function of the model's own.
+    """
+    if attention_mask is not None:
+        raise InvalidInput(
+            "attention_mask",
+            came=_shown(attention_mask),
+            expected="None: pack the requests' tokens into one row instead of padding them",
+        )
+    if use_vmap:
+        raise InvalidInput(
+            "mask_function",
+            came="a mask function of the model's own",
+            expected="causal attention, with a sliding window or chunks at most",
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, no_mask)

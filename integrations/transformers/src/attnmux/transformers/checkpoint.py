@@ -1,0 +1,206 @@
+"""A Hugging Face checkpoint: found, read and refused before and while its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from attnmux.core.dtypes import dtype_name, torch_dtype
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.transformers.attention import IMPLEMENTATION
+from attnmux.transformers.layers import check_servable
+from attnmux.transformers.rotary import fixed_rotary_len
+
+ALWAYS = {"trust_remote_code": False}
+"""Code in a checkpoint is never run, and nobody is asked at a prompt whether to run it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Checkpoint:
+    """What is known of a model before its weights are loaded."""
+
+    source: str
+    """A folder, or a hub id."""
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer_error: str = ""
+    """Why there is no tokenizer."""
+
+    @property
+    def max_context_len(self) -> int | None:
+        """Tokens that the model's positions allow; None where its config does not say."""
+        text = self.config.get_text_config(decoder=True)
+        limits = (getattr(text, "max_position_embeddings", None), fixed_rotary_len(self.config))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    def dtype(self, name: str | None = None) -> torch.dtype:
+        """The dtype to run in: the named one, else the checkpoint's, else float32."""
+        if name is not None:
+            return torch_dtype(name)
+        text = self.config.get_text_config(decoder=True)
+        return text.dtype or self.config.dtype or torch.float32
+
+    def stop_ids(self, model: PreTrainedModel) -> frozenset[int]:
+        """Tokens that end a text: those of generation_config.json and the tokenizer's own."""
+        stated = model.generation_config.eos_token_id if model.generation_config else None
+        ids = {stated} if stated is None or isinstance(stated, int) else set(stated)
+        if self.tokenizer is not None:
+            ids.add(self.tokenizer.eos_token_id)
+        return frozenset(token for token in ids if token is not None)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Raises InvalidInput, saying why, where there is none."""
+        if self.tokenizer is None:
+            raise InvalidInput(
+                "tokenizer",
+                came=self.tokenizer_error,
+                expected=f"tokenizer files in {self.source}, or prompts of token ids",
+            )
+        return self.tokenizer
+
+
+def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint:
+    """Read a checkpoint's configuration and tokenizer.
+
+    `source` is a folder or the id of a model on the Hugging Face hub.
+    Raises InvalidInput where there is no usable config.json, or where the model is of a class
+    that cannot be served.
+    """
+    source = str(source)
+    path = Path(source).expanduser()
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
+        _check_folder(path)
+        source = str(path)
+    with quiet_transformers(progress=progress), _explained(source):
+        config = AutoConfig.from_pretrained(source, **ALWAYS)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise InvalidInput(
+            "model",
+            came=f"{source}, of model type {config.model_type!r}",
+            expected="a model that generates text",
+        )
+    check_servable(model_class, config)
+    tokenizer, error = None, ""
+    try:
+        with quiet_transformers(progress=progress):
+            tokenizer = AutoTokenizer.from_pretrained(source, config=config, **ALWAYS)
+    except Exception as failure:
+        # Each tokenizer library has errors of its own, tokenizers the bare Exception.
+        error = _first_line(failure)
+    return Checkpoint(source=source, config=config, tokenizer=tokenizer, tokenizer_error=error)
+
+
+def load_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+) -> PreTrainedModel:
+    """Load the weights, with attention through attnmux.
+
+    Raises InvalidInput for weights that are absent, unreadable or incomplete: a missing tensor
+    would otherwise run with random values. Raises AttnmuxError when the device has no room.
+    """
+    source = checkpoint.source
+    with quiet_transformers(progress=progress), _explained(source):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=checkpoint.config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            ignore_mismatched_sizes=True,  # reported below, as missing tensors are
+            output_loading_info=True,
+            **ALWAYS,
+        )
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(str(key[0]) for key in info["mismatched_keys"])
+    if missing or mismatched or info["error_msgs"]:
+        problems = [
+            *(f"no {_shown(missing)}" for _ in missing[:1]),
+            *(f"another shape of {_shown(mismatched)}" for _ in mismatched[:1]),
+            *info["error_msgs"],
+        ]
+        raise InvalidInput(
+            "model",
+            came=f"{source} with {'; '.join(problems)}",
+            expected="a checkpoint with every tensor of its model",
+        )
+    try:
+        return model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise AttnmuxError(
+            f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {_first_line(error)}"
+        ) from error
+
+
+@contextmanager
+def quiet_transformers(*, progress: bool) -> Iterator[None]:
+    """Keep transformers and the hub to their errors, with progress bars where they are wanted."""
+    verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    _show_progress(progress)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
+        _show_progress(bars)
+
+
+def _show_progress(wanted: bool) -> None:
+    if wanted:
+        logging.enable_progress_bar()
+    else:
+        logging.disable_progress_bar()
+
+
+def _check_folder(path: Path) -> None:
+    expected = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
+    if not path.is_dir():
+        came = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
+        raise InvalidInput("model", came=came, expected=expected)
+    if not (path / "config.json").is_file():
+        raise InvalidInput("model", came=f"{path}, which has no config.json", expected=expected)
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InvalidInput(
+            "model",
+            came=f"{source} ({type(error).__name__}: {_first_line(error)})",
+            expected="a folder with a Hugging Face checkpoint, or the id of a model on the hub",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,188 @@
+"""The attention layers of a model, recorded from the model itself.
+
+A probe runs single tokens through the model with attention functions that write down what
+transformers passes to each layer. Nothing is known about any model by its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.layer import LayerSpec
+from attnmux.transformers.attention import AttentionCall, no_mask, read_call
+from attnmux.transformers.masks import MaskFunction, Reach, read_reach
+
+
+@dataclass(kw_only=True, slots=True)
+class Recorder:
+    """Attention and mask function of one probe.
+
+    A mask is stood in for by a tensor [1, 1, 1, 1] that holds its number, so that each layer
+    shows which mask it was given. Attention of a sequence's first token is its own V: what a
+    layer returns here is right up to its sinks.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    masks: list[MaskFunction] = field(default_factory=list)
+    reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
+    """What was read off the masks: many layers share one."""
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
+        self.calls.append(call)
+        group = call.q.shape[1] // call.v.shape[1]
+        return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
+
+    def mask(
+        self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
+    ) -> torch.Tensor:
+        no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
+        self.masks.append(mask_function)
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+
+    def reach_of(self, call: AttentionCall, max_context_len: int) -> Reach:
+        """What the layer of `call` sees, by what it was told and by the mask it was given."""
+        told = Reach(sliding_window_size=call.sliding_window_size)
+        if call.mask is None:
+            return told
+        number = int(call.mask) if call.mask.numel() == 1 else -1
+        if not 0 <= number < len(self.masks):
+            raise InvalidInput(
+                f"layer {call.layer_id}",
+                came=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
+                expected="a mask from transformers' mask functions, unchanged",
+            )
+        if (number, told) not in self.reaches:
+            self.reaches[number, told] = read_reach(
+                self.masks[number], told, max_context_len=max_context_len, device=call.q.device
+            )
+        return self.reaches[number, told]
+
+
+@torch.inference_mode()
+def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[LayerSpec, ...]:
+    """The attention layers of a decoder model, by what it asks for when it runs.
+
+    Window and chunk hold for sequences of up to `max_context_len` tokens.
+    Raises InvalidInput for a model whose attention the contract cannot serve, saying why.
+    """
+    check_servable(type(model), model.config)
+    recorder = Recorder()
+    device = model.get_input_embeddings().weight.device
+    with _recording(model, recorder):
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            use_cache=False,
+        )
+    expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    counts = Counter(call.layer_id for call in recorder.calls)
+    if len(counts) != expected or len(recorder.calls) != expected:
+        raise InvalidInput(
+            type(model).__name__,
+            came=f"{len(recorder.calls)} attention calls in layers {sorted(counts)}",
+            expected=f"one in each of {expected} layers: a layer that mixes tokens in another "
+            "way, or that attends twice, cannot be served",
+        )
+    _check_packable(model)
+    calls = sorted(recorder.calls, key=lambda call: call.layer_id)
+    return tuple(_layer(call, recorder.reach_of(call, max_context_len)) for call in calls)
+
+
+def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Refuse models whose attention does not pass through transformers' attention interface.
+
+    Raises InvalidInput, saying what the class is instead.
+    """
+    name = model_class.__name__
+    if config.is_encoder_decoder:
+        raise InvalidInput(name, came="an encoder-decoder model", expected="a decoder-only model")
+    if model_class._is_stateful:
+        raise InvalidInput(
+            name,
+            came="a model with recurrent state",
+            expected="one whose only memory of earlier tokens is attention's K and V",
+        )
+    if not model_class.is_backend_compatible():
+        raise InvalidInput(
+            name,
+            came="a model that computes attention by itself",
+            expected="one that calls transformers' AttentionInterface",
+        )
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
+    """Run the model on the recorder, under a name that no other probe uses."""
+    name = f"attnmux_probe_{id(recorder)}"
+    before = model.config._attn_implementation
+    AttentionInterface.register(name, recorder.attention)
+    AttentionMaskInterface.register(name, recorder.mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name)  # there is no public way to unregister
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+def _check_packable(model: PreTrainedModel) -> None:
+    """Refuse a model in which tokens of different requests meet anywhere but in attention.
+
+    Two requests of one token each share a row, the first with embeddings that are not numbers:
+    the second stays finite unless something carries from one to the other.
+    """
+    embeddings = model.get_input_embeddings()
+    zeros = torch.zeros((1, 2), dtype=torch.long, device=embeddings.weight.device)
+    poison = embeddings.register_forward_hook(_poison_first)
+    try:
+        with _recording(model, Recorder()):
+            logits = model(input_ids=zeros, position_ids=zeros, use_cache=False).logits
+    finally:
+        poison.remove()
+    if not bool(torch.isfinite(logits[0, 1]).all()):
+        raise InvalidInput(
+            type(model).__name__,
+            came="tokens that reach other requests' tokens outside of attention",
+            expected="a model in which only attention mixes the tokens of a row",
+        )
+
+
+def _poison_first(
+    module: torch.nn.Module, args: tuple[object, ...], output: torch.Tensor
+) -> torch.Tensor:
+    poisoned = output.clone()
+    poisoned[:, 0] = torch.nan
+    return poisoned
+
+
+def _layer(call: AttentionCall, reach: Reach) -> LayerSpec:
+    return LayerSpec(
+        layer_id=call.layer_id,
+        tp_q_head_num=call.q.shape[1],
+        tp_k_head_num=call.k.shape[1],
+        tp_v_head_num=call.v.shape[1],
+        qk_head_dim=call.q.shape[2],
+        v_head_dim=call.v.shape[2],
+        scaling=call.scaling,
+        logit_cap=call.logit_cap,
+        sliding_window_size=reach.sliding_window_size,
+        attention_chunk_size=reach.attention_chunk_size,
+        sinks=None if call.sinks is None else call.sinks.detach().float().clone(),
+    )

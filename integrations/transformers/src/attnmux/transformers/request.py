@@ -1,0 +1,83 @@
+"""From recorded layers to the request that a backend is chosen for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from attnmux.core.choosing.request import Request
+from attnmux.core.dtypes import dtype_name
+from attnmux.core.errors import InvalidInput
+from attnmux.core.layer import LayerSpec
+
+T = TypeVar("T")
+
+
+def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
+    """What the layers need, every value with the origin "model".
+
+    Where windows or chunks differ between layers, the largest is asked for.
+    Raises InvalidInput where heads or dims differ: one KV pool holds all layers.
+    """
+    q_heads, kv_heads, head_dim, v_head_dim = _common(layers, _shape)
+    windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+    given: dict[str, object] = {
+        "kind": _common(layers, lambda layer: layer.kind),
+        "num_q_heads": q_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": None if v_head_dim == head_dim else v_head_dim,
+        "dtype": dtype_name(dtype),
+        "sliding_window": max(windows, default=None),
+        "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
+        "logit_cap": max(layer.logit_cap for layer in layers) or None,
+        "sinks": any(layer.sinks is not None for layer in layers),
+    }
+    return Request().replace(origin="model", **given)
+
+
+def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
+    """Refuse a model that does not do what its config.json says.
+
+    recorded: from `request_of`. config: from `Request.from_model`; a latent model runs expanded
+    here and is compared as such. A feature that config.json does not mention is no contradiction
+    (what runs is what was recorded), nor is a window or chunk that the context never fills.
+    Raises InvalidInput naming the field.
+    """
+    stated = config.expanded() if config.latent else config
+    for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+        _compare(name, getattr(recorded, name), getattr(stated, name))
+    _compare(
+        "v_head_dim",
+        recorded.v_head_dim or recorded.head_dim,
+        stated.v_head_dim or stated.head_dim,
+    )
+    for name in ("sliding_window", "attention_chunk", "logit_cap", "sinks"):
+        reach = getattr(stated, name) if name in ("sliding_window", "attention_chunk") else None
+        if getattr(stated, name) and (reach is None or reach < max_context_len):
+            _compare(name, getattr(recorded, name), getattr(stated, name))
+
+
+def _compare(name: str, recorded: object, stated: object) -> None:
+    if recorded != stated:
+        raise InvalidInput(
+            name, came=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
+        )
+
+
+def _shape(layer: LayerSpec) -> tuple[int, int, int, int]:
+    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+
+
+def _common(layers: Sequence[LayerSpec], read: Callable[[LayerSpec], T]) -> T:
+    first = read(layers[0])
+    for layer in layers:
+        if read(layer) != first:
+            raise InvalidInput(
+                f"layer {layer.layer_id}",
+                came=f"{read(layer)}",
+                expected=f"{first}, as in layer {layers[0].layer_id}: one KV pool holds all layers",
+            )
+    return first
