@@ -63,10 +63,11 @@ class Candidate:
         return tuple(reason for verdict in verdicts for reason in verdict.reasons)
 
     def admits(self, case: Case) -> bool:
+        """Whether the selector would give the backend the case's request."""
         return not self.refusals(case.request)
 
     def cases(self) -> tuple[Case, ...]:
-        """The standard cases, in the page sizes that the card names as well."""
+        """The standard cases, in the usual page sizes and in those that the card names."""
         named = {
             size
             for clause in self.card.clauses
@@ -89,18 +90,19 @@ def find_candidate(
     device: str = "",
     options: Mapping[str, OptionValue] | None = None,
     plugins: Plugins | None = None,
+    platforms: Sequence[Platform] | None = None,
 ) -> Candidate:
     """The installed backend of that name, on this machine.
 
     The platform is the one of `device` ("cpu", "cuda:1"), else the first on which the card
-    admits anything. `plugins` are the installed ones unless given.
+    admits anything. `plugins` and `platforms` are those of this machine unless given.
     Raises UnknownBackend for a name that nobody offers; InvalidInput for a name that several
     backends share, for a device that is not there, and for an option that cannot be used.
     """
     plugins = plugins or load_plugins()
     offer = _offer(name, plugins.offers())
     given = read_options({offer.address: options or {}}, plugins.offers())
-    platforms = detect(plugins).platforms
+    platforms = detect(plugins).platforms if platforms is None else platforms
     found = [
         Candidate(
             card=offer.card,

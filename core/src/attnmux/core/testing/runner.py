@@ -13,13 +13,13 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
 from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Case
-from attnmux.core.testing.outcome import (
+from attnmux.core.testing.comparison import (
     LSE_TOLERANCE,
     OUTPUT_TOLERANCE,
     Disagreement,
-    Outcome,
     compare,
 )
+from attnmux.core.testing.outcome import Outcome
 from attnmux.core.testing.placement import buffers
 from attnmux.core.testing.world import World, make_world
 

@@ -1,0 +1,59 @@
+"""How close is close enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """|actual - expected| may be `atol + rtol * |expected|`."""
+
+    atol: float
+    rtol: float
+
+
+OUTPUT_TOLERANCE = {
+    # Half a unit in the last place of the output, 2^-9, and as much for weights in bfloat16.
+    torch.bfloat16: Tolerance(atol=8e-3, rtol=1.6e-2),
+    # The same with 2^-12.
+    torch.float16: Tolerance(atol=1e-3, rtol=2e-3),
+    # Sums of a thousand float32 products; kernels may also approximate exp and tanh.
+    torch.float32: Tolerance(atol=2e-5, rtol=1e-4),
+}
+
+LSE_TOLERANCE = {
+    # Logits of up to about 4 may be rounded to bfloat16 before the sum: 2^-7 each.
+    torch.bfloat16: Tolerance(atol=1.6e-2, rtol=4e-3),
+    torch.float16: Tolerance(atol=2e-3, rtol=1e-3),
+    torch.float32: Tolerance(atol=2e-5, rtol=1e-5),
+}
+
+
+class Disagreement(Exception):
+    """What a backend did is not what the contract asks for."""
+
+
+def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
+    """The largest absolute difference of [T, Hq, …] tensors.
+
+    Raises Disagreement, naming the row and head of the worst, where one is beyond the tolerance.
+    NaN never agrees; equal infinities do.
+    """
+    if not actual.numel():
+        return 0.0
+    actual = actual.double()
+    close = torch.isclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)
+    error = torch.where(actual == expected, 0.0, (actual - expected).abs())
+    if bool(close.all()):
+        return float(error.max())
+    wrong = torch.where(close, -1.0, error.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    index = [int(place) for place in torch.unravel_index(wrong.argmax(), wrong.shape)]
+    raise Disagreement(
+        f"{what}: {int((~close).sum())} of {close.numel()} values differ; the worst is row "
+        f"{index[0]}, head {index[1]}: {float(actual[tuple(index)]):.6g} instead of "
+        f"{float(expected[tuple(index)]):.6g} (tolerance {tolerance.atol:g} + "
+        f"{tolerance.rtol:g} * |expected|)"
+    )

@@ -1,0 +1,221 @@
+"""The suite has to notice every fault that a backend can plausibly have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.choosing.conditions import NONE, one_of
+from attnmux.core.layer import LayerSpec
+from attnmux.core.testing import (
+    Candidate,
+    FakeBackend,
+    fake_card,
+    fake_platform,
+    run_case,
+    standard_cases,
+)
+from attnmux.core.testing.comparison import Disagreement
+from attnmux.core.testing.fakes import FullMetadata
+
+
+class OffByOnePage(FakeBackend):
+    def key_slots(self, layer: LayerSpec, metadata: FullMetadata, request: int) -> torch.Tensor:
+        """Read the page before the last one once more where the last one is full."""
+        slots = super().key_slots(layer, metadata, request).clone()
+        page_size = self.context.token_to_kv_pool.page_size
+        if len(slots) > page_size and len(slots) % page_size == 0:
+            slots[-page_size:] = slots[-2 * page_size : -page_size]
+        return slots
+
+
+class WindowOneTooWide(FakeBackend):
+    def visible(self, layer: LayerSpec, *args: object) -> torch.Tensor:
+        window = layer.sliding_window_size
+        return super().visible(
+            replace(layer, sliding_window_size=window if window < 0 else window + 1), *args
+        )
+
+
+class ScaleOfTheHeadDim(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        return super().attend(q, k, v, keep, replace(layer, scaling=q.shape[-1] ** -0.5))
+
+
+class StaleMetadata(FakeBackend):
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Keep what an earlier step of the same batch size left behind."""
+        if self.full is None or len(self.full.new) != batch.batch_size:
+            super().init_forward_metadata_in_graph(batch)
+
+
+class WrongKVHead(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        """Query head h reads KV head h % Hkv instead of h // group."""
+        picked = torch.arange(q.shape[1]) % k.shape[1]
+        return super().attend(q, k[:, picked], v[:, picked], keep, layer)
+
+
+class IgnoredCap(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        return super().attend(q, k, v, keep, replace(layer, logit_cap=0.0))
+
+
+class BaseTwoLSE(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        out, lse = super().attend(q, k, v, keep, layer)
+        return out, lse / math.log(2)
+
+
+class InvertedMask(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        spec_info = batch.spec_info
+        if spec_info is not None and spec_info.custom_mask is not None:
+            batch = replace(batch, spec_info=replace(spec_info, custom_mask=~spec_info.custom_mask))
+        return super().visible(layer, batch, *args)
+
+
+class PrefixOneShort(FakeBackend):
+    def prefix_len(self, metadata: FullMetadata, request: int) -> int:
+        return max(super().prefix_len(metadata, request) - 1, 0)
+
+
+class PaddingRead(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole pages: masked weights are 0, and 0 * NaN is NaN."""
+        keys, values = super().read(layer, slots)
+        if len(slots):
+            rest = slots[-1] - slots[-1] % self.context.token_to_kv_pool.page_size
+            page = torch.arange(self.context.token_to_kv_pool.page_size) + rest
+            values = values + 0 * super().read(layer, page)[1].sum(0)
+        return keys, values
+
+
+class IgnoredSinks(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        return super().attend(q, k, v, keep, replace(layer, sinks=None))
+
+
+class SinksOutsideLSE(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        out, _ = super().attend(q, k, v, keep, layer)
+        return out, super().attend(q, k, v, keep, replace(layer, sinks=None))[1]
+
+
+class ChunkAsWindow(FakeBackend):
+    def visible(self, layer: LayerSpec, *args: object) -> torch.Tensor:
+        window = layer.attention_chunk_size - 1
+        layer = replace(layer, attention_chunk_size=0, sliding_window_size=window)
+        return super().visible(layer, *args)
+
+
+class ItemsSeeEachOther(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        return super().visible(layer, replace(batch, multi_item=None), *args)
+
+
+class DecoderKeysAtRowStart(FakeBackend):
+    def key_slots(self, layer: LayerSpec, metadata: FullMetadata, request: int) -> torch.Tensor:
+        encoder = torch.zeros_like(metadata.encoder)
+        if not layer.is_cross_attention:
+            metadata = replace(metadata, encoder=encoder)
+        return super().key_slots(layer, metadata, request)
+
+
+class UnaskedWrite(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+        self.context.token_to_kv_pool.get_key_buffer(layer.layer_id)[-1] = 0
+
+
+class FirstTokenSavedAlone(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        first = replace(batch, out_cache_loc=batch.out_cache_loc[:1])
+        v = None if v is None else v[:1]
+        k_rope = None if k_rope is None else k_rope[:1]
+        super().save_kv(k[:1], v, layer, first, k_rope=k_rope)
+
+
+class UndefinedPadding(FakeBackend):
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **given):
+        out = super().forward_decode(q, k, v, layer, batch, save_kv_cache, **given)
+        out[batch.req_pool_indices == 0] = torch.nan
+        return out
+
+
+CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
+    OffByOnePage: ("decode-page-boundaries", "extend-page-boundaries", "extend-max-length"),
+    WindowOneTooWide: ("decode-window", "extend-window", "decode-two-windows"),
+    ScaleOfTheHeadDim: ("decode-scale", "extend-scale", "mla-decode"),
+    StaleMetadata: ("decode-uneven", "extend-prefix", "verify-chain", "decode-one-request"),
+    WrongKVHead: ("decode-one-request", "extend-one-request", "decode-14x2-heads"),
+    IgnoredCap: ("decode-cap", "extend-cap", "decode-window-cap"),
+    BaseTwoLSE: ("decode-lse", "extend-lse", "mla-decode-lse"),
+    InvertedMask: ("verify-tree", "verify-tree-window", "mla-verify-tree"),
+    PrefixOneShort: ("extend-prefix", "mixed", "verify-chain", "draft-extend"),
+    PaddingRead: ("decode-one-request", "extend-partly-filled-page", "mla-decode"),
+    IgnoredSinks: ("decode-sinks", "extend-sinks"),
+    SinksOutsideLSE: ("decode-sinks-lse", "extend-sinks-lse"),
+    ChunkAsWindow: ("decode-chunk", "extend-chunk"),
+    ItemsSeeEachOther: ("extend-multi-item",),
+    DecoderKeysAtRowStart: ("extend-cross", "decode-cross"),
+    UnaskedWrite: ("decode-one-request", "extend-cross", "extend-partly-filled-page"),
+    FirstTokenSavedAlone: ("decode-uneven", "extend-one-request", "mla-extend"),
+    UndefinedPadding: ("decode-padding", "mla-decode-padding"),
+}
+"""The cases, at page size 16, that each fault fails."""
+
+CASES = {case.name: case for case in standard_cases((16,))}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [(fault, name) for fault, names in CAUGHT_BY.items() for name in names],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_catches(fault: type[FakeBackend], name: str) -> None:
+    case = CASES[f"{name}-page16"]
+    broken = Candidate(card=fake_card(), platform=fake_platform(), factory=fault)
+    whole = Candidate(card=fake_card(), platform=fake_platform())
+    outcome = run_case(broken, case)
+    assert outcome.status == "failed"
+    assert isinstance(outcome.error, Disagreement), outcome.message
+    assert run_case(whole, case).status == "passed"
+
+
+def test_reports_an_exception_as_a_failure() -> None:
+    class Raising(FakeBackend):
+        def attend(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+            raise ZeroDivisionError("no kernel")
+
+    broken = Candidate(card=fake_card(), platform=fake_platform(), factory=Raising)
+    outcome = run_case(broken, CASES["decode-uneven-page16"])
+    assert outcome.status == "failed"
+    assert outcome.message == "ZeroDivisionError: no kernel"
+
+
+def test_refuses_what_the_card_does_not_admit() -> None:
+    narrow = Candidate(card=fake_card(page_size=one_of(1, 64)), platform=fake_platform())
+    outcome = run_case(narrow, CASES["decode-uneven-page16"])
+    assert outcome.status == "refused"
+    assert [reason.axis for reason in outcome.reasons] == ["page_size"]
+    assert run_case(narrow, standard_cases((64,))[0]).status == "passed"
+
+
+def test_a_backend_that_serves_less_than_its_card_fails() -> None:
+    class NoWindow(FakeBackend):
+        def visible(self, layer: LayerSpec, *args: object) -> torch.Tensor:
+            return super().visible(replace(layer, sliding_window_size=-1), *args)
+
+    claiming = Candidate(card=fake_card(), platform=fake_platform(), factory=NoWindow)
+    honest = Candidate(
+        card=fake_card(sliding_window=NONE), platform=fake_platform(), factory=NoWindow
+    )
+    windowed = [case for case in CASES.values() if case.request.sliding_window]
+    assert windowed
+    assert {run_case(claiming, case).status for case in windowed} == {"failed"}
+    assert {run_case(honest, case).status for case in windowed} == {"refused"}
