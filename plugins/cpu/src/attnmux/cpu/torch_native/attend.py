@@ -140,15 +140,15 @@ def _logits(call: LayerCall, queries: torch.Tensor, keys: torch.Tensor) -> torch
 
 def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) -> None:
     """Set the logits of a block's hidden keys to -inf; the block begins at key `start`."""
-    num_keys = logits.shape[-1]
+    stop = start + logits.shape[-1]
     seen_from, seen_to = tile.seen_by_all
-    if visibility.is_range and seen_from <= start and start + num_keys <= seen_to:
-        return
-    keys = tile.first_key + torch.arange(start, start + num_keys, device=logits.device)
-    hidden = visibility.hidden(tile.tokens, keys)
-    num_requests, num_queries, _ = hidden.shape
-    by_query = logits.view(num_requests, -1, num_queries, num_keys)
-    by_query.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    for left, right in ((start, min(seen_from, stop)), (max(seen_to, start), stop)):
+        if left >= right:
+            continue
+        keys = tile.first_key + torch.arange(left, right, device=logits.device)
+        hidden = visibility.hidden(tile.tokens, keys)
+        by_query = logits.view(tile.num_requests, -1, hidden.shape[1], stop - start)
+        by_query[..., left - start : right - start].masked_fill_(hidden.unsqueeze(1), -torch.inf)
 
 
 class _OnlineSoftmax:

@@ -34,9 +34,15 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Fetch the lengths. A plan is made by the first layer that needs it in the step."""
+        """Plan the step for every layer whose K and V are in the pool."""
         self._plans.clear()
-        self._lens = None if batch.forward_mode is ForwardMode.IDLE else StepLens.of(batch)
+        self._lens = None
+        if batch.forward_mode is ForwardMode.IDLE:
+            return
+        self._lens = StepLens.of(batch)
+        for layer in self.context.layers:
+            if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
+                self._plan(layer, batch, in_call=False)
 
     def forward_decode(
         self,
@@ -120,12 +126,20 @@ class TorchNativeBackend(AttentionBackend):
                 lse[plan.keyless] = -torch.inf if layer.sinks is None else layer.sinks
         return out
 
+    def tile_size(self, layer: LayerSpec) -> TileSize:
+        """How much of the step to compute at once: what bounds the scratch memory."""
+        return TileSize.of(layer, self.context.device)
+
     def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
-        """Layers of one window share a plan, and with it their slots in the pool."""
+        """The step's plan for the layer, made by the first of the layers that share it.
+
+        Layers of one window share their slots too: a pool that keeps some layers apart does so
+        by their window.
+        """
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
         rule = KeyRule.of(layer, in_call=in_call)
-        size = TileSize.of(layer, self.context.device)
+        size = self.tile_size(layer)
         plan = self._plans.get((rule, size))
         if plan is None:
             plan = make_plan(rule, size, layer, batch, self._lens, self.context)

@@ -43,12 +43,13 @@ class TileSize:
         Fewer, larger tiles cost fewer launches; the figures are those of
         `benchmarks/torch_native.py` on a CPU with 1 MiB of L2 a core.
         """
-        lanes = torch.get_num_threads() if device.type == "cpu" else 64
+        lanes = min(torch.get_num_threads(), 32) if device.type == "cpu" else 32
+        queries = max(1, min(128, 4096 // layer.tp_q_head_num))
         row = layer.tp_k_head_num * max(layer.qk_head_dim, layer.v_head_dim)
         return cls(
-            queries=max(1, min(128, 4096 // layer.tp_q_head_num)),
+            queries=queries,
             keys=max(64, lanes * 2**21 // row),
-            logits=max(64, lanes * 2**20 // layer.tp_q_head_num),
+            logits=max(64 * queries, lanes * 2**20 // layer.tp_q_head_num),
         )
 
 
@@ -70,7 +71,7 @@ class Tile:
     step: int
     """Keys a request to gather at once."""
     seen_by_all: tuple[int, int]
-    """Keys that every query of the tile sees, as a range within S."""
+    """A range of the S keys that every query sees all of; nothing else about them is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,6 +95,8 @@ class _Work(NamedTuple):
     """Position of the first key."""
     place: int
     """Where that key's slot is among all slots of the step."""
+    seen_by_all: tuple[int, int]
+    """As on `Tile`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,25 +122,12 @@ def make_plan(
     qo_indptr = cu_seqlens(lens.new)
     spans = _spans(visible, qo_indptr)
     slots = _slots(spans, rule, layer, batch, lens, context)
-    first, end = visible.first.tolist(), visible.end.tolist()
-    work: list[_Work] = []
-    keyless = list(range(len(first), batch.num_tokens))
-    for span_start, place, (start, stop) in zip(
-        spans.start.tolist(),
-        spans.indptr.tolist(),
-        itertools.pairwise(qo_indptr.tolist()),
-        strict=False,
-    ):
-        for token in range(start, stop, size.queries):
-            next_token = min(token + size.queries, stop)
-            key, key_end = first[token], end[next_token - 1]
-            if key < key_end:
-                place_of_key = place + key - span_start
-                work.append(_Work(next_token - token, key_end - key, token, key, place_of_key))
-            else:
-                keyless += range(token, next_token)
+    work, keyless = _work(visible, spans, qo_indptr, size)
+    keyless += range(visible.first.numel(), batch.num_tokens)
+    # What a tile's products round depends on its shape, so each request gets its own.
+    groups = [[one] for one in work] if context.request.deterministic else _groups(work, size)
     return Plan(
-        tiles=tuple(_tile(group, size, first, end, slots) for group in _groups(work, size)),
+        tiles=tuple(_tile(group, size, slots) for group in groups),
         visibility=visible.to(context.device),
         keyless=torch.tensor(keyless, dtype=torch.int64, device=context.device),
     )
@@ -178,6 +168,36 @@ def _slots(
     return context.token_to_kv_pool.translate(slots, layer.layer_id)
 
 
+def _work(
+    visible: Visibility, spans: _Spans, qo_indptr: torch.Tensor, size: TileSize
+) -> tuple[list[_Work], list[int]]:
+    """All queries but those without keys, and these queries' rows."""
+    first, end = visible.first.tolist(), visible.end.tolist()
+    places = (spans.indptr[:-1] - spans.start).tolist()
+    work: list[_Work] = []
+    keyless: list[int] = []
+    for place, (start, stop) in zip(places, itertools.pairwise(qo_indptr.tolist()), strict=True):
+        for token in range(start, stop, size.queries):
+            last = min(token + size.queries, stop) - 1
+            first_key, num_keys = first[token], end[last] - first[token]
+            if num_keys <= 0:
+                keyless += range(token, last + 1)
+                continue
+            # The range of a later query neither begins nor ends before an earlier one's.
+            seen_by_all = (first[last] - first_key, end[token] - first_key)
+            work.append(
+                _Work(
+                    num_queries=last + 1 - token,
+                    num_keys=num_keys,
+                    token=token,
+                    first_key=first_key,
+                    place=place + first_key,
+                    seen_by_all=seen_by_all if visible.is_range else (0, 0),
+                )
+            )
+    return work, keyless
+
+
 def _groups(work: list[_Work], size: TileSize) -> Iterator[list[_Work]]:
     """Work of like size, as much as fits a tile. What does not fit stands alone."""
     group: list[_Work] = []
@@ -195,32 +215,29 @@ def _groups(work: list[_Work], size: TileSize) -> Iterator[list[_Work]]:
         yield group
 
 
-def _tile(
-    group: list[_Work], size: TileSize, first: list[int], end: list[int], slots: torch.Tensor
-) -> Tile:
-    num_queries, num_keys = (max(work[field] for work in group) for field in (0, 1))
+def _tile(group: list[_Work], size: TileSize, slots: torch.Tensor) -> Tile:
+    num_queries = max(work.num_queries for work in group)
+    num_keys = max(work.num_keys for work in group)
     room = min(size.keys, size.logits // num_queries) // len(group)
-    num_steps = -(-num_keys // max(room, 64))
+    num_steps = -(-num_keys // max(room, 1))
     places = _padded([work.place for work in group], [work.num_keys for work in group])
     tokens = _padded([work.token for work in group], [work.num_queries for work in group])
+    seen_from, seen_to = zip(*(work.seen_by_all for work in group), strict=True)
     return Tile(
+        tokens=_slice_or_index(tokens, slots.device),
         num_requests=len(group),
-        tokens=_slice_or_index(tokens.view(-1), slots.device),
-        slots=slots[_slice_or_index(places.view(-1), slots.device)].view(len(group), -1),
+        slots=slots[_slice_or_index(places, slots.device)].view(len(group), -1),
         first_key=torch.tensor([[work.first_key] for work in group], device=slots.device),
         step=-(-num_keys // num_steps),
-        seen_by_all=(
-            max(first[work.token + work.num_queries - 1] - work.first_key for work in group),
-            min(end[work.token] - work.first_key for work in group),
-        ),
+        seen_by_all=(max(seen_from), min(seen_to)),
     )
 
 
 def _padded(starts: list[int], lens: list[int]) -> torch.Tensor:
-    """[R, max(lens)] int64: ranges, drawn out to one length by repeating their last value."""
+    """[R * max(lens)] int64: ranges, drawn out to one length by repeating their last value."""
     steps = torch.arange(max(lens)).unsqueeze(0)
     last = torch.tensor(lens).unsqueeze(1) - 1
-    return torch.tensor(starts).unsqueeze(1) + torch.minimum(steps, last)
+    return (torch.tensor(starts).unsqueeze(1) + torch.minimum(steps, last)).view(-1)
 
 
 def _slice_or_index(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:

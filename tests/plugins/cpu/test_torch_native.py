@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnmux.core.errors import AttnmuxError
+from attnmux.core.testing import (
+    AttentionBackendTests,
+    Case,
+    World,
+    find_candidate,
+    make_world,
+    prepare_step,
+    run_case,
+)
+from attnmux.core.testing.cases import Step, decode, extend
+from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.cpu.torch_native.metadata import TileSize
+
+CANDIDATE = find_candidate("torch_native", device="cpu")
+
+
+class SmallTiles(TorchNativeBackend):
+    """Short steps go through what long ones do: many tiles, and many blocks of keys in each."""
+
+    def tile_size(self, layer):
+        return TileSize(queries=4, keys=12, logits=24)
+
+
+SMALL_TILES = replace(CANDIDATE, factory=SmallTiles)
+
+
+class TestTorchNative(AttentionBackendTests):
+    backend = "torch_native"
+    device = "cpu"
+
+
+class TestSmallTiles(AttentionBackendTests):
+    backend = SMALL_TILES
+
+
+class CountedGathers(TorchDispatchMode):
+    """Counts the rows that index_select fetches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Counter[int] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten.index_select:
+            self.rows["all"] += args[2].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def world_of(step: Step, **case_settings: Any) -> World:
+    case = Case(name="of-this-test", steps=(step,), max_context_len=4096, **case_settings)
+    return make_world(case, CANDIDATE.platform, "cpu")
+
+
+def attend(world: World, backend: TorchNativeBackend, step: Step) -> list[torch.Tensor]:
+    """The output of each layer."""
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    return [
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+        for given in prepared.inputs
+    ]
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=REQUESTS,
+    page_size=st.sampled_from((1, 16)),
+    window=st.sampled_from((None, 0, 5, 30)),
+    chunk=st.sampled_from((None, 8)),
+    sinks=st.booleans(),
+    decodes=st.booleans(),
+)
+def test_tiles_of_any_lengths(requests, page_size, window, chunk, sinks, decodes):
+    step = decode(*(sum(request) for request in requests)) if decodes else extend(*requests)
+    case = Case(
+        name="any-lengths",
+        steps=(step,),
+        page_size=page_size,
+        windows=(window, None),
+        attention_chunk=chunk,
+        sinks=sinks,
+        lse=True,
+    )
+    outcome = run_case(SMALL_TILES, case)
+    assert outcome.status == "passed", outcome.message
+
+
+@pytest.mark.parametrize("step_of", [lambda n: decode(n, n), lambda n: extend((0, n))])
+def test_scratch_does_not_grow_with_the_context(step_of):
+    def scratch(length: int) -> int:
+        world = world_of(step_of(length))
+        attend(world, SmallTiles(world.context), step_of(length))
+        return world.context.workspace.nbytes
+
+    assert scratch(700) == scratch(100)
+
+
+def test_layers_share_scratch():
+    step = extend((5, 40), (0, 9))
+    one, three = world_of(step, windows=(None,)), world_of(step, windows=(None, 7, None))
+    for world in (one, three):
+        attend(world, TorchNativeBackend(world.context), step)
+    assert three.context.workspace.nbytes == one.context.workspace.nbytes
+
+
+def test_work_is_bounded_by_the_window():
+    def rows_gathered(length: int, step: Step) -> int:
+        world = world_of(step, windows=(16,), num_q_heads=2, num_kv_heads=1)
+        prepared, backend = prepare_step(world, step), SmallTiles(world.context)
+        backend.init_forward_metadata(prepared.batch)
+        given = prepared.inputs[0]
+        with CountedGathers() as counted:
+            backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+        return counted.rows["all"]
+
+    # K and V of the token itself and of 16 before it, whatever the length.
+    for length in (100, 1000):
+        assert rows_gathered(length, decode(length)) == 2 * 17
+    # Four queries at a time see 20 keys between them.
+    assert rows_gathered(1000, extend((0, 1000))) <= 2 * 20 * 1000 / 4
+
+
+def test_causality_bounds_the_work():
+    step = extend((0, 400))
+    world = world_of(step, windows=(None,), num_q_heads=2, num_kv_heads=1)
+    prepared, backend = prepare_step(world, step), SmallTiles(world.context)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    with CountedGathers() as counted:
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+    blocks = 400 // 4
+    assert counted.rows["all"] == 2 * 4 * blocks * (blocks + 1) / 2
+
+
+def test_metadata_is_made_once_a_step():
+    step = decode(40, 7)
+    world = world_of(step, kv_in_pool=True)
+    backend = TorchNativeBackend(world.context)
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+
+    def run() -> list[torch.Tensor]:
+        return [
+            backend.forward(given.q, None, None, given.layer, prepared.batch)
+            for given in prepared.inputs
+        ]
+
+    before = run()
+    world.context.req_to_token_pool.req_to_token.zero_()
+    prepared.batch.seq_lens.zero_()
+    torch.testing.assert_close(run(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("step", [decode(1, 300, 40, 41, 7), extend((0, 50), (31, 9), (200, 130))])
+def test_deterministic_results_do_not_depend_on_the_batch(step):
+    case = Case(name="alone", steps=(step,), max_context_len=512, kv_in_pool=True)
+    world = make_world(case, CANDIDATE.platform, "cpu")
+    request = replace(world.context.request, deterministic=True)
+    backend = TorchNativeBackend(replace(world.context, request=request))
+    prepared = prepare_step(world, step)
+    batch, given = prepared.batch, prepared.inputs[0]
+    backend.init_forward_metadata(batch)
+    together = backend.forward(given.q, None, None, given.layer, batch)
+    start = 0
+    for index, new in enumerate(step.new):
+        one, tokens = slice(index, index + 1), slice(start, start + new)
+        start += new
+        extending = not batch.forward_mode.is_decode()
+        alone = replace(
+            batch,
+            batch_size=1,
+            req_pool_indices=batch.req_pool_indices[one],
+            seq_lens=batch.seq_lens[one],
+            out_cache_loc=batch.out_cache_loc[tokens],
+            positions=batch.positions[tokens],
+            extend_seq_lens=batch.extend_seq_lens[one] if extending else None,
+            extend_prefix_lens=batch.extend_prefix_lens[one] if extending else None,
+            extend_num_tokens=new if extending else None,
+        )
+        backend.init_forward_metadata(alone)
+        result = backend.forward(given.q[tokens], None, None, given.layer, alone)
+        assert torch.equal(result, together[tokens])
+
+
+def test_gradients_are_not_followed():
+    step = extend((0, 6))
+    world = world_of(step)
+    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    q = given.q.clone().requires_grad_()
+    out = backend.forward(q, given.k, given.v, given.layer, prepared.batch)
+    assert not out.requires_grad
+
+
+def test_forward_needs_a_prepared_step():
+    step = decode(3)
+    world = world_of(step)
+    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    given = prepared.inputs[0]
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
