@@ -6,7 +6,9 @@ that letter's value, then the end of the sequence; no other pair in the prompt h
 
     ah k417,wv rqe a90.p B3316 uo ?a  →  90
 
-A model that reads one wrong KV slot at the queried pair, or sees past a mask, gives another answer.
+A model that misses the KV page of the pair asked for, or reads the prompt under a wrong mask, seldom
+gives that answer. Compare several prompts: one lost KV slot can go unnoticed in one of them, since
+the slots of a pair's other bytes know of it too.
 """
 
 from __future__ import annotations
