@@ -6,8 +6,8 @@ that letter's value, then the end of the sequence; no other pair in the prompt h
 
     ah k417,wv rqe a90.p B3316 uo ?a  →  90
 
-A model that misses the KV page of the pair asked for, or reads the prompt under a wrong mask, seldom
-gives that answer. Compare several prompts: one lost KV slot can go unnoticed in one of them, since
+A model that misses the KV page of the pair asked for, or reads the prompt under a mask that is not
+causal, seldom gives that answer. Ask several prompts: a single lost KV slot can go unnoticed, since
 the slots of a pair's other bytes know of it too.
 """
 
