@@ -47,9 +47,7 @@ class StepBuilder:
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
 
-    def extend(
-        self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None
-    ) -> Step:
+    def extend(self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None) -> Step:
         """A step over the next `num_new` pending tokens of each request; None means all of them.
 
         A request's earlier tokens are its cached prefix, so a prompt may come in chunks, and a
@@ -75,28 +73,18 @@ class StepBuilder:
         except BaseException:
             self._give_rows(new_rows)
             raise
-        self.req_to_token_pool.write(rows, prefix_lens, seq_lens - prefix_lens, slots)
-        tokens = [
-            state.token_ids[prefix:end]
-            for state, prefix, end in zip(states, prefixes, ends, strict=True)
-        ]
-        spans = zip(prefixes, ends, strict=True)
-        packed = torch.tensor(
-            [
-                [token for part in tokens for token in part],
-                [position for span in spans for position in range(*span)],
-            ]
-        ).to(self.allocator.device)
+        extend_lens = seq_lens - prefix_lens
+        self.req_to_token_pool.write(rows, prefix_lens, extend_lens, slots)
+        input_ids, positions = self._tokens(states, prefixes, ends)
         for state, end in zip(states, ends, strict=True):
             state.num_cached = end
-        extend_lens = seq_lens - prefix_lens
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(states),
             req_pool_indices=rows,
             seq_lens=seq_lens.to(torch.int32),
             out_cache_loc=slots,
-            positions=packed[1],
+            positions=positions,
             seq_lens_cpu=host[2].to(torch.int32),
             seq_lens_sum=sum(ends),
             extend_seq_lens=extend_lens.to(torch.int32),
@@ -105,7 +93,7 @@ class StepBuilder:
             extend_prefix_lens_cpu=host[1].to(torch.int32),
             extend_num_tokens=sum(counts),
         )
-        return Step(batch=batch, input_ids=packed[0], last_indices=extend_lens.cumsum(0) - 1)
+        return Step(batch=batch, input_ids=input_ids, last_indices=extend_lens.cumsum(0) - 1)
 
     def decode(self, states: Sequence[SequenceState]) -> Step:
         """A step over the one pending token of each request.
@@ -153,6 +141,18 @@ class StepBuilder:
         self._give_rows(held)
         for state in held:
             state.num_cached = 0
+
+    def _tokens(
+        self, states: Sequence[SequenceState], starts: Sequence[int], ends: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions of each request's tokens from start to end, packed: [T] int64 each."""
+        ids: list[int] = []
+        positions: list[int] = []
+        for state, start, end in zip(states, starts, ends, strict=True):
+            ids += state.token_ids[start:end]
+            positions += range(start, end)
+        packed = torch.tensor([ids, positions]).to(self.allocator.device)
+        return packed[0], packed[1]
 
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         longest = self.req_to_token_pool.max_context_len

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
+from textwrap import shorten
+from typing import Any, cast
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -57,12 +60,13 @@ class Checkpoint:
         """The dtype to run in: the named one, else the checkpoint's, else float32."""
         if name is not None:
             return torch_dtype(name)
-        text = self.config.get_text_config(decoder=True)
-        return text.dtype or self.config.dtype or torch.float32
+        stated = self.config.get_text_config(decoder=True).dtype or self.config.dtype
+        return torch_dtype(str(stated or "float32").removeprefix("torch."))
 
     def stop_ids(self, model: PreTrainedModel) -> frozenset[int]:
         """Tokens that end a text: those of generation_config.json and the tokenizer's own."""
-        stated = model.generation_config.eos_token_id if model.generation_config else None
+        # Only a model that can generate has a generation_config.
+        stated = getattr(model.generation_config, "eos_token_id", None)
         ids = {stated} if stated is None or isinstance(stated, int) else set(stated)
         if self.tokenizer is not None:
             ids.add(self.tokenizer.eos_token_id)
@@ -93,7 +97,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
         source = str(path)
     with quiet_transformers(progress=progress), _explained(source):
         config = AutoConfig.from_pretrained(source, **ALWAYS)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise InvalidInput(
             "model",
@@ -107,7 +111,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
             tokenizer = AutoTokenizer.from_pretrained(source, config=config, **ALWAYS)
     except Exception as failure:
         # Each tokenizer library has errors of its own, tokenizers the bare Exception.
-        error = _first_line(failure)
+        error = _in_one_line(failure)
     return Checkpoint(source=source, config=config, tokenizer=tokenizer, tokenizer_error=error)
 
 
@@ -121,7 +125,7 @@ def load_model(
     """
     source = checkpoint.source
     with quiet_transformers(progress=progress), _explained(source):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=checkpoint.config,
             dtype=dtype,
@@ -130,6 +134,8 @@ def load_model(
             output_loading_info=True,
             **ALWAYS,
         )
+    model: torch.nn.Module = loaded[0]
+    info: dict[str, Any] = loaded[1]
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key[0]) for key in info["mismatched_keys"])
     if missing or mismatched or info["error_msgs"]:
@@ -144,11 +150,12 @@ def load_model(
             expected="a checkpoint with every tensor of its model",
         )
     try:
-        return model.to(device).eval()
+        model.to(device)
     except torch.OutOfMemoryError as error:
         raise AttnmuxError(
-            f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {_first_line(error)}"
+            f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {_in_one_line(error)}"
         ) from error
+    return cast("PreTrainedModel", model.eval())
 
 
 @contextmanager
@@ -156,8 +163,8 @@ def quiet_transformers(*, progress: bool) -> Iterator[None]:
     """Keep transformers and the hub to their errors, with progress bars where they are wanted."""
     verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
+    hub_logging.set_verbosity(ERROR)
     _show_progress(progress)
     try:
         yield
@@ -169,9 +176,9 @@ def quiet_transformers(*, progress: bool) -> Iterator[None]:
 
 def _show_progress(wanted: bool) -> None:
     if wanted:
-        logging.enable_progress_bar()
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
     else:
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
 
 
 def _check_folder(path: Path) -> None:
@@ -191,14 +198,14 @@ def _explained(source: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InvalidInput(
             "model",
-            came=f"{source} ({type(error).__name__}: {_first_line(error)})",
+            came=f"{source} ({_in_one_line(error)})",
             expected="a folder with a Hugging Face checkpoint, or the id of a model on the hub",
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+def _in_one_line(error: BaseException) -> str:
+    text = shorten(str(error), width=300, placeholder=" …")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _shown(names: list[str]) -> str:

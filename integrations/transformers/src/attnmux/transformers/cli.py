@@ -30,12 +30,15 @@ from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import SamplingParams
 
 SAMPLE_BYTES = 240
+AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command()
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--model", help="A folder or a Hugging Face hub id; default: the shipped model.")
-@click.option("--max-new-tokens", default=128, show_default=True, help="For each prompt.")
+@click.option(
+    "--max-new-tokens", type=AT_LEAST_1, default=128, show_default=True, help="For each prompt."
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True, help="Draw from the likeliest tokens.")
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
@@ -43,16 +46,17 @@ SAMPLE_BYTES = 240
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
-@click.option("--page-size", type=int, help="Tokens of a KV page; default: the solver's choice.")
+@click.option("--page-size", type=AT_LEAST_1, help="Tokens of a KV page; default: the solver's choice.")
 @click.option("--kv-dtype", help="Of the KV cache; default: as the model.")
 @click.option("--dtype", help="Of the model; default: the checkpoint's.")
-@click.option("--context", type=int, help="Most tokens of a request; default: the model's limit.")
+@click.option("--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit.")
 @click.option("--device", help="torch's name, such as cpu or cuda:1; default: the accelerator.")
 @click.option("--no-stream", is_flag=True, help="Print the text when all of it is there.")
 @common_options
 @pass_run
 def generate(
     run: Run,
+    /,
     as_json: bool,
     prompts: tuple[str, ...],
     model: str | None,
@@ -74,8 +78,6 @@ def generate(
     PROMPT "-" reads one from stdin. Without any, the shipped model is asked a made-up question.
     Text goes to stdout; the chosen backend, progress and speed go to stderr.
     """
-    if max_new_tokens < 1:
-        raise InvalidInput("--max-new-tokens", came=max_new_tokens, expected="at least 1")
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     settings = run.settings()
     texts = read_prompts(prompts, model, seed)
@@ -129,7 +131,7 @@ def read_prompts(prompts: Sequence[str], model: str | None, seed: int) -> list[s
 
 
 def _stdin() -> str:
-    return click.get_text_stream("stdin").read().removesuffix("\n")
+    return sys.stdin.read().removesuffix("\n")
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
@@ -139,8 +141,8 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
         raise InvalidInput("--context", came="nothing", expected="a number: the model states none")
     if wanted is None or limit is None:
         return wanted or limit or 0
-    if not 1 <= wanted <= limit:
-        raise InvalidInput("--context", came=wanted, expected=f"1 to the model's limit of {limit}")
+    if wanted > limit:
+        raise InvalidInput("--context", came=wanted, expected=f"at most the model's limit, {limit}")
     return wanted
 
 
@@ -198,13 +200,16 @@ def _quiet(debug: bool) -> Iterator[None]:
         yield
 
 
-def _as_dict(
-    generation: Generation, texts: Sequence[str], load_seconds: float
-) -> dict[str, Any]:
+def _as_dict(generation: Generation, texts: Sequence[str], load_seconds: float) -> dict[str, Any]:
     timings = generation.timings
     return {
         "results": [
-            {"prompt": text, **asdict(result)}
+            {
+                "prompt": text,
+                "text": result.text,
+                "token_ids": list(result.token_ids),
+                "finish_reason": result.finish_reason,
+            }
             for text, result in zip(texts, generation.results, strict=True)
         ],
         "timings": {

@@ -12,7 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
@@ -83,13 +88,9 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
     """
     check_servable(type(model), model.config)
     recorder = Recorder()
-    device = model.get_input_embeddings().weight.device
+    zero = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with _recording(model, recorder):
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            use_cache=False,
-        )
+        model(input_ids=zero, position_ids=zero, use_cache=False)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
     if len(counts) != expected or len(recorder.calls) != expected:
@@ -118,7 +119,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             came="a model with recurrent state",
             expected="one whose only memory of earlier tokens is attention's K and V",
         )
-    if not model_class.is_backend_compatible():
+    if not model_class._supports_attention_backend:
         raise InvalidInput(
             name,
             came="a model that computes attention by itself",
@@ -148,9 +149,8 @@ def _check_packable(model: PreTrainedModel) -> None:
     Two requests of one token each share a row, the first with embeddings that are not numbers:
     the second stays finite unless something carries from one to the other.
     """
-    embeddings = model.get_input_embeddings()
-    zeros = torch.zeros((1, 2), dtype=torch.long, device=embeddings.weight.device)
-    poison = embeddings.register_forward_hook(_poison_first)
+    zeros = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    poison = model.get_input_embeddings().register_forward_hook(_poison_first)
     try:
         with _recording(model, Recorder()):
             logits = model(input_ids=zeros, position_ids=zeros, use_cache=False).logits

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union
 
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint
 
-Prompt = Union[str, Sequence[int]]
+Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 
 

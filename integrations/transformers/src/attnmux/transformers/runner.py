@@ -46,7 +46,7 @@ class ModelRunner:
         """
         self.model = model
         self.decision = decision
-        device = model.get_input_embeddings().weight.device
+        device = model.device
         page_size = decision.page_size
         part_filled = max_batch_size if page_size > 1 else 0
         size = (max_total_tokens // page_size + part_filled) * page_size
@@ -98,7 +98,7 @@ class ModelRunner:
 
     @property
     def vocabulary_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @torch.inference_mode()
     def forward(self, step: Step, indices: torch.Tensor) -> torch.Tensor:
@@ -119,4 +119,3 @@ class ModelRunner:
             logits = logits[indices]
         assert isinstance(logits, torch.Tensor)
         return logits
-

@@ -1,0 +1,152 @@
+"""Tiny random models of every architecture, and the machinery to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.choosing.probe import probe_cpu
+from attnmux.core.testing.fakes import fake_card, fake_platform
+from attnmux.transformers import ModelRunner, RunnerOptions, load_runner, open_checkpoint
+from attnmux.transformers.checkpoint import quiet_transformers
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA3 = {**BASE, "head_dim": 16, "sliding_window": 5, "layer_types": ALTERNATING}
+DEEPSEEK = {
+    **BASE,
+    **MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+TINY_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def config(name: str) -> PreTrainedConfig:
+    """The tiny config of an architecture; windows are shorter than the tests' sequences."""
+    makers: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: transformers.LlamaConfig(**BASE),
+        "qwen2": lambda: transformers.Qwen2Config(
+            **BASE, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
+        "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=16),
+        "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=5),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **BASE, head_dim=16, sliding_window=5, attn_logit_softcapping=2.0
+        ),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA3),
+        "gemma3-nested": lambda: transformers.Gemma3Config(
+            text_config=GEMMA3, vision_config=TINY_VISION, mm_tokens_per_image=4
+        ),
+        "gpt-oss": lambda: transformers.GptOssConfig(
+            **BASE,
+            head_dim=16,
+            sliding_window=5,
+            layer_types=ALTERNATING,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
+        "deepseek-v2": lambda: transformers.DeepseekV2Config(
+            **DEEPSEEK, q_lora_rank=None, topk_method="greedy"
+        ),
+        "deepseek-v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=16),
+        "llama4": lambda: transformers.Llama4TextConfig(
+            **BASE,
+            head_dim=16,
+            intermediate_size_mlp=32,
+            num_local_experts=2,
+            attention_chunk_size=4,
+        ),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=97,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    }
+    return makers[name]()
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights far from zero, so that attention is far from uniform; sinks that matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+            elif "sinks" in name:
+                parameter.normal_(0, 1)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """(the model with transformers' own eager attention, its checkpoint's folder), by name."""
+    made: dict[str, tuple[PreTrainedModel, Path]] = {}
+
+    def make(name: str) -> tuple[PreTrainedModel, Path]:
+        if name not in made:
+            torch.manual_seed(0)
+            with quiet_transformers(progress=False):
+                model = randomise(
+                    AutoModelForCausalLM.from_config(config(name), attn_implementation="eager")
+                )
+                folder = tmp_path_factory.mktemp(name)
+                model.save_pretrained(folder)
+            made[name] = model, folder
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_on() -> Callable[..., ModelRunner]:
+    """(a checkpoint's folder, a backend's name) to a runner on the CPU."""
+    fake = Offer(card=fake_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+
+    def make(folder: Path, backend: str = "torch_native", **changes: object) -> ModelRunner:
+        given = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, **changes}
+        options = RunnerOptions(debug=True, **given)
+        if backend == "fake":
+            return load_runner(open_checkpoint(folder), fake_platform(), [fake], options)
+        offers = [offer for offer in load_plugins().offers() if offer.card.name == backend]
+        return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
+
+    return make

@@ -1,0 +1,220 @@
+"""What is recorded of a model's layers, and which models are refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from attnmux.core.choosing.request import Request
+from attnmux.core.errors import InvalidInput
+from attnmux.core.layer import LayerSpec
+from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
+from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.masks import Reach, read_reach
+from attnmux.transformers.request import check_against_config
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+
+
+def make(config):
+    with quiet_transformers(progress=False):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION).eval()
+
+
+def record(config, max_context_len=64):
+    return record_layers(make(config), max_context_len=max_context_len)
+
+
+def recorded(tiny, name, max_context_len=64):
+    model, _ = tiny(name)
+    with quiet_transformers(progress=False):
+        copy = AutoModelForCausalLM.from_config(
+            deepcopy(model.config), attn_implementation=IMPLEMENTATION
+        ).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy, record_layers(copy, max_context_len=max_context_len)
+
+
+def test_heads_dims_and_scaling(tiny):
+    _, specs = recorded(tiny, "llama")
+    assert [spec.layer_id for spec in specs] == [0, 1, 2]
+    for spec in specs:
+        assert (spec.tp_q_head_num, spec.tp_k_head_num, spec.tp_v_head_num) == (4, 2, 2)
+        assert (spec.qk_head_dim, spec.v_head_dim, spec.scaling) == (8, 8, 8**-0.5)
+        assert (spec.sliding_window_size, spec.attention_chunk_size) == (-1, 0)
+        assert spec.sinks is None
+
+
+def test_a_window_of_n_is_w_of_n_minus_1_and_only_where_the_model_has_it(tiny):
+    _, specs = recorded(tiny, "gemma2")
+    assert [spec.sliding_window_size for spec in specs] == [4, -1, 4]
+    assert [spec.logit_cap for spec in specs] == [2.0] * 3
+
+
+def test_a_window_longer_than_the_context_is_still_recorded(tiny):
+    _, specs = recorded(tiny, "mistral", max_context_len=3)
+    assert [spec.sliding_window_size for spec in specs] == [4, 4, 4]
+
+
+def test_sinks_are_the_models_in_float32(tiny):
+    model, specs = recorded(tiny, "gpt-oss")
+    for spec, layer in zip(specs, model.model.layers, strict=True):
+        assert spec.sinks is not None
+        assert spec.sinks.dtype == torch.float32
+        torch.testing.assert_close(spec.sinks, layer.self_attn.sinks.detach().float())
+
+
+def test_a_chunk_is_read_off_the_mask(tiny):
+    """No attention function is ever told it."""
+    _, specs = recorded(tiny, "llama4")
+    assert [spec.attention_chunk_size for spec in specs] == [4, 4, 4]
+
+
+def test_recording_leaves_the_model_as_it_was(tiny):
+    model, _ = recorded(tiny, "gemma3-nested")
+    assert model.config._attn_implementation == IMPLEMENTATION
+    assert model.config.text_config._attn_implementation == IMPLEMENTATION
+    names = transformers.AttentionInterface().valid_keys()
+    assert not [name for name in names if "probe" in name]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "by itself"),
+        (
+            transformers.FalconMambaConfig(
+                vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4
+            ),
+            "recurrent state",
+        ),
+        (
+            transformers.Lfm2Config(
+                **LLAMA_LIKE, layer_types=["conv", "full_attention", "full_attention"]
+            ),
+            "mixes tokens in another way",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_models_that_cannot_be_served_are_refused(config, words):
+    with pytest.raises(InvalidInput, match=words):
+        record(config)
+
+
+def test_encoder_decoder_models_are_refused():
+    config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1)
+    with pytest.raises(InvalidInput, match="encoder-decoder"):
+        layers.check_servable(transformers.T5ForConditionalGeneration, config)
+
+
+def test_tokens_that_meet_outside_of_attention_are_found():
+    """Short convolutions would mix the requests of a row, whatever attention does."""
+    with pytest.raises(InvalidInput, match="reach other requests"):
+        layers._check_packable(
+            make(transformers.Lfm2Config(**LLAMA_LIKE, layer_types=["conv"] * 3))
+        )
+
+
+LENGTH = 40
+
+
+def reach_of(mask, told=Reach()):  # noqa: B008  # a named tuple is immutable
+    return read_reach(mask, told, max_context_len=LENGTH, device=torch.device("cpu"))
+
+
+def test_masks_are_read():
+    no_padding = torch.zeros(1, dtype=torch.long)
+    assert reach_of(causal_mask_function) == Reach()
+    assert reach_of(chunked_causal_mask_function(8, no_padding)) == Reach(attention_chunk_size=8)
+    assert reach_of(chunked_causal_mask_function(1, no_padding)).row(5, torch.arange(9)).sum() == 1
+    window = sliding_window_causal_mask_function(6)
+    assert reach_of(window) == Reach(sliding_window_size=5)
+    assert reach_of(window, Reach(sliding_window_size=5)) == Reach(sliding_window_size=5)
+    long = Reach(sliding_window_size=LENGTH)
+    assert reach_of(causal_mask_function, long) == long
+
+
+@pytest.mark.parametrize("told", [Reach(sliding_window_size=4), Reach(sliding_window_size=6)])
+def test_a_mask_that_contradicts_the_window_is_refused(told):
+    with pytest.raises(InvalidInput, match="mask_function"):
+        reach_of(sliding_window_causal_mask_function(6), told)
+
+
+def test_other_masks_are_refused():
+    def every_second(batch, head, query, key):
+        return key % 2 == 0
+
+    with pytest.raises(InvalidInput, match="mask_function"):
+        reach_of(and_masks(causal_mask_function, every_second))
+    with pytest.raises(InvalidInput, match="mask_function"):
+        reach_of(lambda batch, head, query, key: key >= 0)  # sees the future
+
+
+def spec(layer_id, **changes):
+    given = {
+        "tp_q_head_num": 4,
+        "tp_k_head_num": 2,
+        "tp_v_head_num": 2,
+        "qk_head_dim": 16,
+        "v_head_dim": 16,
+        "scaling": 0.25,
+        **changes,
+    }
+    return LayerSpec(layer_id=layer_id, **given)
+
+
+def test_the_request_asks_for_what_any_layer_needs():
+    specs = [
+        spec(0, sliding_window_size=7, sinks=torch.zeros(4)),
+        spec(1, logit_cap=30.0),
+        spec(2, sliding_window_size=3),
+    ]
+    request = request_of(specs, torch.bfloat16)
+    assert (request.sliding_window, request.logit_cap, request.sinks) == (7, 30.0, True)
+    assert request.v_head_dim is None
+    assert request.dtype == "bfloat16"
+    assert set(request.origins.values()) <= {"model", "default"}
+
+
+def test_layers_of_different_shapes_are_refused():
+    with pytest.raises(InvalidInput, match="layer 1"):
+        request_of([spec(0), spec(1, qk_head_dim=32)], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stated", "field"),
+    [
+        ({"num_q_heads": 8}, "num_q_heads"),
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+        ({"head_dim": 8}, "head_dim"),
+        ({"v_head_dim": 8}, "v_head_dim"),
+        ({"sliding_window": 9}, "sliding_window"),
+        ({"attention_chunk": 8}, "attention_chunk"),
+        ({"sinks": True}, "sinks"),
+        ({"logit_cap": 30.0}, "logit_cap"),
+    ],
+)
+def test_a_model_that_does_not_do_what_its_config_says_is_refused(stated, field):
+    request = request_of([spec(0, sliding_window_size=7)], torch.float32)
+    agreeing = Request(num_q_heads=4, num_kv_heads=2, head_dim=16, sliding_window=7)
+    check_against_config(request, agreeing, max_context_len=64)
+    with pytest.raises(InvalidInput, match=field):
+        check_against_config(request, agreeing.replace(**stated), max_context_len=64)
+
+
+def test_a_window_that_the_context_never_fills_is_no_contradiction():
+    request = request_of([spec(0)], torch.float32)
+    stated = Request(num_q_heads=4, num_kv_heads=2, head_dim=16, sliding_window=4095)
+    check_against_config(request, stated, max_context_len=64)

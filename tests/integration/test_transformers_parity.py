@@ -1,0 +1,111 @@
+"""Logits equal those of transformers' own eager attention, whatever the architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnmux.transformers import SequenceState
+
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gemma3-nested",
+    "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
+    "llama4",
+    "gpt2",
+)
+PROMPT_LENS = (13, 1, 33)
+"""Uneven, one of a single token, one that ends just behind a page of 16."""
+NUM_DECODED = 5
+
+
+@pytest.fixture
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    lens = [length + NUM_DECODED for length in PROMPT_LENS]
+    return [torch.randint(97, (length,), generator=generator).tolist() for length in lens]
+
+
+def eager_logits(model, sequences):
+    with torch.inference_mode():
+        return [model(input_ids=torch.tensor([ids])).logits[0] for ids in sequences]
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_logit_of_prefill_and_decode(tiny, run_on, sequences, architecture, page_size):
+    model, folder = tiny(architecture)
+    runner = run_on(folder, page_size=page_size)
+    theirs = eager_logits(model, sequences)
+    states = [
+        SequenceState(token_ids=ids[:length])
+        for ids, length in zip(sequences, PROMPT_LENS, strict=True)
+    ]
+    step = runner.steps.extend(states)
+    ours = runner.forward(step, torch.arange(sum(PROMPT_LENS)))
+    for mine, other, length in zip(ours.split(PROMPT_LENS), theirs, PROMPT_LENS, strict=True):
+        assert_same(mine, other[:length])
+    for _ in range(NUM_DECODED):
+        for state, ids in zip(states, sequences, strict=True):
+            state.token_ids.append(ids[len(state.token_ids)])
+        expected = [other[len(state.token_ids) - 1] for state, other in zip(states, theirs)]
+        assert_same(runner.decode(states), torch.stack(expected))
+    runner.release(states)
+    assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
+    assert runner.context.req_to_token_pool.available_size() == runner.context.max_batch_size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt-oss", "deepseek-v3", "llama4"])
+def test_a_prompt_in_chunks(tiny, run_on, sequences, architecture, page_size):
+    """The second extend stands on a prefix; one request only starts in it, one decodes."""
+    model, folder = tiny(architecture)
+    runner = run_on(folder, page_size=page_size)
+    theirs = eager_logits(model, sequences)
+    states = [SequenceState(token_ids=list(ids)) for ids in sequences]
+    runner.extend(states[:2], [7, len(sequences[1]) - 1])
+    counts = [state.num_pending for state in states]
+    assert counts[1] == 1
+    step = runner.steps.extend(states)
+    ours = runner.forward(step, torch.arange(sum(counts))).split(counts)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other[-len(mine) :])
+    runner.release(states)
+
+
+def test_the_reference_behind_the_contract_agrees_too(tiny, run_on, sequences):
+    """Not torch_native's own doing: the float64 reference gives the same logits."""
+    model, folder = tiny("gpt-oss")
+    runner = run_on(folder, "fake", page_size=4)
+    states = [SequenceState(token_ids=list(ids)) for ids in sequences]
+    ours = runner.extend(states)
+    assert_same(ours, torch.stack([logits[-1] for logits in eager_logits(model, sequences)]))
+
+
+def test_deepseek_runs_expanded(tiny, run_on):
+    runner = run_on(tiny("deepseek-v3")[1])
+    request = runner.decision.request
+    assert (request.kind, request.num_kv_heads) == ("mha", 4)
+    assert (request.head_dim, request.v_head_dim) == (24, 16)
+    assert request.origins["v_head_dim"] == "model"
+
+
+def test_bfloat16_weights_run_in_bfloat16(tiny, run_on, sequences):
+    model, folder = tiny("llama")
+    runner = run_on(folder, dtype="bf16")
+    assert runner.decision.kv_dtype == "bfloat16"
+    logits = runner.extend([SequenceState(token_ids=list(sequences[0]))])
+    assert logits.dtype == torch.bfloat16
+    theirs = eager_logits(model, sequences[:1])[0][-1]
+    assert torch.nn.functional.cosine_similarity(logits[0].float(), theirs, dim=0) > 0.99
