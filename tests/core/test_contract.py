@@ -1,0 +1,300 @@
+"""`AttentionBackend.forward`: what it refuses, what it dispatches, what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.layer import LayerSpec
+from attnmux.core.testing import (
+    Case,
+    FakeBackend,
+    PreparedStep,
+    World,
+    fake_platform,
+    make_world,
+    prepare_step,
+)
+from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.core.testing.placement import buffers
+
+
+def world_of(*steps: object, **settings: object) -> World:
+    case = Case(name="contract", steps=steps, page_size=4, **settings)
+    return make_world(case, fake_platform(), "cpu", seed=3)
+
+
+def mla_world(*steps: object) -> World:
+    latent = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    return world_of(*steps, **latent)
+
+
+def prepared(world: World, index: int = 0) -> PreparedStep:
+    return prepare_step(world, world.case.steps[index])
+
+
+def arguments(step: PreparedStep, index: int = 0) -> dict[str, torch.Tensor | None]:
+    given = step.inputs[index]
+    named = {item.name: getattr(given, item.name) for item in fields(given)}
+    del named["layer"]
+    return {**named, "out": None, "lse": None}
+
+
+def call(backend: AttentionBackend, step: PreparedStep, index: int = 0, **changes: object):
+    named = {**arguments(step, index), **changes}
+    layer = named.pop("layer", step.inputs[index].layer)
+    batch = named.pop("batch", step.batch)
+    q, k, v = (named.pop(name) for name in ("q", "k", "v"))
+    return backend.forward(q, k, v, layer, batch, **named)
+
+
+def pool_bytes(world: World) -> list[torch.Tensor]:
+    return [
+        buffer.view(torch.uint8).clone()
+        for layer in world.context.layers
+        for buffer in buffers(world, layer.layer_id)
+    ]
+
+
+class Recording(FakeBackend):
+    """A backend that notes which of its methods run."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.calls: list[str] = []
+
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        self.calls.append("save_kv")
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+
+    def forward_decode(self, *args, **kwargs) -> torch.Tensor:
+        self.calls.append("forward_decode")
+        return super().forward_decode(*args, **kwargs)
+
+    def forward_extend(self, *args, **kwargs) -> torch.Tensor:
+        self.calls.append("forward_extend")
+        return super().forward_extend(*args, **kwargs)
+
+
+def assert_refused(
+    world: World, step: PreparedStep, argument: str, **changes: torch.Tensor | None
+) -> None:
+    backend = Recording(world.context)
+    backend.init_forward_metadata(step.batch)
+    before = pool_bytes(world)
+    with pytest.raises(InvalidInput) as caught:
+        call(backend, step, **changes)
+    assert caught.value.argument == argument
+    assert backend.calls == []
+    assert all(map(torch.equal, before, pool_bytes(world)))
+
+
+Change = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("q", lambda q: q[:, :-1]),
+        ("q", lambda q: q[..., :-1]),
+        ("q", lambda q: q[:-1]),
+        ("q", lambda q: q.flatten(1)),
+        ("q", lambda q: q.float()),
+        ("k", lambda k: k[:, :1]),
+        ("k", lambda k: k[:-1]),
+        ("v", lambda v: v[..., :-1]),
+        ("v", lambda v: None),
+    ],
+)
+def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: Change) -> None:
+    world = world_of(extend((3, 5), (0, 4)))
+    step = prepared(world)
+    wrong = change(arguments(step)[argument])
+    assert_refused(world, step, argument, **{argument: wrong})
+
+
+@pytest.mark.parametrize("argument", ["out", "lse"])
+def test_refuses_an_output_of_the_wrong_shape(argument: str) -> None:
+    world = world_of(extend((3, 5)))
+    assert_refused(world, prepared(world), argument, **{argument: torch.zeros(5, 3)})
+
+
+def test_refuses_a_rotary_part_without_mla_and_its_absence_with_it() -> None:
+    world = world_of(decode(3))
+    step = prepared(world)
+    assert_refused(world, step, "q_rope", q_rope=step.inputs[0].q)
+    world = mla_world(decode(3, 5))
+    assert_refused(world, prepared(world), "q_rope", q_rope=None)
+    assert_refused(world, prepared(world), "k_rope", k_rope=None)
+
+
+def test_names_what_came_and_what_was_expected() -> None:
+    world = world_of(decode(3, 2))
+    step = prepared(world)
+    with pytest.raises(
+        ValueError, match=r"k: expected shape \(2, 2, 128\), got shape \(1, 2, 128\)"
+    ):
+        call(FakeBackend(world.context), step, k=step.inputs[0].k[:1])
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [
+        (decode(3, 5), "forward_decode"),
+        (extend((3, 5)), "forward_extend"),
+        (extend((3, 5), (7, 1), mode=ForwardMode.MIXED), "forward_extend"),
+        (verify(3, 5, 2), "forward_extend"),
+        (extend((3, 2), mode=ForwardMode.DRAFT_EXTEND), "forward_extend"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.mode.name,
+)
+def test_saves_and_dispatches_by_mode(step: object, method: str) -> None:
+    world = world_of(step, spec_topk=1)
+    ready = prepared(world)
+    backend = Recording(world.context)
+    backend.init_forward_metadata(ready.batch)
+    call(backend, ready)
+    assert backend.calls == ["save_kv", method]
+
+
+def test_writes_nothing_where_k_is_none_or_not_to_be_saved() -> None:
+    world = world_of(extend((0, 5)), kv_in_pool=True)
+    step = prepared(world)
+    backend = Recording(world.context)
+    backend.init_forward_metadata(step.batch)
+    before = pool_bytes(world)
+    from_pool = call(backend, step)
+    assert step.inputs[0].k is None
+    k, v = (buffer[step.batch.out_cache_loc] for buffer in buffers(world, 1))
+    given = call(backend, step, k=k, v=v, save_kv_cache=False)
+    assert backend.calls == ["forward_extend", "forward_extend"]
+    assert all(map(torch.equal, before, pool_bytes(world)))
+    torch.testing.assert_close(from_pool, given)
+
+
+def test_idle_is_empty_and_touches_nothing() -> None:
+    world = world_of(extend((0, 5)), extend(mode=ForwardMode.IDLE))
+    backend = Recording(world.context)
+    step = prepared(world, 1)
+    before = pool_bytes(world)
+    result = call(backend, step)
+    assert result.shape == (0, 8, 128)
+    assert result.dtype == torch.bfloat16
+    assert backend.calls == []
+    assert all(map(torch.equal, before, pool_bytes(world)))
+
+
+def test_idle_rows_are_zero() -> None:
+    """A rank with nothing to do may carry padding rows through the model."""
+    world = world_of(decode(3, 4))
+    step = prepared(world)
+    idle = replace(step.batch, forward_mode=ForwardMode.IDLE)
+    backend = Recording(world.context)
+    assert not call(backend, step, batch=idle).any()
+    out = torch.full((2, 8, 128), torch.nan, dtype=torch.bfloat16)
+    assert call(backend, step, batch=idle, out=out) is out
+    assert not out.any()
+    assert backend.calls == []
+
+
+def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
+    class OwnTensor(FakeBackend):
+        def forward_decode(self, *args, out=None, **kwargs) -> torch.Tensor:
+            return super().forward_decode(*args, **kwargs)
+
+    world = world_of(decode(3, 9))
+    step = prepared(world)
+    backend = OwnTensor(world.context)
+    backend.init_forward_metadata(step.batch)
+    out = torch.full((2, 8, 128), torch.nan, dtype=torch.bfloat16)
+    assert call(backend, step, out=out) is out
+    assert bool(out.isfinite().all())
+
+
+def test_cross_attention_writes_to_the_encoder_slots() -> None:
+    world = world_of(extend((0, 3), encoder=(6,)))
+    step = prepared(world)
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    crossing = step.inputs[-1]
+    assert crossing.layer.is_cross_attention
+    call(backend, step, index=-1)
+    written = buffers(world, crossing.layer.layer_id)[0][step.batch.encoder_out_cache_loc]
+    assert torch.equal(written, crossing.k)
+
+
+def test_cross_attention_without_encoder_slots_is_refused() -> None:
+    world = world_of(extend((0, 3), encoder=(6,)))
+    step = prepared(world)
+    backend = FakeBackend(world.context)
+    before = pool_bytes(world)
+    with pytest.raises(InvalidInput, match="encoder_out_cache_loc"):
+        call(backend, step, index=-1, batch=replace(step.batch, encoder_out_cache_loc=None))
+    assert all(map(torch.equal, before, pool_bytes(world)))
+
+
+def test_init_forward_metadata_runs_both_halves_in_order() -> None:
+    class Halves(FakeBackend):
+        def init_forward_metadata_out_graph(self, batch, in_capture=False) -> None:
+            seen.append(("out", in_capture))
+
+        def init_forward_metadata_in_graph(self, batch) -> None:
+            seen.append(("in", False))
+
+    seen: list[tuple[str, bool]] = []
+    world = world_of(decode(3))
+    Halves(world.context).init_forward_metadata(prepared(world).batch)
+    assert seen == [("out", False), ("in", False)]
+
+
+def test_graphs_are_refused_unless_a_backend_says_otherwise() -> None:
+    backend = FakeBackend(world_of(decode(3)).context)
+    with pytest.raises(GraphUnsupported, match="FakeBackend"):
+        backend.init_cuda_graph_state(8, 8)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_context_knows_its_layers_by_id() -> None:
+    context = world_of(decode(3)).context
+    first, second = context.layers
+    assert context.layer(second.layer_id) is second
+    with pytest.raises(InvalidInput, match=r"layer_id: expected one of \[1, 3\], got 2"):
+        context.layer(2)
+    with pytest.raises(InvalidInput, match="an id of its own"):
+        replace(context, layers=(first, replace(second, layer_id=first.layer_id)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp_q_head_num": 6, "tp_k_head_num": 4},
+        {"tp_k_head_num": 0},
+        {"kind": "mla", "tp_k_head_num": 2},
+        {"kind": "mla", "tp_k_head_num": 1, "v_head_dim": 128},
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
+    layer: LayerSpec = world_of(decode(3)).context.layers[0]
+    with pytest.raises(InvalidInput):
+        replace(layer, **changes)
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_a_mode_is_decode_idle_or_extend(mode: ForwardMode) -> None:
+    idle = mode is ForwardMode.IDLE
+    assert [mode.is_decode(), idle, mode.is_extend()].count(True) == 1
+    assert mode.is_decode_or_idle() == (not mode.is_extend())
+
+
+def test_num_tokens_counts_rows_of_q() -> None:
+    world = world_of(extend((3, 5), (0, 4), trailing=2), decode(3, 4, padding=2))
+    assert prepared(world, 0).batch.num_tokens == 11
+    decoding: ForwardBatch = prepared(world, 1).batch
+    assert decoding.num_tokens == 4
+    assert replace(decoding, extend_num_tokens=99).num_tokens == 4

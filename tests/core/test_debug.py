@@ -1,0 +1,86 @@
+"""The checks of a batch's values, which run only where they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core.debug import check_batch
+from attnmux.core.errors import InvalidInput
+from attnmux.core.testing import (
+    Case,
+    FakeBackend,
+    fake_platform,
+    make_world,
+    prepare_step,
+    standard_cases,
+)
+from attnmux.core.testing.cases import decode, extend
+
+
+@pytest.fixture
+def extending():
+    case = Case(name="debug", steps=(extend((3, 5), (0, 4)),), page_size=4)
+    world = make_world(case, fake_platform(), "cpu")
+    return world, prepare_step(world, case.steps[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("req_pool_indices", torch.tensor([1, 99])),
+        ("req_pool_indices", torch.tensor([1, -1])),
+        ("out_cache_loc", torch.full((9,), 10_000)),
+        ("out_cache_loc", torch.full((9,), -1)),
+        ("seq_lens", torch.tensor([8, 1000], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([8, -1], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([8, 5], dtype=torch.int32)),
+        ("encoder_lens", torch.tensor([0, 1000], dtype=torch.int32)),
+        ("extend_seq_lens", torch.tensor([5, 5], dtype=torch.int32)),
+        ("extend_seq_lens", None),
+    ],
+)
+def test_names_the_field_that_is_out_of_range(extending, field, value) -> None:
+    world, step = extending
+    check_batch(world.context, step.batch)
+    with pytest.raises(InvalidInput) as caught:
+        check_batch(world.context, replace(step.batch, **{field: value}))
+    assert caught.value.argument == field
+
+
+def test_refuses_a_table_that_leads_outside_the_pool(extending) -> None:
+    world, step = extending
+    row = int(step.batch.req_pool_indices[0])
+    world.context.req_to_token_pool.req_to_token[row, 0] = world.context.token_to_kv_pool.num_slots
+    with pytest.raises(InvalidInput, match="req_to_token"):
+        check_batch(world.context, step.batch)
+
+
+def test_forward_checks_only_in_debug(extending) -> None:
+    world, step = extending
+    batch = replace(step.batch, seq_lens=step.batch.seq_lens + 1)
+    given = step.inputs[0]
+    quiet = FakeBackend(world.context)
+    quiet.init_forward_metadata(batch)
+    quiet.forward(given.q, given.k, given.v, given.layer, batch)
+    before = world.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8).clone()
+    checking = FakeBackend(replace(world.context, debug=True))
+    with pytest.raises(InvalidInput, match="seq_lens"):
+        checking.forward(given.q + 1, given.k + 1, given.v, given.layer, batch)
+    after = world.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
+def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
+    world = make_world(case, fake_platform(), "cpu")
+    for step in case.steps:
+        check_batch(world.context, prepare_step(world, step).batch)
+
+
+def test_an_empty_batch_is_valid() -> None:
+    case = Case(name="empty", steps=(decode(),))
+    world = make_world(case, fake_platform(), "cpu")
+    check_batch(world.context, prepare_step(world, case.steps[0]).batch)

@@ -1,0 +1,205 @@
+"""The op that compiled models call, and the step that it finds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.layer import RadixAttention
+from attnmux.core.op import attention_with_output, current_forward_context, forward_context
+from attnmux.core.testing import (
+    Case,
+    FakeBackend,
+    PreparedStep,
+    World,
+    fake_platform,
+    make_world,
+    prepare_step,
+)
+from attnmux.core.testing.cases import decode, extend
+
+LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+
+
+class Model(torch.nn.Module):
+    """Every layer of a world, with something to compile around each."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(map(RadixAttention, world.context.layers))
+
+    def forward(self, inputs, batch) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer, (q, k, v, q_rope, k_rope) in zip(self.layers, inputs, strict=True):
+            out = layer(q * 2, k, v, batch, q_rope=q_rope, k_rope=k_rope)
+            total = total + out.float().square().sum(dim=(1, 2))
+        return total
+
+
+def inputs_of(step: PreparedStep) -> list[tuple[torch.Tensor | None, ...]]:
+    return [(x.q, x.k, x.v, x.q_rope, x.k_rope) for x in step.inputs]
+
+
+def world_of(*steps: object, **settings: object) -> World:
+    case = Case(name="op", steps=steps, page_size=4, **settings)
+    return make_world(case, fake_platform(), "cpu", seed=5)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [
+        ((extend((3, 5), (0, 4)), extend((0, 2), (6, 7))), {}),
+        ((decode(3, 9, 4), decode(8, 1, 2)), {}),
+        ((decode(3, 9), decode(8, 1)), {"kv_in_pool": True}),
+        ((decode(3, 9), decode(8, 1)), LATENT),
+        ((extend((3, 5)), extend((1, 5))), {**LATENT, "kv_in_pool": True}),
+    ],
+    ids=["extend", "decode", "k-is-none", "mla", "mla-k-is-none"],
+)
+def test_a_model_compiles_as_one_graph(steps, settings) -> None:
+    """One graph serves steps whose lengths differ, and gives what eager gives."""
+    world = world_of(*steps, **settings)
+    backend = FakeBackend(world.context)
+    model = Model(world)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=capture)
+    for lengths in steps:
+        step = prepare_step(world, lengths)
+        backend.init_forward_metadata(step.batch)
+        with forward_context(backend, step.batch), torch.no_grad():
+            eager = model(inputs_of(step), step.batch)
+            torch.testing.assert_close(compiled(inputs_of(step), step.batch), eager)
+    assert len(graphs) == 1
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("attention_with_output" in str(target) for target in called) == 2
+
+
+def test_the_op_survives_functionalisation() -> None:
+    """What it writes is declared, so that a compiler keeps and orders it."""
+    world = world_of(extend((3, 5)))
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    model = Model(world)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with forward_context(backend, step.batch), torch.no_grad():
+        torch.testing.assert_close(
+            compiled(inputs_of(step), step.batch), model(inputs_of(step), step.batch)
+        )
+
+
+def test_heads_may_come_flattened() -> None:
+    world = world_of(decode(3, 9))
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    given = step.inputs[0]
+    attention = RadixAttention(given.layer)
+    with forward_context(backend, step.batch):
+        whole = attention(given.q, given.k, given.v, step.batch)
+        flat = attention(given.q.flatten(1), given.k.flatten(1), given.v.flatten(1), step.batch)
+    assert torch.equal(whole, flat)
+
+
+def test_the_op_writes_out_and_lse() -> None:
+    world = world_of(decode(3, 9))
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    given = step.inputs[1]
+    out = torch.full_like(given.q, torch.nan)
+    lse = torch.full(given.q.shape[:2], torch.nan)
+    with forward_context(backend, step.batch):
+        nothing = attention_with_output(
+            given.q, given.k, given.v, None, None, out, lse, given.layer.layer_id, True
+        )
+        expected = backend.forward(given.q, None, None, given.layer, step.batch)
+    assert nothing is None
+    assert torch.equal(out, expected)
+    assert bool(lse.isfinite().all())
+
+
+def test_the_op_stays_outside_of_device_graphs() -> None:
+    op = torch.ops.attnmux.attention_with_output.default
+    assert torch.Tag.cudagraph_unsafe in op.tags
+    mutated = [arg.name for arg in op._schema.arguments if arg.alias_info is not None]
+    assert mutated == ["out", "lse"]
+
+
+def test_the_op_runs_on_fake_tensors_without_a_step() -> None:
+    with FakeTensorMode():
+        q = torch.empty(3, 8, 128)
+        attention_with_output(q, None, None, None, None, torch.empty_like(q), None, 1, True)
+
+
+def test_attention_outside_a_step_says_what_to_do() -> None:
+    world = world_of(decode(3))
+    step = prepare_step(world, world.case.steps[0])
+    given = step.inputs[0]
+    with pytest.raises(
+        AttnmuxError, match=r"with attnmux\.core\.forward_context\(backend, batch\)"
+    ):
+        RadixAttention(given.layer)(given.q, given.k, given.v, step.batch)
+
+
+def test_another_batch_than_the_running_one_is_refused() -> None:
+    world = world_of(decode(3))
+    step = prepare_step(world, world.case.steps[0])
+    given = step.inputs[0]
+    backend = FakeBackend(world.context)
+    with (
+        forward_context(backend, replace(step.batch)),
+        pytest.raises(InvalidInput, match="another batch"),
+    ):
+        RadixAttention(given.layer)(given.q, given.k, given.v, step.batch)
+
+
+def test_contexts_nest_and_end_with_an_exception() -> None:
+    world = world_of(decode(3))
+    batch = prepare_step(world, world.case.steps[0]).batch
+    outer, inner = FakeBackend(world.context), FakeBackend(world.context)
+    with forward_context(outer, batch) as context:
+        assert current_forward_context() is context
+        with suppress(ZeroDivisionError), forward_context(inner, batch):
+            assert current_forward_context().backend is inner
+            raise ZeroDivisionError
+        assert current_forward_context().backend is outer
+    with pytest.raises(AttnmuxError):
+        current_forward_context()
+
+
+def test_a_context_belongs_to_its_thread() -> None:
+    world = world_of(decode(3))
+    batch = prepare_step(world, world.case.steps[0]).batch
+    seen: list[Exception] = []
+
+    def look() -> None:
+        try:
+            current_forward_context()
+        except AttnmuxError as error:
+            seen.append(error)
+
+    with forward_context(FakeBackend(world.context), batch):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert len(seen) == 1
