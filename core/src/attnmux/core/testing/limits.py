@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.core.choosing.axes import AXES, Axis
-from attnmux.core.choosing.checking import question_of
+from attnmux.core.choosing.axes import AXES, Axis, question_of
 from attnmux.core.choosing.conditions import Value
 from attnmux.core.choosing.dtypes import DTYPES
 from attnmux.core.choosing.platform import Platform
