@@ -31,7 +31,7 @@ class SmallTiles(TorchNativeBackend):
     """Short steps go through what long ones do: many tiles, and many blocks of keys in each."""
 
     def tile_size(self, layer):
-        return TileSize(queries=4, keys=12, logits=24)
+        return TileSize(queries=8, keys=24, logits=96)
 
 
 SMALL_TILES = replace(CANDIDATE, factory=SmallTiles)
@@ -110,7 +110,7 @@ def test_scratch_does_not_grow_with_the_context(step_of):
         attend(world, SmallTiles(world.context), step_of(length))
         return world.context.workspace.nbytes
 
-    assert scratch(700) == scratch(100)
+    assert scratch(480) == scratch(96)
 
 
 def test_layers_share_scratch():
@@ -134,8 +134,8 @@ def test_work_is_bounded_by_the_window():
     # K and V of the token itself and of 16 before it, whatever the length.
     for length in (100, 1000):
         assert rows_gathered(length, decode(length)) == 2 * 17
-    # Four queries at a time see 20 keys between them.
-    assert rows_gathered(1000, extend((0, 1000))) <= 2 * 20 * 1000 / 4
+    # Eight queries at a time see 24 keys between them.
+    assert rows_gathered(400, extend((0, 400))) <= 2 * 24 * 400 / 8
 
 
 def test_causality_bounds_the_work():
@@ -146,8 +146,8 @@ def test_causality_bounds_the_work():
     given = prepared.inputs[0]
     with CountedGathers() as counted:
         backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
-    blocks = 400 // 4
-    assert counted.rows["all"] == 2 * 4 * blocks * (blocks + 1) / 2
+    blocks = 400 // 8
+    assert counted.rows["all"] == 2 * 8 * blocks * (blocks + 1) / 2
 
 
 def test_metadata_is_made_once_a_step():

@@ -38,18 +38,18 @@ class TileSize:
 
     @classmethod
     def of(cls, layer: LayerSpec, device: torch.device) -> TileSize:
-        """Sizes that keep a tile in the caches of a CPU, or a GPU busy.
+        """A tile for so many CPU threads; any other device gets one for sixteen.
 
-        Fewer, larger tiles cost fewer launches; the figures are those of
-        `benchmarks/torch_native.py` on a CPU with 1 MiB of L2 a core.
+        A larger tile costs fewer launches, a smaller one stays in the caches. The figures are
+        the best of powers of two at 2 threads (32 MiB of L3) and 16 threads (300 MiB).
         """
-        lanes = min(torch.get_num_threads(), 32) if device.type == "cpu" else 32
+        threads = min(torch.get_num_threads(), 16) if device.type == "cpu" else 16
         queries = max(1, min(128, 4096 // layer.tp_q_head_num))
         row = layer.tp_k_head_num * max(layer.qk_head_dim, layer.v_head_dim)
         return cls(
             queries=queries,
-            keys=max(64, lanes * 2**21 // row),
-            logits=max(64 * queries, lanes * 2**20 // layer.tp_q_head_num),
+            keys=max(64, threads * 2**21 // row),
+            logits=max(64 * queries, threads * 2**19 // layer.tp_q_head_num),
         )
 
 
