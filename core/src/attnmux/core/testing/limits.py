@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.core.choosing.axes import AXES, Axis, question_of
+from attnmux.core.choosing.axes import AXES, Axis, Question
 from attnmux.core.choosing.conditions import Value
 from attnmux.core.choosing.dtypes import DTYPES
 from attnmux.core.choosing.platform import Platform
@@ -114,7 +114,13 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
 def _outside(candidate: Candidate, axis: Axis, request: Request) -> Iterator[OutsidePoint]:
     conditions = [axis.condition(clause) for clause in candidate.card.clauses]
     for value, changed, platform in _asked(candidate, axis, request):
-        question = question_of(changed, platform, changed.phases[0], hypothetical=False)
+        question = Question(
+            request=changed,
+            platform=platform,
+            phase=changed.phases[0],
+            page_size=changed.page_size,
+            kv_dtype=changed.kv_dtype,
+        )
         wanted = axis.wanted(question)
         if wanted is None or wanted is False:
             continue
