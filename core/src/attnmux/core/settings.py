@@ -114,7 +114,7 @@ def _file(directory: Path) -> tuple[Path, Mapping[str, Any]]:
         if (text := _text(own)) is not None:
             return own, _toml(own, text)
         # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
-        if (text := _text(shared)) is not None and "attnmux" in text:
+        if (text := _text(shared)) is not None and "tool.attnmux" in text:
             table = _toml(shared, text).get("tool", {}).get("attnmux")
             if table is not None:
                 if not isinstance(table, dict):

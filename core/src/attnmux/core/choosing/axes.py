@@ -59,15 +59,13 @@ class Axis:
     def asked(self, question: Question) -> bool:
         return self.wanted(question) not in (None, False)
 
-    def reason(self, clause: Clause, question: Question, *, hint: bool) -> Reason:
-        value = self.wanted(question)
-        told = hint and self.settable
+    def reason(self, clause: Clause, question: Question, hint: str = "") -> Reason:
         return Reason(
             code=self.name.upper(),
             axis=self.name,
-            wanted=_said(value),
+            wanted=_said(self.wanted(question)),
             offered=str(self.condition(clause)),
-            hint=f"{self.name}={self.remedy(clause, question)}" if told else "",
+            hint=hint,
         )
 
     def remedy(self, clause: Clause, question: Question) -> str:

@@ -37,22 +37,40 @@ class Condition(ABC):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
 class Anything(Condition):
+    """No condition at all."""
+
+    __slots__ = ()
+
     def admits(self, value: Value) -> bool:
         return True
 
     def __str__(self) -> str:
         return "any"
 
+    def __repr__(self) -> str:
+        return "ANY"
 
-@dataclass(frozen=True, slots=True)
+    def __reduce__(self) -> str:
+        return "ANY"
+
+
 class Nothing(Condition):
+    """What no value meets: the feature is not offered."""
+
+    __slots__ = ()
+
     def admits(self, value: Value) -> bool:
         return False
 
     def __str__(self) -> str:
         return "none"
+
+    def __repr__(self) -> str:
+        return "NONE"
+
+    def __reduce__(self) -> str:
+        return "NONE"
 
 
 ANY = Anything()
@@ -61,6 +79,8 @@ NONE = Nothing()
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Condition):
+    """Exactly these values, the preferred one first."""
+
     values: tuple[Value, ...]
 
     def admits(self, value: Value) -> bool:

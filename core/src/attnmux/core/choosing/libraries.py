@@ -19,9 +19,25 @@ Libraries = Callable[[str], "str | None"]
 def installed_version(distribution: str) -> str | None:
     """The version in this environment."""
     try:
-        return importlib_metadata.version(distribution)
+        return identity(importlib_metadata.distribution(distribution))[1]
     except importlib_metadata.PackageNotFoundError:
         return None
+
+
+def identity(distribution: importlib_metadata.Distribution) -> tuple[str, str]:
+    """(name, version), from the first lines of the distribution's metadata.
+
+    `Distribution.name` parses the whole file with `email`, whose import alone costs more than
+    every question that choosing asks.
+    """
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    headers: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if not colon or {"Name", "Version"} <= headers.keys():
+            break
+        headers.setdefault(name, value.strip())
+    return headers.get("Name", ""), headers.get("Version", "")
 
 
 def assumed(without: Collection[str], libraries: Libraries, everything: bool) -> Libraries:

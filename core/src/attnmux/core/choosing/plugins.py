@@ -13,6 +13,7 @@ import pluggy
 from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.card import BackendCard, Offer
+from attnmux.core.choosing.libraries import identity
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
 
@@ -162,6 +163,19 @@ class Plugins:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """An entry point, and whose it is."""
+
+    point: importlib_metadata.EntryPoint
+    distribution: str
+    version: str
+
+    @property
+    def names(self) -> set[str]:
+        return {canonicalize_name(self.point.name), canonicalize_name(self.distribution)}
+
+
 def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:
     """Load the installed plugins, each on its own.
 
@@ -171,28 +185,22 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     """
     allowed = None if allow is None else set(map(canonicalize_name, allow))
     denied = set(map(canonicalize_name, deny))
-    points = []
-    for point in importlib_metadata.entry_points(group=GROUP):
-        names = {canonicalize_name(point.name), canonicalize_name(_distribution(point))}
-        if (allowed is None or names & allowed) and not names & denied:
-            points.append(point)
-    points.sort(key=lambda point: (point.name, _distribution(point), point.value))
+    entries = [
+        entry
+        for entry in map(_entry, importlib_metadata.entry_points(group=GROUP))
+        if (allowed is None or entry.names & allowed) and not entry.names & denied
+    ]
+    entries.sort(key=lambda entry: (entry.point.name, entry.distribution, entry.point.value))
     plugins, failures = [], []
-    for point in points:
-        sharing = sorted({_distribution(p) for p in points if p.name == point.name})
+    for entry in entries:
         try:
-            if len(sharing) > 1:
-                raise PluginError(
-                    f"the plugin name {point.name!r} belongs to {' and '.join(sharing)}: "
-                    "deny one of the distributions"
-                )
-            plugins.append(_load(point))
+            plugins.append(_load(entry, entries))
         except (Exception, SystemExit) as error:
             failures.append(
                 PluginFailure(
-                    plugin=point.name,
-                    distribution=_distribution(point),
-                    version=_version(point),
+                    plugin=entry.point.name,
+                    distribution=entry.distribution,
+                    version=entry.version,
                     stage="load",
                     error=_in_one_line(error),
                     traceback=_formatted(error),
@@ -201,24 +209,25 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     return Plugins(plugins, failures)
 
 
-def _load(point: importlib_metadata.EntryPoint) -> Plugin:
-    module = point.load()
+def _entry(point: importlib_metadata.EntryPoint) -> _Entry:
+    name, version = ("", "") if point.dist is None else identity(point.dist)
+    return _Entry(point=point, distribution=name, version=version)
+
+
+def _load(entry: _Entry, entries: Sequence[_Entry]) -> Plugin:
+    name = entry.point.name
+    sharing = sorted(other.distribution for other in entries if other.point.name == name)
+    if len(sharing) > 1:
+        raise PluginError(
+            f"the plugin name {name!r} belongs to {' and '.join(sharing)}: "
+            "deny one of the distributions (deny_plugins)"
+        )
+    module = entry.point.load()
     if not isinstance(module, ModuleType):
-        raise PluginError(f"{point.value} is a {type(module).__name__}, not a module")
+        raise PluginError(f"{entry.point.value} is no module but of type {type(module).__name__}")
     return Plugin(
-        name=point.name,
-        distribution=_distribution(point),
-        version=_version(point),
-        module=module,
+        name=name, distribution=entry.distribution, version=entry.version, module=module
     )
-
-
-def _distribution(point: importlib_metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else ""
-
-
-def _version(point: importlib_metadata.EntryPoint) -> str:
-    return point.dist.version if point.dist is not None else ""
 
 
 def _in_one_line(error: BaseException) -> str:

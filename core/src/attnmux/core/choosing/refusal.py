@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.groups import Group
 from attnmux.core.choosing.platform import VENDORS, Platform
 from attnmux.core.choosing.verdict import Reason, Verdict
@@ -20,14 +21,17 @@ def together_reason(group: Group, served: Sequence[str]) -> Reason:
     )
 
 
-def joint_reason(groups: Sequence[Group]) -> Reason:
-    """For a backend that serves its phases at a page size or KV dtype that others do not share."""
+def joint_reason(groups: Sequence[Group], offer: Offer, phase: str) -> Reason:
+    """For a backend that serves its phases at no page size and KV dtype that the others share."""
     phases = ", ".join(phase for group in groups for phase in group.phases)
+    clauses = [clause for clause in offer.card.clauses if clause.phase.admits(phase)]
+    pages = dict.fromkeys(str(clause.page_size) for clause in clauses)
+    stored = dict.fromkeys(str(clause.kv_dtype) for clause in clauses)
     return Reason(
         code="NO_COMMON_POINT",
         axis="page_size",
         wanted=f"one page size and KV dtype for {phases}",
-        offered="none that every phase's backend serves",
+        offered=f"page size {' or '.join(pages)}, KV in {' or '.join(stored)}",
     )
 
 

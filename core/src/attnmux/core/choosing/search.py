@@ -14,8 +14,9 @@ from itertools import combinations
 
 from attnmux.core.choosing.axes import AXES, Question
 from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.checking import Ranking, is_served, question_of, serving_clause
+from attnmux.core.choosing.checking import Ranking
 from attnmux.core.choosing.conditions import Value, joint_examples
+from attnmux.core.choosing.explaining import is_served, question_of, serving_clause
 from attnmux.core.choosing.groups import Group
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy

@@ -10,11 +10,11 @@ from attnmux.core.choosing.checking import (
     Ranking,
     check,
     prior_rank,
-    shortcomings,
     standing,
     verdict,
 )
 from attnmux.core.choosing.decision import Choice, Decision
+from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.groups import Group, groups_of
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
@@ -143,8 +143,12 @@ def _because(problem: Problem, point: Point, field: str) -> str:
 
 def _verdicts(problem: Problem, point: Point | None) -> tuple[Verdict, ...]:
     """One for each offer and phase, in an order that does not depend on the order of the cards."""
+    conflict = point is None and all(
+        any(problem.serves(offer, problem.request, group.phases) for offer in group.offers)
+        for group in problem.groups
+    )
     found = [
-        _verdict(problem, point, group, phase, offer)
+        _verdict(problem, point, group, phase, offer, conflict=conflict)
         for group in problem.groups
         for phase in group.phases
         for offer in problem.offers
@@ -159,12 +163,19 @@ def _verdicts(problem: Problem, point: Point | None) -> tuple[Verdict, ...]:
 
 
 def _verdict(
-    problem: Problem, point: Point | None, group: Group, phase: str, offer: Offer
+    problem: Problem,
+    point: Point | None,
+    group: Group,
+    phase: str,
+    offer: Offer,
+    *,
+    conflict: bool,
 ) -> Verdict:
+    """`conflict`: each group can be served, but at no page size and KV dtype that all share."""
     reasons = list(problem.barred[offer.address])
     reasons += shortcomings(offer.card, problem.question(problem.request, phase))
     if not reasons:
-        reasons += _joint_reasons(problem, point, group, offer)
+        reasons += _joint_reasons(problem, group, offer, conflict=conflict)
         if reasons:
             return verdict(offer, phase, reasons, None)
         decided = point is not None and problem.serves(offer, point.request, (phase,))
@@ -180,12 +191,12 @@ def _verdict(
 
 
 def _joint_reasons(
-    problem: Problem, point: Point | None, group: Group, offer: Offer
+    problem: Problem, group: Group, offer: Offer, *, conflict: bool
 ) -> list[Reason]:
     """Why an offer that serves a phase alone could still not be taken for it."""
     served = [phase for phase in group.phases if problem.serves(offer, problem.request, (phase,))]
     if len(served) < len(group.phases):
         return [together_reason(group, served)]
-    if point is None and offer in group.offers:
-        return [joint_reason(problem.groups)]
+    if conflict and offer in group.offers:
+        return [joint_reason(problem.groups, offer, group.lead)]
     return []

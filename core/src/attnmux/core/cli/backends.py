@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from attnmux.core.choosing.card import Clause, Offer, Option
+from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.verdict import Reason
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import sys
 import traceback
@@ -12,6 +13,7 @@ from typing import Any
 import click
 import importlib_metadata
 
+from attnmux.core.choosing.libraries import identity
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -59,7 +61,9 @@ class Verbs(click.Group):
         name = args[0]
         if name not in VERBS and name not in _outside() and not name.startswith("-"):
             raise click.UsageError(_unknown(name), ctx)
-        return super().resolve_command(ctx, args)
+        resolved = super().resolve_command(ctx, args)
+        gc.enable()
+        return resolved
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the table alone: help must not import what it lists."""
@@ -120,7 +124,7 @@ def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
 
 
 def _distribution(point: importlib_metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.value
+    return identity(point.dist)[0] if point.dist is not None else point.value
 
 
 def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Command:
@@ -150,5 +154,5 @@ def _unknown(name: str) -> str:
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="attnmux-core")
-def main() -> None:
+def verbs() -> None:
     """Choose an attention backend for LLM inference, see why, and call it."""

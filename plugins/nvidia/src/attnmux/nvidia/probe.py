@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
+
+DRIVER_NODES = ("/dev/nvidiactl", "/dev/dxg")
+"""What the driver makes, under Linux and under WSL; without either NVML cannot start."""
 
 
 def probe() -> list[Platform]:
@@ -17,7 +21,9 @@ def probe() -> list[Platform]:
 
     Raises PluginError where the driver is there and does not answer.
     """
-    import pynvml  # noqa: PLC0415  # costs milliseconds that an answer for another machine spares
+    if not any(Path(node).exists() for node in DRIVER_NODES):
+        return []
+    import pynvml  # noqa: PLC0415  # costs milliseconds that a machine without the driver spares
 
     try:
         pynvml.nvmlInit()

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+
+import pytest
+
+from attnmux.core.choosing.axes import AXES
+from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, when
+from attnmux.core.choosing.conditions import ANY, NONE, at_most, one_of
+from attnmux.core.choosing.request import Request
+from attnmux.core.errors import InvalidInput
+
+
+def test_every_axis_is_a_field_of_the_clause_and_back() -> None:
+    assert [axis.name for axis in AXES] != []
+    assert {axis.name for axis in AXES} == {item.name for item in fields(Clause)}
+
+
+def test_every_settable_axis_is_a_field_of_the_request() -> None:
+    names = {item.name for item in fields(Request)}
+    assert {axis.name for axis in AXES if axis.settable or axis.droppable} <= names
+
+
+def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
+    asked = {axis.name for axis in AXES} | {"origins", "phases", "multimodal"}
+    # multimodal asks for the phase "encoder"; the mode says who serves verify and draft
+    assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}
+
+
+def test_features_are_refused_unless_declared() -> None:
+    limits = {"arch", "version", "features", "runtime", "group_size"}
+    limits |= {"num_q_heads", "num_kv_heads", "spec_draft_tokens"}
+    for item in fields(Clause):
+        if item.name in limits:
+            assert item.default == ANY
+        elif item.default is not item.default_factory:
+            assert item.default in (NONE, item.default)
+    plain = Clause(**dict.fromkeys(("vendor", "phase", "kind", "dtype"), ANY), kv_dtype=ANY,
+                   page_size=ANY, head_dim=ANY)
+    assert plain.sinks is NONE
+    assert plain.spec_topk is NONE
+
+
+def test_when() -> None:
+    limited = when(spec_topk=at_most(1))
+    assert limited.spec_topk == at_most(1)
+    assert limited.sinks is ANY
+    assert all(getattr(ALWAYS, item.name) is ANY for item in fields(Clause))
+    with pytest.raises(TypeError, match="topk"):
+        when(topk=ANY)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"contract": "one"}, "contract: expected a range"),
+        ({"requires": ("torch >> 2",)}, "requires: expected a PEP 508 requirement"),
+        ({"requires": (("torch", "a b"),)}, "requires: expected a PEP 508 requirement"),
+        ({"factory": "module.Class"}, '"module:attribute"'),
+        ({"factory": None}, "planned"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_refused(given, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        BackendCard(**{"name": "x", "summary": "", "clauses": (), "factory": "a:b", **given})
+    assert "card 'x'" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_planned_card_needs_no_factory() -> None:
+    card = BackendCard(name="x", summary="", clauses=(), status="planned", requires=("a", ("b", "c")))
+    assert card.requirements() == (("a",), ("b", "c"))
+    assert pickle.loads(pickle.dumps(card)) == card
+
+
+def test_clauses_compare_by_their_conditions(clause) -> None:
+    assert clause(page_size=one_of(16)) == clause(page_size=one_of(16))
+    assert clause(page_size=one_of(16)) != clause(page_size=one_of(32))

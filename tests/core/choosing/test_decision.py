@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import InvalidInput
+
+
+@pytest.fixture
+def decision(offer, cpu) -> Decision:
+    cards = [offer("a", rank=10), offer("b", rank=20)]
+    return solve(Request.parse("dtype=bf16,page_size=16"), cpu, cards)
+
+
+def test_json_and_pickle_give_it_back(decision) -> None:
+    again = Decision.from_json(decision.to_json())
+    assert again == decision
+    assert again.hash == decision.hash
+    assert Decision.from_json(decision.to_json(indent=2)) == decision
+    assert pickle.loads(pickle.dumps(decision)) == decision
+
+
+def test_the_hash_is_of_what_was_decided(decision, offer, cpu) -> None:
+    other = replace(decision, candidates=(), platform=replace(cpu, name="other", count=2))
+    assert other.hash == decision.hash
+    asked_by_file = decision.request.replace(origin="config", page_size=16)
+    assert replace(decision, request=asked_by_file).hash == decision.hash
+    assert replace(decision, page_size=32).hash != decision.hash
+    assert replace(decision, kv_dtype="float16").hash != decision.hash
+    newer = {phase: replace(c, version="9") for phase, c in decision.phases.items()}
+    assert replace(decision, phases=newer).hash != decision.hash
+    named = solve(decision.request, cpu, [offer("b")], Policy(backend="b"))
+    assert named.hash != decision.hash
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data.pop("phases"), "KeyError: 'phases'"),
+        (lambda data: data.update(page_size=32), "the hash of its content"),
+        (lambda data: data["request"].update(tree=1), "'tree'"),
+        (lambda data: data["phases"]["decode"].update(backend="c"), "the hash of its content"),
+        (lambda data: data["phases"].update(decode=3), "decision: expected the JSON"),
+    ],
+)
+def test_what_is_no_decision_is_refused(decision, damage, said) -> None:
+    data = json.loads(decision.to_json())
+    damage(data)
+    with pytest.raises(InvalidInput) as caught:
+        Decision.from_json(json.dumps(data))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}"])
+def test_other_json_is_refused(text) -> None:
+    with pytest.raises(InvalidInput, match="decision: expected the JSON"):
+        Decision.from_json(text)
+
+
+def test_the_summary_says_who_and_why(decision, offer, hopper, cpu) -> None:
+    assert decision.summary() == (
+        "a (fake) serves extend and decode, rank 10, the best of 2 that fit; "
+        "on cpu:x86_64,features=avx2, page size 16, KV in bfloat16"
+    )
+    cards = [offer("a", rank=10), offer("b", rank=20)]
+    named = solve(Request(), replace(cpu, name="A CPU"), cards, Policy(decode_backend="b"))
+    assert "b (fake) serves decode, rank 20, behind 1 of 2 that fit" in named.summary()
+    assert "; on A CPU, " in named.summary()
+    assert "\n" not in named.summary()

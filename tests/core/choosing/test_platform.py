@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from attnmux.core.choosing.platform import VENDORS, Platform
+from attnmux.core.errors import InvalidInput
+
+
+@pytest.mark.parametrize(
+    ("text", "arch", "version", "device_type", "runtime"),
+    [
+        ("nvidia:sm90,cuda=12.4", "sm90", (9, 0), "cuda", "cuda 12.4"),
+        ("nvidia:sm90a", "sm90a", (9, 0), "cuda", ""),
+        ("nvidia:sm103,cuda=13.0", "sm103", (10, 3), "cuda", "cuda 13.0"),
+        ("nvidia:sm121", "sm121", (12, 1), "cuda", ""),
+        ("nvidia:sm70", "sm70", (7, 0), "cuda", ""),
+        ("amd:gfx942,rocm=6.4", "gfx942", (9, 4, 2), "cuda", "rocm 6.4"),
+        ("amd:gfx90a", "gfx90a", (9, 0, 10), "cuda", ""),
+        ("amd:gfx1100", "gfx1100", (11, 0, 0), "cuda", ""),
+        ("intel:xe2,oneapi=2025.1", "xe2", (2,), "xpu", "oneapi 2025.1"),
+        ("ascend:910b,cann=8.0", "910b", (), "npu", "cann 8.0"),
+        ("ascend:910_93", "910_93", (), "npu", ""),
+        ("cpu:x86_64", "x86_64", (), "cpu", ""),
+        ("acme:v3,device=privateuseone,runtime=acme 1.2", "v3", (), "privateuseone", "acme 1.2"),
+    ],
+)
+def test_parse(text, arch, version, device_type, runtime) -> None:
+    platform = Platform.parse(text)
+    assert (platform.arch, platform.version) == (arch, version)
+    assert (platform.device_type, platform.runtime) == (device_type, runtime)
+
+
+def test_parse_reads_every_key() -> None:
+    platform = Platform.parse("cpu:x86_64, features=amx+avx512_bf16+cxx_compiler,count=2,memory=1.5TB")
+    assert platform.features == {"amx", "avx512_bf16", "cxx_compiler"}
+    assert (platform.count, platform.memory_bytes) == (2, 1_500_000_000_000)
+    assert Platform.parse("nvidia:sm90,memory=80GiB").memory_bytes == 80 * 1024**3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nvidia:sm90,cuda=12.4", "amd:gfx90a,count=8,memory=192GB", "acme:v1,device=cpu,runtime=a 1"],
+)
+def test_str_is_what_parse_reads(text) -> None:
+    platform = Platform.parse(text)
+    assert Platform.parse(str(platform)) == platform
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nvidia", "VENDOR:ARCH"),
+        (":sm90", "VENDOR:ARCH"),
+        ("", "VENDOR:ARCH"),
+        ("nvida:sm90", "did you mean 'nvidia'"),
+        ("acme:v1", "device=TYPE"),
+        ("nvidia:gfx942", "an architecture of nvidia"),
+        ("nvidia:sm90,rocm=6", "one of cuda, features"),
+        ("nvidia:sm90,cuda=new", "a version such as 12.4"),
+        ("nvidia:sm90,cuda", "VENDOR:ARCH"),
+        ("nvidia:sm90,cuda=", "VENDOR:ARCH"),
+        ("nvidia:sm90,cuda=12.4,cuda=12.5", "each key once"),
+        ("nvidia:sm90,count=0", "positive"),
+        ("nvidia:sm90,memory=lots", "141GB"),
+        ("nvidia:sm90,memory=3XB", "141GB"),
+        ("cpu:x86_64,runtime=3", "one of runtime, features"),
+    ],
+)
+def test_parse_refuses(text, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Platform.parse(text)
+    assert said in str(caught.value)
+
+
+def test_a_dict_and_a_pickle_give_it_back() -> None:
+    platform = Platform.parse("nvidia:sm90,cuda=12.4,features=a+b,memory=141GB")
+    assert Platform.from_dict(platform.to_dict()) == platform
+    assert pickle.loads(pickle.dumps(platform)) == platform
+    with pytest.raises(InvalidInput, match="'nope'"):
+        Platform.from_dict({**platform.to_dict(), "nope": 1})
+
+
+def test_the_table_names_each_vendor_once() -> None:
+    assert all(name == row.name for name, row in VENDORS.items())
+    assert len({row.distribution for row in VENDORS.values()}) == len(VENDORS)

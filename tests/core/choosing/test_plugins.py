@@ -1,0 +1,153 @@
+"""Loading plugins that work, and every way in which one can be broken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import importlib_metadata
+import pytest
+
+from attnmux.core.choosing import plugins
+from attnmux.core.choosing.plugins import load_plugins
+
+GOOD = """
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.plugins import hookimpl
+
+@hookimpl
+def attnmux_cards():
+    return [BackendCard(name={name!r}, summary="", clauses=(), factory="a:b")]
+"""
+HOOK = "from attnmux.core.choosing.plugins import hookimpl\n@hookimpl\n"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a distribution that consists of one plugin module; nothing else is installed."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    ours = tmp_path
+
+    def entry_points(group: str):
+        return [
+            point
+            for found in importlib_metadata.distributions(path=[str(ours)])
+            for point in found.entry_points.select(group=group)
+        ]
+
+    class Metadata:
+        EntryPoint = importlib_metadata.EntryPoint
+
+    Metadata.entry_points = staticmethod(entry_points)
+    monkeypatch.setattr(plugins, "importlib_metadata", Metadata)
+
+    def make(plugin: str, source: str, distribution: str = "", value: str = "") -> None:
+        distribution = distribution or f"dist-{plugin}"
+        module = f"{distribution.replace('-', '_')}_module"
+        (Path(tmp_path) / f"{module}.py").write_text(source)
+        info = Path(tmp_path) / f"{distribution.replace('-', '_')}-0.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.3\n")
+        (info / "entry_points.txt").write_text(f"[attnmux]\n{plugin} = {value or module}\n")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return make
+
+
+def only_failure(loaded):
+    (failure,) = loaded.failures
+    return failure
+
+
+def test_a_plugin_and_its_cards(install) -> None:
+    install("good", GOOD.format(name="a"))
+    loaded = load_plugins()
+    (offer,) = loaded.offers()
+    assert (offer.card.name, offer.plugin, offer.address) == ("a", "good", "good/a")
+    assert (offer.distribution, offer.version) == ("dist-good", "0.3")
+    assert loaded.failures == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "stage", "said"),
+    [
+        ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
+        ("raise SystemExit(3)", "load", "SystemExit: 3"),
+        ("import sys; sys.exit('bye')", "load", "SystemExit: bye"),
+        ("import absent_library", "load", "No module named 'absent_library'"),
+        ("this is no Python", "load", "SyntaxError"),
+        (f"{HOOK}def attnmux_crads(): return []", "load", "attnmux_crads"),
+        (f"{HOOK}def attnmux_cards(everything): return []", "load", "everything"),
+        (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
+        (f"{HOOK}def attnmux_cards(): raise SystemExit(1)", "cards", "SystemExit: 1"),
+        (f"{HOOK}def attnmux_cards(): return 3", "cards", "attnmux_cards returned 3"),
+        (f"{HOOK}def attnmux_cards(): return ['a']", "cards", "not a list of BackendCard"),
+        (
+            f"{GOOD.format(name='a').replace('return [', 'return 2 * [')}",
+            "cards",
+            "two cards named a",
+        ),
+    ],
+)
+def test_a_broken_plugin_is_a_row_and_the_others_go_on(install, source, stage, said) -> None:
+    install("bad", source)
+    install("good", GOOD.format(name="a"))
+    install("zzz", GOOD.format(name="z"))
+    loaded = load_plugins()
+    assert [offer.address for offer in loaded.offers()] == ["good/a", "zzz/z"]
+    failure = only_failure(loaded)
+    assert (failure.plugin, failure.distribution, failure.version) == ("bad", "dist-bad", "0.3")
+    assert failure.stage == stage
+    assert said in failure.error
+    assert "\n" not in failure.error
+    assert "Traceback" in failure.traceback
+    assert "dist-bad 0.3" in str(failure)
+
+
+def test_an_entry_point_that_is_no_module(install) -> None:
+    install("bad", "value = 3", value="dist_bad_module:value")
+    assert "is no module but of type int" in only_failure(load_plugins()).error
+
+
+def test_asking_twice_asks_the_plugin_once(install) -> None:
+    install("bad", f"{HOOK}def attnmux_cards(): raise OSError('gone')")
+    loaded = load_plugins()
+    assert loaded.offers() == loaded.offers() == ()
+    only_failure(loaded)
+
+
+def test_one_plugin_name_in_two_distributions(install) -> None:
+    install("same", GOOD.format(name="a"), distribution="one")
+    install("same", GOOD.format(name="b"), distribution="two")
+    loaded = load_plugins()
+    assert loaded.offers() == ()
+    assert {failure.distribution for failure in loaded.failures} == {"one", "two"}
+    assert all("belongs to one and two" in failure.error for failure in loaded.failures)
+    assert [offer.card.name for offer in load_plugins(deny=["two"]).offers()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "names"),
+    [
+        (None, [], ["a", "b"]),
+        (["one"], [], ["a"]),
+        (["Dist.Two"], [], ["b"]),
+        ([], [], []),
+        (None, ["two"], ["a"]),
+        (["one", "two"], ["dist_one"], ["b"]),
+    ],
+)
+def test_allow_and_deny(install, allow, deny, names) -> None:
+    install("one", GOOD.format(name="a"))
+    install("two", GOOD.format(name="b"))
+    loaded = load_plugins(allow, deny)
+    assert [offer.card.name for offer in loaded.offers()] == names
+    assert not loaded.failures
+
+
+def test_what_is_denied_is_not_imported(install, tmp_path) -> None:
+    install("bad", f"import pathlib; pathlib.Path({str(tmp_path / 'trace')!r}).touch()")
+    load_plugins(deny=["bad"])
+    assert not (tmp_path / "trace").exists()
+    load_plugins()
+    assert (tmp_path / "trace").exists()

@@ -1,0 +1,186 @@
+"""What is found on a machine, with plugins that answer, raise, exit and hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins, hookimpl
+from attnmux.core.choosing.probe import detect, pick_platform
+from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+
+SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
+GFX942 = Platform.parse("amd:gfx942,rocm=6.4")
+
+
+def plugin(name: str, probe: Callable[[], object] | None) -> Plugin:
+    module = ModuleType(name)
+    if probe is not None:
+        module.attnmux_platforms = hookimpl(probe)
+    return Plugin(name=name, distribution=f"attnmux-{name}", version="0.3", module=module)
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def probe() -> object:
+        raise error
+
+    return probe
+
+
+@pytest.fixture
+def empty(tmp_path) -> Path:
+    """A machine without devices."""
+    return tmp_path
+
+
+def node(root: Path, path: str, text: str = "") -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def drm(root: Path, address: str, vendor: str) -> None:
+    """A render node as sysfs shows it."""
+    node(root, f"sys/devices/{address}/vendor", f"{vendor}\n")
+    link = root / f"sys/class/drm/renderD{128 + len(address)}/device"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(root / f"sys/devices/{address}")
+
+
+def test_the_cpu_is_always_there_and_last(empty) -> None:
+    detection = detect(Plugins(), root=empty)
+    assert [found.vendor for found in detection.platforms] == ["cpu"]
+    assert pick_platform(detection).vendor == "cpu"
+    assert not detection.unserved
+    assert not detection.failures
+
+
+def test_the_one_accelerator_is_picked(empty) -> None:
+    plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("triton", None)])
+    detection = detect(plugins, root=empty)
+    assert detection.accelerators == (SM90,)
+    assert pick_platform(detection) == SM90
+    assert pick_platform(detection, "cpu").vendor == "cpu"
+    assert pick_platform(detection, "nvidia:sm90") == SM90
+
+
+def test_two_kinds_are_an_error_that_names_both(empty) -> None:
+    plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("amd", lambda: [GFX942])])
+    detection = detect(plugins, root=empty)
+    with pytest.raises(AmbiguousPlatform, match="amd:gfx942 and nvidia:sm90"):
+        pick_platform(detection)
+    assert pick_platform(detection, "amd") == GFX942
+    assert pick_platform(detection, "cpu").vendor == "cpu"
+
+
+def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
+    both = [SM90, Platform.parse("nvidia:sm80,cuda=12.8")]
+    detection = detect(Plugins([plugin("nvidia", lambda: both)]), root=empty)
+    with pytest.raises(AmbiguousPlatform, match="nvidia:sm80 and nvidia:sm90"):
+        pick_platform(detection, "nvidia")
+    assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
+
+
+def test_what_is_not_there_cannot_be_picked(empty) -> None:
+    with pytest.raises(InvalidInput, match="got 'nvidia'"):
+        pick_platform(detect(Plugins(), root=empty), "nvidia")
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        (raising(RuntimeError("driver mismatch")), "RuntimeError: driver mismatch"),
+        (raising(SystemExit(1)), "SystemExit: 1"),
+        (lambda: 3, "attnmux_platforms returned 3"),
+        (lambda: ["sm90"], "not a list of Platform"),
+    ],
+)
+def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> None:
+    plugins = Plugins([plugin("nvidia", probe), plugin("amd", lambda: [GFX942])])
+    detection = detect(plugins, root=empty)
+    assert detection.accelerators == (GFX942,)
+    (failure,) = detection.failures
+    assert (failure.plugin, failure.stage) == ("nvidia", "platforms")
+    assert said in failure.error
+
+
+def test_a_probe_that_hangs_is_abandoned(empty) -> None:
+    release = threading.Event()
+    plugins = Plugins([plugin("nvidia", lambda: [release.wait()]), plugin("amd", lambda: [GFX942])])
+    detection = detect(plugins, seconds=0.05, root=empty)
+    release.set()
+    assert detection.accelerators == (GFX942,)
+    (failure,) = detection.failures
+    assert "no answer in 0.05 s" in failure.error
+
+
+@pytest.mark.parametrize(
+    ("path", "vendor"),
+    [
+        ("dev/nvidia0", "nvidia"),
+        ("dev/nvidia3", "nvidia"),
+        ("dev/kfd", "amd"),
+        ("dev/davinci0", "ascend"),
+    ],
+)
+def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, vendor) -> None:
+    node(empty, path)
+    (device,) = detect(Plugins(), root=empty).unserved
+    assert (device.vendor, device.evidence) == (vendor, f"/{path}")
+    assert "not installed" in device.problem
+    assert device.fix == f"pip install attnmux-{vendor}"
+    assert device.fix in str(device)
+
+
+def test_control_nodes_are_no_devices(empty) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "davinci_manager"):
+        node(empty, f"dev/{name}")
+    assert not detect(Plugins(), root=empty).unserved
+
+
+@pytest.mark.parametrize(
+    ("address", "vendor", "found"),
+    [
+        ("0000:03:00.0", "0x8086", True),
+        ("0000:00:02.0", "0x8086", False),
+        ("0000:03:00.0", "0x10de", False),
+    ],
+)
+def test_a_device_behind_a_render_node(empty, address, vendor, found) -> None:
+    drm(empty, address, vendor)
+    devices = detect(Plugins(), root=empty).unserved
+    assert [device.vendor for device in devices] == (["intel"] if found else [])
+
+
+def test_a_served_device_is_not_reported(empty) -> None:
+    node(empty, "dev/nvidia0")
+    assert not detect(Plugins([plugin("nvidia", lambda: [SM90])]), root=empty).unserved
+
+
+def test_a_broken_plugin_is_the_problem(empty) -> None:
+    node(empty, "dev/nvidia0")
+    failure = PluginFailure(
+        plugin="nvidia",
+        distribution="attnmux-nvidia",
+        version="0.3",
+        stage="load",
+        error="ImportError: x",
+    )
+    for plugins in (
+        Plugins(failures=[failure]),
+        Plugins([plugin("nvidia", raising(ImportError("x")))]),
+    ):
+        (device,) = detect(plugins, root=empty).unserved
+        assert "is broken (ImportError: x)" in device.problem
+
+
+def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
+    node(empty, "dev/nvidia0")
+    (device,) = detect(Plugins([plugin("nvidia", lambda: [])]), root=empty).unserved
+    assert "found none" in device.problem
+    with pytest.raises(InvalidInput, match="found none"):
+        pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")

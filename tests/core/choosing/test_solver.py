@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import pytest
+
+from attnmux.core.choosing.card import Option, Prior, when
+from attnmux.core.choosing.conditions import ANY, emulated, multiple_of, one_of
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
+
+NO_LIBRARIES = {}.get
+ALL_PHASES = one_of("extend", "decode", "verify", "draft", "encoder")
+
+
+def chosen(decision) -> dict[str, str]:
+    return {phase: choice.backend for phase, choice in decision.phases.items()}
+
+
+def verdicts(candidates, backend: str) -> dict[str, str]:
+    return {v.phase: v.verdict for v in candidates if v.backend == backend}
+
+
+def test_the_best_rank_wins_each_phase(offer, cpu) -> None:
+    cards = [
+        offer("a", rank=10, phase=one_of("decode")),
+        offer("b", rank=20),
+        offer("c", rank=5, page_size=one_of(64), kind=one_of("mla")),
+    ]
+    decision = solve(Request(), cpu, cards)
+    assert chosen(decision) == {"extend": "b", "decode": "a"}
+    assert verdicts(decision.candidates, "a") == {"extend": "rejected", "decode": "fits"}
+    assert verdicts(decision.candidates, "c") == {"extend": "rejected", "decode": "rejected"}
+    assert decision.phases["decode"].factory == "fake.a:Backend"
+    assert decision.phases["decode"].distribution == "attnmux-fake"
+    assert decision.phases["decode"].version == "1.2.3"
+
+
+def test_every_candidate_has_a_verdict_in_every_phase(offer, cpu) -> None:
+    cards = [offer("a", phase=ALL_PHASES, spec_topk=ANY), offer("b"), offer("c", kind=one_of("mla"))]
+    decision = solve(Request.parse("spec_topk=2,multimodal=true"), cpu, cards)
+    assert len(decision.candidates) == 3 * 5
+    for verdict in decision.candidates:
+        assert (verdict.verdict == "rejected") == bool(verdict.reasons) == (verdict.rank is None)
+
+
+def test_ties_go_to_fewer_backends(offer, cpu) -> None:
+    cards = [
+        offer("a", rank=10, phase=one_of("decode")),
+        offer("b", rank=10, phase=one_of("extend")),
+        offer("z", rank=10),
+    ]
+    assert chosen(solve(Request(), cpu, cards)) == {"extend": "z", "decode": "z"}
+
+
+def test_decode_s_rank_outweighs_extend_s(offer, cpu) -> None:
+    cards = [
+        offer("a", rank=10, page_size=one_of(64), phase=one_of("decode")),
+        offer("b", rank=20, page_size=one_of(16), phase=one_of("decode")),
+        offer("c", rank=1, page_size=one_of(16), phase=one_of("extend")),
+        offer("d", rank=9, page_size=one_of(64), phase=one_of("extend")),
+    ]
+    decision = solve(Request(), cpu, cards)
+    assert chosen(decision) == {"decode": "a", "extend": "d"}
+    assert decision.page_size == 64
+
+
+@pytest.mark.parametrize(
+    ("decode", "extend", "page_size"),
+    [
+        (ANY, ANY, 1),
+        (one_of(64, 32), ANY, 64),
+        (one_of(64, 32), one_of(16, 32), 32),
+        (multiple_of(16), ANY, 16),
+        (multiple_of(16), multiple_of(24), 48),
+        (emulated(1), one_of(128), 128),
+        (emulated(1), ANY, 1),
+        (ANY, one_of(128), 128),
+    ],
+)
+def test_an_unset_page_size_is_found_for_all_phases(offer, cpu, decode, extend, page_size) -> None:
+    cards = [
+        offer("a", rank=1, phase=one_of("decode"), page_size=decode),
+        offer("b", rank=1, phase=one_of("extend"), page_size=extend),
+    ]
+    decision = solve(Request(), cpu, cards)
+    assert decision.page_size == decision.request.page_size == page_size
+    assert decision.request.origins["page_size"] == "default"
+
+
+def test_no_common_page_size_is_said(offer, cpu) -> None:
+    cards = [
+        offer("a", phase=one_of("decode"), page_size=one_of(16, 32)),
+        offer("b", phase=one_of("extend"), page_size=one_of(128)),
+    ]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(), cpu, cards)
+    reasons = {r.code for v in caught.value.candidates for r in v.reasons}
+    assert "NO_COMMON_POINT" in reasons
+    assert all(verdict.reasons for verdict in caught.value.candidates)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kv_dtype"),
+    [("", "float16"), ("dtype=bf16", "bfloat16"), ("dtype=bf16,kv_dtype=fp8_e4m3", "fp8_e4m3")],
+)
+def test_kv_dtype(offer, cpu, asked, kv_dtype) -> None:
+    card = offer("a", kv_dtype=one_of("float16", "bfloat16", "fp8_e4m3"))
+    decision = solve(Request.parse(asked), cpu, [card])
+    assert decision.kv_dtype == decision.request.kv_dtype == kv_dtype
+
+
+def test_kv_dtype_where_nobody_says_one(offer, cpu) -> None:
+    assert solve(Request(), cpu, [offer("a", kv_dtype=ANY)]).kv_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("mode", "followed"), [("prefill", "extend"), ("decode", "decode")]
+)
+def test_verify_and_draft_follow(offer, cpu, mode, followed) -> None:
+    cards = [
+        offer("a", rank=1, phase=one_of("decode", "verify", "draft"), spec_topk=ANY),
+        offer("b", rank=1, phase=one_of("extend", "verify", "draft"), spec_topk=ANY),
+    ]
+    request = Request.parse(f"spec_topk=2,speculative_attention_mode={mode}")
+    names = chosen(solve(request, cpu, cards))
+    assert names["verify"] == names["draft"] == names[followed]
+
+
+def test_a_backend_is_not_taken_for_a_phase_whose_followers_it_cannot_serve(offer, cpu) -> None:
+    cards = [
+        offer("a", rank=1, spec_topk=ANY),
+        offer("b", rank=9, phase=ALL_PHASES, spec_topk=ANY),
+    ]
+    decision = solve(Request.parse("spec_topk=2"), cpu, cards)
+    assert chosen(decision) == {"extend": "b", "decode": "a", "verify": "b", "draft": "b"}
+    (verdict,) = [v for v in decision.candidates if (v.backend, v.phase) == ("a", "extend")]
+    assert [reason.code for reason in verdict.reasons] == ["PHASES_TOGETHER"]
+
+
+def test_only_requested_phases_appear(offer, cpu) -> None:
+    cards = [offer("a", phase=ALL_PHASES)]
+    assert list(solve(Request(phases=("encoder",)), cpu, cards).phases) == ["encoder"]
+    assert list(solve(Request(phases=("decode",)), cpu, cards).phases) == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (Policy(backend="b"), {"extend": "b", "decode": "b"}),
+        (Policy(prefill_backend="b"), {"extend": "b", "decode": "a"}),
+        (Policy(decode_backend="b"), {"extend": "a", "decode": "b"}),
+        (Policy(backend="b", decode_backend="c"), {"extend": "b", "decode": "c"}),
+        (Policy(prefill_backend="b", decode_backend="b"), {"extend": "b", "decode": "b"}),
+        (Policy(backend="other/c"), {"extend": "c", "decode": "c"}),
+        (Policy(backend="bee"), {"extend": "b", "decode": "b"}),
+        (Policy(prefer=("c", "b")), {"extend": "c", "decode": "c"}),
+        (Policy(deny=("a",)), {"extend": "b", "decode": "b"}),
+        (Policy(allow=("other/c",)), {"extend": "c", "decode": "c"}),
+    ],
+)
+def test_policy(offer, cpu, policy, names) -> None:
+    cards = [
+        offer("a", rank=1),
+        offer("b", rank=2, aliases=("bee",)),
+        offer("c", rank=3, plugin="other"),
+    ]
+    decision = solve(Request(), cpu, cards, policy)
+    assert chosen(decision) == names
+    assert not decision.coercions
+
+
+def test_one_name_spelled_two_ways_is_one_decision(offer, cpu) -> None:
+    cards = [offer("a", rank=1), offer("b", rank=2)]
+    together = solve(Request(), cpu, cards, Policy(backend="b"))
+    apart = solve(Request(), cpu, cards, Policy(prefill_backend="b", decode_backend="b"))
+    assert together == apart
+    assert together.hash == apart.hash
+
+
+@pytest.mark.parametrize("field", ["backend", "prefill_backend", "decode_backend"])
+def test_a_named_backend_is_kept_or_is_an_error(offer, cpu, field) -> None:
+    cards = [offer("a", rank=1), offer("b", page_size=one_of(64))]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request.parse("page_size=16"), cpu, cards, Policy(**{field: "b"}))
+    assert "b cannot serve this" in str(caught.value)
+    assert "page_size=64" in str(caught.value)
+    assert verdicts(caught.value.candidates, "a") == {"extend": "fits", "decode": "fits"}
+
+
+def test_the_nearest_fix_comes_first(offer, cpu) -> None:
+    cards = [
+        offer("a", kind=one_of("mla")),
+        offer("b", page_size=one_of(64), dtype=one_of("float32")),
+        offer("c", page_size=one_of(32)),
+    ]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request.parse("page_size=16,dtype=bf16"), cpu, cards)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["c", "b", "a"]
+
+
+def test_no_plugin_at_all(cpu) -> None:
+    with pytest.raises(NoBackend, match="pip install attnmux-cpu"):
+        solve(Request(), cpu, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("flahs", "did you mean 'flash'?"),
+        ("torch_nativ", "pip install attnmux-cpu"),
+        ("flashinfer", "flashinfer comes with attnmux-nvidia: pip install attnmux-nvidia"),
+        ("fake/flahs", "did you mean 'fake/flash'?"),
+        ("zzzz", "the installed plugins offer fake/flash, flash"),
+    ],
+)
+def test_an_unknown_name(offer, cpu, name, said) -> None:
+    with pytest.raises(UnknownBackend) as caught:
+        solve(Request(), cpu, [offer("flash")], Policy(backend=name), libraries=NO_LIBRARIES)
+    assert said in str(caught.value)
+    assert caught.value.name == name
+
+
+def test_a_known_name_that_the_installed_plugin_does_not_offer(offer, cpu) -> None:
+    with pytest.raises(UnknownBackend, match=r"installed version 9\.9 does not offer it"):
+        solve(
+            Request(),
+            cpu,
+            [offer("flash")],
+            Policy(backend="torch_native"),
+            libraries={"attnmux-cpu": "9.9"}.get,
+        )
+
+
+def test_two_plugins_with_one_name(offer, cpu) -> None:
+    cards = [offer("same", rank=2, plugin="x"), offer("same", rank=1, plugin="y")]
+    with pytest.raises(InvalidInput, match="one of x/same, y/same"):
+        solve(Request(), cpu, cards, Policy(backend="same"))
+    assert solve(Request(), cpu, cards, Policy(backend="x/same")).phases["decode"].plugin == "x"
+    assert solve(Request(), cpu, cards).phases["decode"].plugin == "y"
+
+
+def test_one_alias_of_several_backends_means_the_one_that_fits(offer, cpu) -> None:
+    cards = [
+        offer("flash"),
+        offer("flash_mla", aliases=("flash",), kind=one_of("mla"), kv_lora_rank=ANY),
+    ]
+    policy = Policy(backend="flash")
+    assert chosen(solve(Request(), cpu, cards, policy))["decode"] == "flash"
+    request = Request.parse("kind=mla,kv_lora_rank=512")
+    assert chosen(solve(request, cpu, cards, policy))["decode"] == "flash_mla"
+
+
+def test_the_same_card_twice_is_an_error(offer, cpu) -> None:
+    with pytest.raises(InvalidInput, match="fake/a more than once"):
+        solve(Request(), cpu, [offer("a"), offer("a")])
+
+
+def test_a_companion_serves_what_a_named_backend_does_not(offer, cpu) -> None:
+    cards = [
+        offer("only_decode", page_size=one_of(64), phase=one_of("decode"), companions=("mate",)),
+        offer("mate", rank=5),
+        offer("better", rank=1),
+    ]
+    decision = solve(Request(), cpu, cards, Policy(backend="only_decode"))
+    assert chosen(decision) == {"extend": "mate", "decode": "only_decode"}
+    assert decision.page_size == 64
+    (change,) = decision.coercions
+    assert (change.field, change.old, change.new) == ("backend for extend", "only_decode", "mate")
+    with pytest.raises(NoBackend):
+        solve(Request(), cpu, cards, Policy(prefill_backend="only_decode"))
+
+
+def test_a_user_s_value_is_never_changed_without_leave(offer, cpu) -> None:
+    cards = [offer("a", page_size=one_of(64))]
+    request = Request.parse("page_size=16,graph=true")
+    with pytest.raises(NoBackend):
+        solve(request, cpu, cards)
+    decision = solve(request, cpu, cards, Policy(allow_coercion=True))
+    assert decision.page_size == 64
+    assert not decision.request.graph
+    changes = {c.field: (c.old, c.new, c.origin) for c in decision.coercions}
+    assert changes == {"page_size": ("16", "64", "user"), "graph": ("True", "False", "user")}
+    assert verdicts(decision.candidates, "a") == {"extend": "coerced", "decode": "coerced"}
+
+
+@pytest.mark.parametrize("origin", ["user", "env", "config"])
+def test_nor_is_one_of_the_environment_or_the_file(offer, cpu, origin) -> None:
+    request = Request().replace(origin=origin, page_size=16)
+    with pytest.raises(NoBackend):
+        solve(request, cpu, [offer("a", page_size=one_of(64))])
+
+
+def test_a_default_may_be_changed_and_that_is_recorded(offer, cpu) -> None:
+    request = Request().replace(origin="default", graph=True)
+    decision = solve(request, cpu, [offer("a")])
+    (change,) = decision.coercions
+    assert (change.field, change.new, change.origin) == ("graph", "False", "default")
+    assert "a for decode" in change.because
+
+
+def test_fewer_coercions_win_over_rank(offer, cpu) -> None:
+    cards = [offer("a", rank=1, page_size=one_of(64)), offer("b", rank=9)]
+    policy = Policy(allow_coercion=True)
+    decision = solve(Request.parse("page_size=16"), cpu, cards, policy)
+    assert chosen(decision)["decode"] == "b"
+    assert not decision.coercions
+    assert verdicts(decision.candidates, "a")["decode"] == "coerced"
+
+
+def test_options_are_read_against_the_card(offer, cpu) -> None:
+    options = (
+        Option(name="splits", type=int, default=8),
+        Option(name="mode", type=str, default="fast", choices=("fast", "exact")),
+        Option(name="fuse", type=bool, default=False),
+    )
+    cards = [offer("a", options=options, rank=1), offer("b")]
+    given = {"a": {"splits": "4", "fuse": "yes"}}
+    decision = solve(Request(), cpu, cards, Policy(options=given))
+    assert decision.phases["decode"].options == {"splits": 4, "mode": "fast", "fuse": True}
+    plain = solve(Request(), cpu, cards)
+    assert plain.phases["decode"].options == {"splits": 8, "mode": "fast", "fuse": False}
+    assert plain.hash != decision.hash
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"a": {"split": "4"}}, "did you mean 'splits'"),
+        ({"a": {"splits": "many"}}, "a value of type int"),
+        ({"a": {"splits": 1.5}}, "a value of type int"),
+        ({"a": {"splits": True}}, "a value of type int"),
+        ({"a": {"mode": "slow"}}, "one of fast, exact"),
+        ({"a": {"fuse": "maybe"}}, "a value of type bool"),
+        ({"b": {"splits": 1}}, "it has none"),
+        ({"c": {"splits": 1}}, "unknown attention backend 'c'"),
+    ],
+)
+def test_options_that_do_not_exist_or_do_not_fit(offer, cpu, given, said) -> None:
+    options = (
+        Option(name="splits", type=int, default=8),
+        Option(name="mode", type=str, default="fast", choices=("fast", "exact")),
+        Option(name="fuse", type=bool, default=False),
+    )
+    cards = [offer("a", options=options), offer("b")]
+    with pytest.raises((InvalidInput, UnknownBackend)) as caught:
+        solve(Request(), cpu, cards, Policy(options=given))
+    assert said in str(caught.value)
+
+
+def test_another_ranking_can_be_joined_in(offer, cpu) -> None:
+    """What measurements of the machine will be: a function that may overrule the priors."""
+    measured = {"b": 1}
+
+    def ranking(card, question) -> int:
+        return measured.get(card.name, 100)
+
+    cards = [offer("a", rank=10), offer("b", rank=20)]
+    assert chosen(solve(Request(), cpu, cards, ranking=ranking))["decode"] == "b"
+
+
+def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) -> None:
+    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    cards = [offer("a", priors=priors), offer("b", rank=20)]
+    assert chosen(solve(Request(), cpu, cards))["decode"] == "a"
+    decision = solve(Request.parse("page_size=16"), cpu, cards)
+    assert chosen(decision)["decode"] == "b"
+    assert {v.rank for v in decision.candidates if v.backend == "a"} == {50}

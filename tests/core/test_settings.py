@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from attnmux.core import settings as module
+from attnmux.core.errors import SettingsError
+from attnmux.core.settings import Settings
+
+
+def load(folder: Path, **environ: str) -> Settings:
+    return Settings.load(environ=environ, directory=folder)
+
+
+def test_nothing_configured(tmp_path) -> None:
+    assert load(tmp_path) == Settings()
+
+
+def test_every_setting_can_be_read() -> None:
+    assert {item.name for item in fields(Settings)} == {*module.READERS, "sources"}
+
+
+def test_the_environment(tmp_path) -> None:
+    settings = load(
+        tmp_path,
+        ATTNMUX_BACKEND="triton",
+        ATTNMUX_DENY_PLUGINS="a, b",
+        ATTNMUX_NO_PLUGINS="1",
+        ATTNMUX_DEBUG="",
+        HOME="/",
+    )
+    assert (settings.backend, settings.deny_plugins) == ("triton", ("a", "b"))
+    assert (settings.no_plugins, settings.debug) == (True, False)
+    assert settings.sources["backend"] == "ATTNMUX_BACKEND"
+    assert settings.plugin_filter() == ((), ("a", "b"))
+
+
+FILE = """
+backend = "triton"
+prefer_backends = ["a", "b"]
+[options.triton]
+splits = 4
+"""
+
+
+def test_the_nearest_file_upwards(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text(FILE)
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    settings = load(inner)
+    assert (settings.backend, settings.prefer_backends) == ("triton", ("a", "b"))
+    assert settings.options == {"triton": {"splits": 4}}
+    assert settings.sources["backend"] == str(tmp_path / "attnmux.toml")
+    (tmp_path / "a" / "pyproject.toml").write_text('[tool.attnmux]\nbackend = "fa3"\n')
+    assert load(inner).backend == "fa3"
+    assert load(inner).prefer_backends == ()
+    (inner / "pyproject.toml").write_text('[project]\nname = "attnmux-user"\n')
+    assert load(inner).backend == "fa3"
+
+
+def test_the_environment_wins(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text(FILE)
+    settings = load(tmp_path, ATTNMUX_BACKEND="fa3")
+    assert settings.backend == "fa3"
+    assert settings.prefer_backends == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ATTNMUX_DEBUG": "perhaps"}, "ATTNMUX_DEBUG: expected true or false, got 'perhaps'"),
+        ({"ATTNMUX_BACKND": "x"}, "did you mean backend?"),
+        ({"ATTNMUX_ZZZ": "x"}, "known: platform, backend"),
+        ({"ATTNMUX_OPTIONS": "x"}, "a table for each backend"),
+        ({"ATTNMUX_DENY_PLUGINS": "a,,b"}, "expected a name"),
+    ],
+)
+def test_a_bad_variable_is_named(tmp_path, environ, said) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, **environ)
+    assert said in str(caught.value)
+    assert next(iter(environ)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("backend =", "is not TOML"),
+        ("backend = 3", "backend: expected a name, got 3"),
+        ('allow_plugins = { a = "b" }', "expected a list of names"),
+        ("debug = 1", "expected true or false"),
+        ("options = 3", "a table for each backend"),
+        ("[options.a]\nx = [1]", "a table for each backend"),
+        ('backnd = "x"', "did you mean backend?"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, said) -> None:
+    (tmp_path / "attnmux.toml").write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path)
+    assert said in str(caught.value)
+    assert str(tmp_path / "attnmux.toml") in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_a_tool_table_that_is_none(tmp_path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool]\nattnmux = 3 # tool.attnmux\n")
+    with pytest.raises(SettingsError, match="is no table"):
+        load(tmp_path)
+
+
+def test_a_policy_of_what_was_configured(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text(f'deny_backends = ["x"]\n{FILE}')
+    policy = load(tmp_path, ATTNMUX_DECODE_BACKEND="fa3").policy()
+    assert (policy.backend, policy.decode_backend) == ("triton", "fa3")
+    assert (policy.deny, policy.prefer) == (("x",), ("a", "b"))
+    assert policy.options == {"triton": {"splits": 4}}
+    assert policy.origins == {"backend": "config", "decode_backend": "env"}
+
+
+def test_the_user_wins_and_a_base_name_wins_over_configured_phases(tmp_path) -> None:
+    settings = load(tmp_path, ATTNMUX_DECODE_BACKEND="fa3", ATTNMUX_BACKEND="triton")
+    policy = settings.policy(backend="flashinfer", allow_coercion=True, mm_backend=None)
+    assert (policy.backend, policy.decode_backend) == ("flashinfer", None)
+    assert policy.allow_coercion
+    assert policy.origins == {"backend": "user"}
+    policy = settings.policy(prefill_backend="x")
+    assert (policy.backend, policy.prefill_backend, policy.decode_backend) == ("triton", "x", "fa3")
+
+
+def test_options_of_the_user_are_laid_over_those_of_the_file(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text(FILE + "mode = 'x'\n")
+    policy = load(tmp_path).policy(options={"triton": {"splits": "8"}, "a": {"b": "1"}})
+    assert policy.options == {"triton": {"splits": "8", "mode": "x"}, "a": {"b": "1"}}

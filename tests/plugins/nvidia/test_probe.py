@@ -1,0 +1,137 @@
+"""The NVML probe against a stand-in for `pynvml` that answers as the real one does."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import PluginError
+from attnmux.nvidia import probe as module
+from attnmux.nvidia.plugin import attnmux_platforms
+
+H200 = ("NVIDIA H200", (9, 0), 150_754_820_096)
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0), 85_899_345_920)
+
+
+class Nvml(ModuleType):
+    """The functions that the probe calls; `devices` as (name, capability, memory)."""
+
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(f"code {value}")
+            self.value = value
+
+    def __init__(self, devices=(), cuda=12080, init=0, query=0) -> None:
+        super().__init__("pynvml")
+        self.devices, self.cuda, self.init, self.query = devices, cuda, init, query
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        if self.init:
+            raise self.NVMLError(self.init)
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCount(self) -> int:
+        if self.query:
+            raise self.NVMLError(self.query)
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return self.devices[handle][0]
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return self.devices[handle][1]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=self.devices[handle][2])
+
+
+@pytest.fixture
+def nvml(monkeypatch, tmp_path):
+    """Put a stand-in in place of `pynvml`, on a machine with the driver."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(module, "DRIVER_NODES", (str(tmp_path / "nvidiactl"),))
+
+    def use(**given) -> Nvml:
+        fake = Nvml(**given)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    return use
+
+
+def test_one_platform_for_each_kind(nvml) -> None:
+    fake = nvml(devices=(H200, H200, A100))
+    hopper, ampere = attnmux_platforms()
+    assert hopper == Platform(
+        vendor="nvidia",
+        device_type="cuda",
+        arch="sm90",
+        version=(9, 0),
+        runtime="cuda 12.8",
+        name="NVIDIA H200",
+        count=2,
+        memory_bytes=150_754_820_096,
+    )
+    assert (ampere.arch, ampere.count) == ("sm80", 1)
+    assert fake.open == 0
+
+
+def test_a_two_digit_minor_and_an_older_binding(nvml) -> None:
+    nvml(devices=((b"NVIDIA GB10", (12, 1), 1),), cuda=13000)
+    (found,) = attnmux_platforms()
+    assert (found.name, found.arch, found.runtime) == ("NVIDIA GB10", "sm121", "cuda 13.0")
+    assert found.arch == Platform.parse("nvidia:sm121").arch
+    assert found.version == Platform.parse("nvidia:sm121").version
+
+
+def test_no_devices(nvml) -> None:
+    fake = nvml()
+    assert attnmux_platforms() == []
+    assert fake.open == 0
+
+
+@pytest.mark.parametrize("code", [12, 9])
+def test_no_driver_is_no_device(nvml, code) -> None:
+    nvml(init=code)
+    assert attnmux_platforms() == []
+
+
+def test_without_the_driver_s_nodes_the_library_is_not_even_imported(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DRIVER_NODES", ("/nonexistent/nvidiactl",))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert attnmux_platforms() == []
+
+
+def test_a_driver_that_does_not_start_or_answer_is_an_error(nvml) -> None:
+    nvml(init=18)
+    with pytest.raises(PluginError, match="does not start: code 18"):
+        attnmux_platforms()
+    fake = nvml(devices=(H200,), query=15)
+    with pytest.raises(PluginError, match="does not answer: code 15"):
+        attnmux_platforms()
+    assert fake.open == 0
+
+
+def test_the_stand_in_has_the_real_library_s_names() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    for name in vars(Nvml):
+        if name.startswith(("nvml", "NVML")):
+            assert hasattr(pynvml, name)
+    assert pynvml.NVML_ERROR_LIBRARY_NOT_FOUND == Nvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    assert pynvml.NVML_ERROR_DRIVER_NOT_LOADED == Nvml.NVML_ERROR_DRIVER_NOT_LOADED
