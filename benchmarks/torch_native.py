@@ -23,6 +23,7 @@ from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
+from attnmux.core.dtypes import dtype_name
 from attnmux.core.kv import MHATokenToKVPool, PagedAllocator, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
@@ -154,7 +155,9 @@ def _context(workload: Workload) -> BackendContext:
         for buffer in pool.get_kv_buffer(layer.layer_id):
             buffer.normal_()
     return BackendContext(
-        request=Request(kind="mha", num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16"),
+        request=Request(
+            kind="mha", num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, dtype=dtype_name(DTYPE)
+        ),
         platform=Platform.parse(f"cpu:{platform.machine()}"),
         device=torch.device("cpu"),
         layers=layers,
@@ -236,7 +239,7 @@ def main(rounds: int, threads: int | None, only: str) -> None:
     click.echo(
         f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; "
-        f"{Q_HEADS}/{KV_HEADS} heads x {DIM}, {str(DTYPE).removeprefix('torch.')}; "
+        f"{Q_HEADS}/{KV_HEADS} heads x {DIM}, {dtype_name(DTYPE)}; "
         f"medians of {rounds} rounds; torch.sum reads {bandwidth:.1f} GB/s.\n"
     )
     click.echo(

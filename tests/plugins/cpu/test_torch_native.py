@@ -171,7 +171,7 @@ def test_metadata_is_made_once_a_step():
 
 @pytest.mark.parametrize("step", [decode(1, 300, 40, 41, 7), extend((0, 50), (31, 9), (200, 130))])
 def test_deterministic_results_do_not_depend_on_the_batch(step):
-    case = Case(name="alone", steps=(step,), max_context_len=512, kv_in_pool=True)
+    case = Case(name="alone", steps=(step,), dtype="float32", max_context_len=512, kv_in_pool=True)
     world = make_world(case, CANDIDATE.platform, "cpu")
     request = replace(world.context.request, deterministic=True)
     backend = TorchNativeBackend(replace(world.context, request=request))
