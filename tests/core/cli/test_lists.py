@@ -1,0 +1,73 @@
+"""`attnmux platforms` and `attnmux backends`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import PluginFailure, Plugins
+from attnmux.core.choosing.probe import Detection
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+
+
+@pytest.fixture
+def call():
+    def invoke(*args: str):
+        return CliRunner().invoke(verbs, args, prog_name="attnmux")
+
+    return invoke
+
+
+def test_platforms(call) -> None:
+    result = call("platforms", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert set(data) == {"platforms", "picked", "unserved", "failures", "warnings"}
+    assert data["platforms"][-1]["vendor"] == "cpu"
+    assert Platform.from_dict(data["platforms"][-1]).core_count >= 1
+    table = call("platforms")
+    assert table.exit_code == 0
+    assert "cpu:" in table.stdout
+
+
+def test_platforms_that_are_ambiguous_are_still_listed(call, monkeypatch) -> None:
+    found = tuple(map(Platform.parse, ("amd:gfx942", "nvidia:sm90,memory=141GB", "cpu:x86_64")))
+    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=found))
+    result = call("platforms", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["picked"] is None
+    assert len(data["platforms"]) == 3
+    assert "several kinds of accelerator" in result.stderr
+    assert "141 GB" in call("platforms").stdout
+
+
+def test_backends(call) -> None:
+    pytest.importorskip("attnmux.cpu.plugin")
+    result = call("backends", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    (card,) = [card for card in data["backends"] if card["name"] == "torch_native"]
+    assert (card["plugin"], card["distribution"]) == ("cpu", "attnmux-cpu")
+    assert card["requires"] == [["torch>=2.11"]]
+    assert card["clauses"][0]["page_size"] == "any"
+    assert "arch" not in card["clauses"][0]
+    assert "graph" not in card["clauses"][0]
+    assert card["priors"][0]["when"]["vendor"] == "cpu"
+    assert "torch_native" in call("backends").stdout
+
+
+def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:
+    failure = PluginFailure(
+        plugin="bad", distribution="dist-bad", version="0.3", stage="load", error="OSError: gone"
+    )
+    monkeypatch.setattr(shared, "load_plugins", lambda *filters: Plugins(failures=[failure]))
+    result = call("backends", "--json")
+    assert result.exit_code == 0
+    assert "plugin bad (dist-bad 0.3): OSError: gone" in result.stderr
+    (row,) = json.loads(result.stdout)["failures"]
+    assert (row["plugin"], row["stage"]) == ("bad", "load")

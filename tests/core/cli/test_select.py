@@ -1,0 +1,216 @@
+"""`attnmux select`: what it answers, in which form, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import Plugins
+from attnmux.core.choosing.probe import Detection, UnservedDevice
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+
+pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")
+
+MODELS = Path(__file__).parents[1] / "choosing" / "data"
+HERE = "cpu:x86_64,features=avx2"
+
+
+@pytest.fixture
+def call():
+    def invoke(*args: str):
+        return CliRunner().invoke(verbs, ["select", *args], prog_name="attnmux")
+
+    return invoke
+
+
+def answer(result) -> dict:
+    return json.loads(result.stdout)
+
+
+def test_json_form(call) -> None:
+    result = call("--platform", HERE, "--request", "dtype=bf16,spec_topk=4,multimodal=true", "--json")
+    assert result.exit_code == 0
+    data = answer(result)
+    assert set(data) == {
+        "platform",
+        "request",
+        "page_size",
+        "kv_dtype",
+        "hash",
+        "phases",
+        "coercions",
+        "candidates",
+        "warnings",
+    }
+    assert (data["page_size"], data["kv_dtype"]) == (1, "bfloat16")
+    assert list(data["phases"]) == ["extend", "decode", "verify", "draft", "encoder"]
+    assert data["phases"]["decode"]["backend"] == "torch_native"
+    assert data["phases"]["decode"]["plugin"] == "cpu"
+    assert data["platform"]["features"] == ["avx2"]
+    for candidate in data["candidates"]:
+        assert set(candidate) == {"backend", "plugin", "phase", "verdict", "rank", "reasons"}
+    del data["warnings"]
+    assert Decision.from_json(json.dumps(data)).hash == data["hash"]
+
+
+def test_nothing_fits(call) -> None:
+    result = call("--platform", HERE, "--request", "kind=linear", "--json")
+    assert result.exit_code == 3
+    data = answer(result)
+    assert (data["phases"], data["hash"], data["page_size"]) == ({}, None, None)
+    assert {candidate["verdict"] for candidate in data["candidates"]} == {"rejected"}
+    reasons = [reason for c in data["candidates"] for reason in c["reasons"]]
+    assert all(set(reason) == {"code", "axis", "wanted", "offered", "hint"} for reason in reasons)
+    assert "KIND" in {reason["code"] for reason in reasons}
+    assert "torch_native (cpu) for extend, decode: kind: wanted linear" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_nothing_fits_without_json(call) -> None:
+    result = call("--platform", HERE, "--request", "kv_dtype=fp8_e4m3")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "kv_dtype=bfloat16" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--platform", "nvida:sm90"], "did you mean 'nvidia'"),
+        (["--platform", "nvidia:gfx942"], "an architecture of nvidia"),
+        (["--request", "page=16"], "FIELD=VALUE"),
+        (["--request", "dtype=int3"], "dtype: expected one of"),
+        (["--model", "/no/such/model"], "/no/such/model: no such file"),
+        (["--model", str(MODELS)], "which has no config.json"),
+        (["--model", str(MODELS / "qwen2.5-7b"), "--tp", "8"], "a divisor of the model's 28 heads"),
+        (["--tp", "4"], "--model, whose heads it divides"),
+        (["--tp", "0"], "--tp"),
+        (["--backend", "torch_nativ"], "did you mean 'torch_native'"),
+        (["--backend", "flashinfre"], "did you mean 'flashinfer'"),
+        (["--set", "torch_native"], "BACKEND.OPTION=VALUE"),
+        (["--set", "torch_native.x=1"], "it has none"),
+        (["--set", "nothing_like_it.x=1"], "unknown attention backend"),
+        (["--speculative-attention-mode", "both"], "both"),
+        (["--bakend", "x"], "--bakend"),
+        (["extra"], "extra"),
+    ],
+)
+def test_bad_input(call, args, said) -> None:
+    result = call("--platform", HERE, *args)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_a_table_for_people(call) -> None:
+    result = call("--platform", HERE, "--request", "page_size=16")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("torch_native (cpu) serves extend and decode, rank 50")
+    assert "chosen" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_a_model_on_another_machine(call) -> None:
+    result = call("--platform", HERE, "--model", str(MODELS / "deepseek-v3"), "--tp", "8", "--json")
+    data = answer(result)
+    assert (data["request"]["kind"], data["request"]["num_q_heads"]) == ("mla", 16)
+    assert data["request"]["origins"]["kv_lora_rank"] == "model"
+
+
+def test_the_request_overrules_the_model(call) -> None:
+    args = ["--model", str(MODELS / "llama-3.1-8b"), "--request", "dtype=fp16"]
+    data = answer(call("--platform", HERE, *args, "--json"))
+    assert (data["request"]["dtype"], data["kv_dtype"]) == ("float16", "float16")
+    assert data["request"]["origins"]["dtype"] == "user"
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_speculation(call, mode) -> None:
+    flag = ["--speculative-attention-mode", mode]
+    data = answer(call("--platform", HERE, "--request", "spec_topk=2", *flag, "--json"))
+    assert data["request"]["speculative_attention_mode"] == mode
+
+
+def test_a_library_counts_as_there_unless_told_otherwise(call) -> None:
+    result = call("--platform", HERE, "--without", "Torch", "--json")
+    assert result.exit_code == 3
+    (reason,) = answer(result)["candidates"][0]["reasons"]
+    assert reason["code"] == "LIBRARY"
+    assert reason["hint"] == "pip install 'attnmux-cpu[torch]'"
+
+
+def test_coercion_needs_leave(call) -> None:
+    args = ["--platform", HERE, "--request", "graph=true", "--json"]
+    assert call(*args).exit_code == 3
+    data = answer(call(*args, "--allow-coercion"))
+    (change,) = data["coercions"]
+    assert set(change) == {"field", "old", "new", "because", "origin"}
+    assert (change["field"], change["origin"]) == ("graph", "user")
+
+
+def test_the_file_and_the_environment_name_backends(call, tmp_path, monkeypatch) -> None:
+    (tmp_path / "attnmux.toml").write_text('backend = "torch_nativ"\n')
+    assert "did you mean 'torch_native'" in call("--platform", HERE).stderr
+    monkeypatch.setenv("ATTNMUX_BACKEND", "torch_native")
+    assert call("--platform", HERE).exit_code == 0
+
+
+def test_no_plugins(call, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_NO_PLUGINS", "true")
+    result = call("--platform", HERE)
+    assert result.exit_code == 3
+    assert "no plugin offers a backend" in result.stderr
+
+
+SM90 = Platform.parse("nvidia:sm90,cuda=12.8")
+CPU = Platform.parse("cpu:x86_64")
+
+
+def on_a_machine(monkeypatch, **given) -> None:
+    detection = Detection(**given)
+
+    def detect(plugins: Plugins) -> Detection:
+        return detection
+
+    monkeypatch.setattr(shared, "detect", detect)
+
+
+def test_a_device_without_its_plugin_is_said_loudly(call, monkeypatch) -> None:
+    device = UnservedDevice(
+        vendor="nvidia",
+        evidence="/dev/nvidia0",
+        distribution="attnmux-nvidia",
+        problem="attnmux-nvidia is not installed",
+        fix="pip install attnmux-nvidia",
+    )
+    on_a_machine(monkeypatch, platforms=(CPU,), unserved=(device,))
+    result = call("--json")
+    assert result.exit_code == 0
+    assert "pip install attnmux-nvidia" in result.stderr
+    assert any("pip install attnmux-nvidia" in text for text in answer(result)["warnings"])
+
+
+def test_two_kinds_of_accelerator(call, monkeypatch) -> None:
+    other = Platform.parse("amd:gfx942,rocm=6.4")
+    on_a_machine(monkeypatch, platforms=(other, SM90, CPU))
+    result = call("--json")
+    assert result.exit_code == 2
+    assert "amd:gfx942 and nvidia:sm90" in result.stderr
+    data = answer(call("--platform", "nvidia", "--json"))
+    assert data["platform"]["arch"] == "sm90"
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "cpu")
+    assert answer(call("--json"))["platform"]["vendor"] == "cpu"
+
+
+def test_this_machine(call) -> None:
+    pytest.importorskip("torch")
+    data = answer(call("--platform", "cpu", "--json"))
+    assert data["platform"]["core_count"] >= 1
+    assert data["phases"]["decode"]["version"]

@@ -1,0 +1,137 @@
+"""The frame of the command: verbs, errors, exit codes."""
+
+from __future__ import annotations
+
+import importlib_metadata
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.cli import verbs as module
+from attnmux.core.cli.verbs import verbs
+
+
+@pytest.fixture
+def call():
+    def invoke(*args: str):
+        return CliRunner().invoke(verbs, args, prog_name="attnmux")
+
+    return invoke
+
+
+def point(name: str, value: str) -> importlib_metadata.EntryPoint:
+    return importlib_metadata.EntryPoint(name=name, value=value, group=module.GROUP)
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """Install verbs of other distributions, and no others."""
+
+    def install(*points: importlib_metadata.EntryPoint) -> None:
+        def entry_points(group: str):
+            assert group == module.GROUP
+            return importlib_metadata.EntryPoints(points)
+
+        class Metadata:
+            EntryPoint = importlib_metadata.EntryPoint
+
+        Metadata.entry_points = staticmethod(entry_points)
+        monkeypatch.setattr(module, "importlib_metadata", Metadata)
+
+    return install
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_verbs(call, outside, flag) -> None:
+    outside(point("sing", "no_such_module:sing"))
+    result = call(flag)
+    assert result.exit_code == 0
+    for name in (*module.VERBS, "sing"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("selcet", "Did you mean 'select'?"), ("zzz", "No such verb 'zzz'."), ("", "No such verb")],
+)
+def test_an_unknown_verb(call, name, said) -> None:
+    result = call(name)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("name", ["generate", "genrate"])
+def test_a_verb_of_a_package_that_is_not_installed(call, outside, name) -> None:
+    outside()
+    result = call(name)
+    assert result.exit_code == 2
+    assert "pip install attnmux-transformers" in result.stderr
+
+
+def test_a_verb_of_another_distribution(call, outside, tmp_path, monkeypatch) -> None:
+    (tmp_path / "outside_verb.py").write_text(
+        "import click\n@click.command()\n@click.option('--loud', is_flag=True)\n"
+        "def sing(loud):\n    click.echo('LA' if loud else 'la')\nnot_a_command = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outside(
+        point("sing", "outside_verb:sing"),
+        point("number", "outside_verb:not_a_command"),
+        point("gone", "outside_verb:gone"),
+        point("twice", "outside_verb:sing"),
+        point("twice", "outside_verb:other"),
+        point("select", "outside_verb:sing"),
+    )
+    assert call("sing", "--loud").output == "LA\n"
+    assert "not a click command" in call("number").stderr
+    assert call("gone").exit_code == 1
+    assert "cannot be loaded" in call("gone").stderr
+    assert "uninstall one" in call("twice").stderr
+    assert "--request" in call("select", "--help").output
+
+
+def test_ctrl_c(call, outside, tmp_path, monkeypatch) -> None:
+    (tmp_path / "interrupted_verb.py").write_text(
+        "import click\n@click.command()\ndef stop():\n    raise KeyboardInterrupt\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outside(point("stop", "interrupted_verb:stop"))
+    result = call("stop")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> None:
+    (tmp_path / "failing_verb.py").write_text(
+        "import click\nfrom attnmux.core.cli.run import common_options\n"
+        "@click.command()\n@common_options\ndef fail(as_json):\n    raise ZeroDivisionError('oops')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outside(point("fail", "failing_verb:fail"))
+    result = call("fail")
+    assert result.exit_code == 1
+    assert result.stderr == "attnmux: ZeroDivisionError: oops (--debug shows where)\n"
+    result = call("fail", "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert "failing_verb.py" in result.stderr
+
+
+def test_version(call) -> None:
+    assert importlib_metadata.version("attnmux-core") in call("--version").output
+
+
+def test_the_settings_can_ask_for_tracebacks(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNMUX_DEBUG", "1")
+    result = call("select", "--backend", "nothing-like-it")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["select", "platforms", "backends"])
+def test_a_bad_variable_is_an_error_of_use(call, monkeypatch, verb) -> None:
+    monkeypatch.setenv("ATTNMUX_NO_PLUGINS", "perhaps")
+    result = call(verb)
+    assert result.exit_code == 2
+    assert "ATTNMUX_NO_PLUGINS: expected true or false" in result.stderr
