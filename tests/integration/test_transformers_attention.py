@@ -118,7 +118,7 @@ def test_a_training_model_with_dropout_is_refused(tiny, run_on):
     for layer in runner.model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     runner.model.train()
-    with pytest.raises(InvalidInput, match="model.eval"):
+    with pytest.raises(InvalidInput, match=r"model\.eval"):
         runner.extend([SequenceState(token_ids=[1, 2])])
 
 

@@ -59,7 +59,9 @@ def test_every_logit_of_prefill_and_decode(tiny, run_on, sequences, architecture
     for _ in range(NUM_DECODED):
         for state, ids in zip(states, sequences, strict=True):
             state.token_ids.append(ids[len(state.token_ids)])
-        expected = [other[len(state.token_ids) - 1] for state, other in zip(states, theirs)]
+        expected = [
+            other[len(state.token_ids) - 1] for state, other in zip(states, theirs, strict=True)
+        ]
         assert_same(runner.decode(states), torch.stack(expected))
     runner.release(states)
     assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size

@@ -104,7 +104,9 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
             came=f"{source}, of model type {config.model_type!r}",
             expected="a model that generates text",
         )
-    check_servable(model_class, config)
+    # A type with several classes names the one to load in its config.json; it is checked then.
+    if not isinstance(model_class, tuple):
+        check_servable(model_class, config)
     tokenizer, error = None, ""
     try:
         with quiet_transformers(progress=progress):

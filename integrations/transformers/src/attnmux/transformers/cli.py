@@ -16,9 +16,10 @@ import torch
 
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.choosing.probe import Detection, pick_platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.settings import Settings
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
@@ -46,10 +47,14 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
-@click.option("--page-size", type=AT_LEAST_1, help="Tokens of a KV page; default: the solver's choice.")
+@click.option(
+    "--page-size", type=AT_LEAST_1, help="Tokens of a KV page; default: the solver's choice."
+)
 @click.option("--kv-dtype", help="Of the KV cache; default: as the model.")
 @click.option("--dtype", help="Of the model; default: the checkpoint's.")
-@click.option("--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit.")
+@click.option(
+    "--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit."
+)
 @click.option("--device", help="torch's name, such as cpu or cuda:1; default: the accelerator.")
 @click.option("--no-stream", is_flag=True, help="Print the text when all of it is there.")
 @common_options
@@ -99,9 +104,7 @@ def generate(
             debug=run.debug,
         )
         platform = platform_for(run.detect(plugins), settings, device)
-        runner = load_runner(
-            checkpoint, platform, plugins.offers(), options, progress=sys.stderr.isatty()
-        )
+        runner = _load(checkpoint, platform, plugins, options)
         load_seconds = time.perf_counter() - began
         click.echo(runner.decision.summary(), err=True)
         generation = _generate(
@@ -168,6 +171,22 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
         present = ", ".join(sorted({one.device_type for one in detection.platforms}))
         raise InvalidInput("--device", came=name, expected=f"one of {present}")
     return pick_platform(replace(detection, platforms=found))
+
+
+def _load(
+    checkpoint: Checkpoint, platform: Platform, plugins: Plugins, options: RunnerOptions
+) -> ModelRunner:
+    try:
+        return load_runner(
+            checkpoint, platform, plugins.offers(), options, progress=sys.stderr.isatty()
+        )
+    except PoolExhausted as error:
+        raise PoolExhausted(
+            error.what,
+            wanted=error.wanted,
+            available=error.available,
+            hint="lower --max-new-tokens, give fewer or shorter prompts, or a smaller --kv-dtype",
+        ) from error
 
 
 def _generate(

@@ -17,6 +17,10 @@ MaskFunction = Callable[..., torch.Tensor]
 """transformers' own: (batch, head, query position, key position) to visible or not."""
 
 
+LONGEST_READ = 2**20
+"""Keys of a mask that are looked at: no window or chunk is longer, and a row stays small."""
+
+
 class Reach(NamedTuple):
     """What a causal layer sees, in the contract's terms."""
 
@@ -47,23 +51,24 @@ def read_reach(
     Raises InvalidInput where the mask is none that the contract can express, or where it
     contradicts a window that was passed.
     """
-    keys = torch.arange(max_context_len, device=device)
+    length = min(max_context_len, LONGEST_READ)
+    keys = torch.arange(length, device=device)
     candidates = [told]
-    start = _first_visible(mask, keys, max_context_len - 1)
+    start = _first_visible(mask, keys, length - 1)
     if told == Reach() and start:
-        candidates.append(Reach(sliding_window_size=max_context_len - 1 - start))
+        candidates.append(Reach(sliding_window_size=length - 1 - start))
         chunk = start - _first_visible(mask, keys, start - 1)
         candidates.append(Reach(attention_chunk_size=chunk))
-    queries = {0, start, max_context_len // 2, max_context_len - 1}
+    queries = {0, start, length // 2, length - 1}
     queries = queries.union(*(reach.edges() for reach in candidates))
-    rows = {query: _row(mask, keys, query) for query in queries if 0 <= query < max_context_len}
+    rows = {query: _row(mask, keys, query) for query in queries if 0 <= query < length}
     for reach in candidates:
         if all(torch.equal(row, reach.row(query, keys)) for query, row in rows.items()):
             return reach
     raise InvalidInput(
         "mask_function",
-        came=f"a mask in which token {max_context_len - 1} sees "
-        f"{int(rows[max_context_len - 1].sum())} keys, and attention was told {told}",
+        came=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
+        f"attention was told {told}",
         expected="causal attention, with the window that attention is told or chunks at most",
     )
 

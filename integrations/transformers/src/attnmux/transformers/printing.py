@@ -20,7 +20,7 @@ class Printer:
         self._stream = stream
         self._current = 0
         self._open = False
-        """Whether something of the current text is on its line."""
+        """Whether something of the current text may be on its line."""
 
     def __enter__(self) -> Printer:
         return self
@@ -51,5 +51,6 @@ class Printer:
     def _print(self, text: str) -> None:
         if not self._open and len(self._waiting) > 1:
             click.echo(f"==> prompt {self._current + 1} <==")
-        click.echo(text, nl=False)
+        # Before the text: an interrupt in between must not leave a line open.
         self._open = True
+        click.echo(text, nl=False)

@@ -1,0 +1,236 @@
+"""`attnmux generate`, as a person calls it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from attnmux.core.cli.verbs import verbs
+from attnmux.transformers import cli, recall
+
+ASK = ["k417, x90 ?k", "--max-new-tokens", "8"]
+COPY_WITHOUT_CODE = shutil.ignore_patterns("*.py", "__*")
+
+
+def attnmux(*args, stdin=None):
+    return CliRunner().invoke(verbs, ["generate", *map(str, args)], input=stdin)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the shipped checkpoint, to be damaged."""
+    return shutil.copytree(recall.PATH, tmp_path / "model", ignore=COPY_WITHOUT_CODE)
+
+
+def refused(result, *words, code=2):
+    """One clear message on stderr, nothing on stdout, no traceback."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    return True
+
+
+def test_the_verb_is_advertised():
+    (point,) = [
+        point for point in entry_points(group="attnmux.commands") if point.name == "generate"
+    ]
+    assert point.load() is cli.generate
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr():
+    result = attnmux(*ASK)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "417\n"
+    decision, speed = result.stderr.splitlines()
+    assert "torch_native (cpu) serves extend and decode" in decision
+    assert speed.startswith("prefill: 12 tokens, ")
+    assert speed.count("tokens/s, torch_native (cpu)") == 2
+
+
+def test_no_prompt_asks_the_shipped_model_a_question():
+    result = attnmux()
+    prompt, answer = recall.make_prompt(random.Random(0), cli.SAMPLE_BYTES)
+    assert result.exit_code == 0
+    assert result.stdout == f"{answer}\n"
+    assert prompt in result.stderr
+
+
+@pytest.mark.parametrize("extra", [[], ["--no-stream"]])
+def test_several_prompts_are_answered_in_order(extra):
+    result = attnmux("k417, x90 ?k", "k417, x90 ?x", *extra)
+    assert result.stdout == "==> prompt 1 <==\n417\n==> prompt 2 <==\n90\n"
+
+
+def test_a_prompt_from_stdin():
+    assert attnmux("-", stdin="k417, x90 ?x\n").stdout == "90\n"
+    assert refused(attnmux("-", stdin=""), "empty prompt")
+
+
+def test_json_is_one_object():
+    result = attnmux("k417, x90 ?k", "b52 ?b", "--json", "--page-size", 16)
+    answer = json.loads(result.stdout)
+    assert [one["prompt"] for one in answer["results"]] == ["k417, x90 ?k", "b52 ?b"]
+    assert [one["text"] for one in answer["results"]] == ["417", "52"]
+    assert answer["results"][0]["token_ids"] == [*b"417", 256]
+    assert [one["finish_reason"] for one in answer["results"]] == ["stop", "stop"]
+    assert answer["timings"]["prefill_tokens"] == 18
+    assert answer["timings"]["decode_tokens_per_second"] > 0
+    assert answer["decision"]["page_size"] == 16
+    assert answer["decision"]["phases"]["decode"] == {"backend": "torch_native", "plugin": "cpu"}
+    assert len(answer["decision"]["hash"]) == 64
+    assert answer["warnings"] == []
+
+
+def test_a_seed_makes_sampling_repeat():
+    args = ["x", "--max-new-tokens", "20", "--temperature", "5", "--seed"]
+    first, again, other = (attnmux(*args, seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_model_by_path(copy):
+    assert attnmux(*ASK, "--model", copy).stdout == "417\n"
+
+
+def test_dtype_and_backends_by_name():
+    result = attnmux(
+        *ASK, "--dtype", "fp32", "--prefill-backend", "cpu/torch_native", "--device", "cpu"
+    )
+    assert result.stdout == "417\n"
+    assert "KV in float32" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words", "code"),
+    [
+        (["x", "--model", "/no/such/folder"], ["no such folder"], 2),
+        (["x", "--backend", "torch_nativ"], ["unknown attention backend", "torch_native"], 2),
+        (["x", "--backend", "fa3"], ["fa3", "attnmux-nvidia"], 2),
+        (["x", "--kv-dtype", "fp8_e4m3"], ["kv_dtype", "torch_native"], 3),
+        (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
+        (["x", "--context", "4096"], ["--context", "2048"], 2),
+        (["xxxxx", "--context", "4"], ["prompt 1", "5 tokens", "context of 4"], 2),
+        ([""], ["prompt 1", "empty prompt"], 2),
+        (["x", "--temperature", "-1"], ["temperature"], 2),
+        (["x", "--top-p", "0"], ["top_p"], 2),
+        (["x", "--max-new-tokens", "0"], ["--max-new-tokens"], 2),
+        (["x", "--page-size", "0"], ["--page-size"], 2),
+        (["x", "--device", "nonsense"], ["--device", "nonsense"], 2),
+        (["x", "--chat"], ["chat template"], 2),
+        (["--model", "somewhere/else"], ["Give a PROMPT"], 2),
+    ],
+)
+def test_bad_input(args, words, code):
+    assert refused(attnmux(*args), *words, code=code)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    assert refused(attnmux("x", "--model", tmp_path), "no config.json")
+
+
+def test_a_broken_config(copy):
+    (copy / "config.json").write_text("{")
+    assert refused(attnmux("x", "--model", copy), "JSON")
+    (copy / "config.json").write_text('{"model_type": "nobody-knows"}')
+    assert refused(attnmux("x", "--model", copy), "nobody-knows")
+    (copy / "config.json").write_text('{"model_type": "vit"}')
+    assert refused(attnmux("x", "--model", copy), "generates text")
+    (copy / "config.json").write_text('{"model_type": "mamba"}')
+    assert refused(attnmux("x", "--model", copy), "recurrent state")
+
+
+def test_code_in_a_checkpoint_is_not_run(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "own.py").write_text("raise SystemExit('was run')")
+    assert refused(attnmux("x", "--model", copy), "custom code")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_with_missing_tensors(copy):
+    """transformers would fill them with random numbers and go on."""
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    shape = tensors.pop(name).shape
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert refused(attnmux("x", "--model", copy), name)
+    tensors[name] = torch.zeros(shape[0] - 1, shape[1])
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert refused(attnmux("x", "--model", copy), name, "shape")
+
+
+def test_a_kv_pool_that_no_machine_holds(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**10}))
+    result = attnmux("x", "--model", copy, "--max-new-tokens", 10**10)
+    assert refused(result, "KV pool", "bytes", "--max-new-tokens", code=1)
+
+
+def test_weights_that_are_cut_off_or_absent(copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:10_000])
+    assert refused(attnmux("x", "--model", copy), "SafetensorError")
+    weights.unlink()
+    assert refused(attnmux("x", "--model", copy), "model.safetensors")
+
+
+def test_no_tokenizer(copy):
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    assert refused(attnmux("x", "--model", copy), "tokenizer", "token ids")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refused(attnmux("x", "--model", "nobody/nothing"), "nobody/nothing", "hub")
+
+
+def test_a_broken_plugin_is_said_and_does_not_stop_the_others(monkeypatch):
+    monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "cpu")
+    assert refused(attnmux("x"), "no attention backend", code=3)
+
+
+def test_debug_shows_the_traceback():
+    result = attnmux("x", "--context", "4096", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_libraries_are_left_as_talkative_as_they_were():
+    before = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    attnmux(*ASK)
+    assert transformers.logging.get_verbosity() == before
+    assert transformers.logging.is_progress_bar_enabled() == bars
+
+
+def test_an_interrupt_ends_cleanly():
+    command = "from attnmux.core.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "generate", "x", "--max-new-tokens", "2000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    begun = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert begun
+    assert rest.endswith("\n")
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
