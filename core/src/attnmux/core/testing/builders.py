@@ -14,6 +14,7 @@ from attnmux.core.testing.placement import Placed, buffers, fill_pool, place
 from attnmux.core.testing.world import World
 
 UNREAD_ITEM_POSITION = 9999
+"""Stands for tokens of a shared prefix, whose place in an item nobody may read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,6 +10,9 @@ from attnmux.core.testing.cases import Case, Step, decode, extend, verify
 
 PAGE_SIZES = (1, 16, 64)
 
+ODD_PAGE_SIZES = (3, 48)
+"""No powers of two: for backends that take any page size."""
+
 
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     """Every case of the suite, in all of the page sizes."""
@@ -20,16 +23,17 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += _features(page)
         cases += _shapes(page)
         cases += _mla(page)
-    for page in (3, 48):
+    for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
     return tuple(cases)
 
 
 def _case(
-    name: str, page_size: int, *steps: Step, max_context_len: int = 256, **settings: object
+    name: str, page_size: int, *steps: Step, max_context_len: int = 0, **settings: object
 ) -> Case:
     """A case; a single step is followed by a variation of it, so that stale metadata shows."""
+    max_context_len = max_context_len or _longest(page_size)
     if len(steps) == 1:
         steps = (*steps, steps[0].varied(max_context_len))
     return Case(
@@ -41,7 +45,13 @@ def _case(
     )
 
 
+def _longest(page_size: int) -> int:
+    """The usual `max_context_len`: room for a few pages."""
+    return max(256, 5 * page_size)
+
+
 def _batches(page: int) -> Iterator[Case]:
+    longest = _longest(page)
     boundaries = tuple(length for length in (page - 1, page, page + 1, 3 * page) if length)
     steps: dict[str, tuple[Step, ...]] = {
         "decode-one-request": (decode(37),),
@@ -49,7 +59,7 @@ def _batches(page: int) -> Iterator[Case]:
         "decode-changing-batch-size": (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5)),
         "decode-page-boundaries": (decode(*boundaries),),
         "decode-length-0-and-1": (decode(1, 0, 21),),
-        "decode-max-length": (decode(256, 255),),
+        "decode-max-length": (decode(longest, longest - 1),),
         "decode-padding": (decode(20, 3, padding=3),),
         "extend-one-request": (extend((0, 37)),),
         "extend-empty-prefix": (extend((0, 7), (0, 33), (0, 1)),),
@@ -59,7 +69,7 @@ def _batches(page: int) -> Iterator[Case]:
         "extend-full-prefix-hit": (extend((2 * page, 1), (page, 0), (0, 4)),),
         "extend-nothing-new": (extend((2 * page, 0), (5, 0)), extend((0, 6), (page, 2))),
         "extend-length-1": (extend((0, 1)), extend((0, 1), (0, 1))),
-        "extend-max-length": (extend((192, 64), (0, 9)),),
+        "extend-max-length": (extend((longest - 64, 64), (0, 9)),),
         "extend-padding": (extend((4, 9), (0, 20), padding=2, trailing=3),),
         "extend-shared-prefix": (
             extend((4 * page, 5), (4 * page, 9), (4 * page, 1), shared_prefix=4 * page),
@@ -69,10 +79,11 @@ def _batches(page: int) -> Iterator[Case]:
         "idle": (decode(7, 12), extend(mode=ForwardMode.IDLE)),
     }
     for name, of_case in steps.items():
-        yield _case(name, page, *of_case, max_context_len=max(256, 5 * page))
+        yield _case(name, page, *of_case)
     # Long enough for kernels that cut the keys of one request into parts.
-    yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=1152)
-    yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=1152)
+    far = max(longest, 1152)
+    yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
+    yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
 
 
 def _speculation(page: int) -> Iterator[Case]:
