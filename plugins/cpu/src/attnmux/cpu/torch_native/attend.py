@@ -161,7 +161,7 @@ class _OnlineSoftmax:
         self._call = call
         layer, device = call.layer, call.q.device
         if layer.sinks is None:
-            self._max = torch.full((*shape, 1), _NO_LOGIT, device=device)
+            self._max = torch.full((*shape, 1), _NO_LOGIT, dtype=torch.float32, device=device)
             self._sum = torch.zeros_like(self._max)
         else:
             group = layer.tp_q_head_num // layer.tp_k_head_num

@@ -112,7 +112,7 @@ class TorchNativeBackend(AttentionBackend):
             q_rope=None if q_rope is None else q_rope.detach(),
             keys=_rows_of_heads(keys),
             values=None if values is None else _rows_of_heads(values),
-            dtype=_product_dtype(q.dtype, keys.dtype, q.device),
+            dtype=_product_dtype(q.dtype, keys.dtype),
             workspace=self.context.workspace,
         )
         for tile in plan.tiles:
@@ -152,10 +152,8 @@ def _rows_of_heads(cache: torch.Tensor) -> torch.Tensor:
     return cache.detach().reshape(-1, cache.shape[-1])
 
 
-def _product_dtype(queries: torch.dtype, keys: torch.dtype, device: torch.device) -> torch.dtype:
+def _product_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
     """The dtype that Q, K, V and the softmax's weights are multiplied in."""
     dtype = torch.promote_types(queries, keys)
-    # A CPU multiplies bf16 faster than fp32 and fp16 ten times slower.
-    if dtype == torch.float16 and device.type == "cpu":
-        return torch.float32
-    return dtype
+    # An unscaled logit may overflow fp16, and a CPU multiplies it ten times slower than fp32.
+    return torch.float32 if dtype == torch.float16 else dtype
