@@ -102,7 +102,9 @@ def test_the_command(command) -> None:
 def test_a_reader_that_goes_away_is_no_traceback(command, tmp_path) -> None:
     script = shutil.which("attnmux", path=sysconfig.get_path("scripts"))
     line = f"{script} backends --json | head -c 1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        line, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -128,7 +130,9 @@ def test_the_list_for_hints_knows_every_backend_of_ours() -> None:
 
 def test_the_list_for_hints_is_of_our_own_plugins() -> None:
     members = Path(__file__).parents[2] / "plugins"
-    assert set(json.loads(KNOWN.read_text())) == {f"attnmux-{path.name}" for path in members.iterdir()}
+    assert set(json.loads(KNOWN.read_text())) == {
+        f"attnmux-{path.name}" for path in members.iterdir()
+    }
 
 
 def test_an_entry_point_s_name_is_its_package(monkeypatch) -> None:

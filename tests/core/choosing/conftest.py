@@ -32,7 +32,7 @@ def clause() -> MakeClause:
 
 @pytest.fixture
 def offer(clause: MakeClause) -> MakeOffer:
-    """An offer: `rank` makes its prior, conditions make its one clause, unless `clauses` are given."""
+    """An offer: `rank` makes its prior, conditions its one clause (or give `clauses`)."""
 
     def make(name: str, rank: int | None = None, plugin: str = "fake", **given: object) -> Offer:
         known = BackendCard.__dataclass_fields__

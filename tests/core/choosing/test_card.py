@@ -36,8 +36,12 @@ def test_features_are_refused_unless_declared() -> None:
             assert item.default == ANY
         elif item.default is not item.default_factory:
             assert item.default in (NONE, item.default)
-    plain = Clause(**dict.fromkeys(("vendor", "phase", "kind", "dtype"), ANY), kv_dtype=ANY,
-                   page_size=ANY, head_dim=ANY)
+    plain = Clause(
+        **dict.fromkeys(("vendor", "phase", "kind", "dtype"), ANY),
+        kv_dtype=ANY,
+        page_size=ANY,
+        head_dim=ANY,
+    )
     assert plain.sinks is NONE
     assert plain.spec_topk is NONE
 
@@ -69,7 +73,9 @@ def test_a_card_that_cannot_be_used_is_refused(given, said) -> None:
 
 
 def test_a_planned_card_needs_no_factory() -> None:
-    card = BackendCard(name="x", summary="", clauses=(), status="planned", requires=("a", ("b", "c")))
+    card = BackendCard(
+        name="x", summary="", clauses=(), status="planned", requires=("a", ("b", "c"))
+    )
     assert card.requirements() == (("a",), ("b", "c"))
     assert pickle.loads(pickle.dumps(card)) == card
 

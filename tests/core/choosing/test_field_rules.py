@@ -32,7 +32,9 @@ def unspeculated(rank: int, version) -> tuple[Prior, ...]:
     """First choice without speculation, or drafting a chain at page size 1; else far behind."""
     return (
         Prior(rank=rank, when=when(version=version, spec_topk=at_most(0)), source="x"),
-        Prior(rank=rank, when=when(version=version, spec_topk=TOP, page_size=one_of(1)), source="x"),
+        Prior(
+            rank=rank, when=when(version=version, spec_topk=TOP, page_size=one_of(1)), source="x"
+        ),
         Prior(rank=60, source="x"),
     )
 
@@ -149,8 +151,20 @@ MLA = "kind=mla,kv_lora_rank=512,qk_rope_head_dim=64"
         ("nvidia:sm100,cuda=13.0", "", "", "trtllm_mha", 64),
         ("nvidia:sm103,cuda=13.0", "page_size=32", "", "trtllm_mha", 32),
         ("nvidia:sm100,cuda=13.0", "spec_topk=4", "", "flashinfer", 1),
-        ("nvidia:sm100,cuda=13.0", "page_size=128,num_q_heads=8,num_kv_heads=2", "", "trtllm_mha", 128),
-        ("nvidia:sm100,cuda=13.0", "page_size=128,num_q_heads=8,num_kv_heads=8", "", "flashinfer", 128),
+        (
+            "nvidia:sm100,cuda=13.0",
+            "page_size=128,num_q_heads=8,num_kv_heads=2",
+            "",
+            "trtllm_mha",
+            128,
+        ),
+        (
+            "nvidia:sm100,cuda=13.0",
+            "page_size=128,num_q_heads=8,num_kv_heads=8",
+            "",
+            "flashinfer",
+            128,
+        ),
         ("nvidia:sm120,cuda=13.0", "", "", "flashinfer", 1),
         ("nvidia:sm80,cuda=12.4", "", "flashinfer-python", "triton", 1),
         ("nvidia:sm90,cuda=12.8", MLA, "", "fa3", 1),

@@ -142,7 +142,9 @@ def test_tp_leaves_the_latent_whole() -> None:
     assert (request.num_q_heads, request.num_kv_heads) == (16, 1)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 3), ("qwen2.5-7b", 8), ("qwen2.5-7b", 14)])
+@pytest.mark.parametrize(
+    ("name", "tp"), [("llama-3.1-8b", 3), ("qwen2.5-7b", 8), ("qwen2.5-7b", 14)]
+)
 def test_tp_must_divide(name, tp) -> None:
     with pytest.raises(InvalidInput, match=r"^tp: expected a divisor"):
         Request.from_model(DATA / name, tp=tp)

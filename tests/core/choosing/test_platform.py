@@ -33,7 +33,9 @@ def test_parse(text, arch, version, device_type, runtime) -> None:
 
 
 def test_parse_reads_every_key() -> None:
-    platform = Platform.parse("cpu:x86_64, features=amx+avx512_bf16+cxx_compiler,count=2,memory=1.5TB")
+    platform = Platform.parse(
+        "cpu:x86_64, features=amx+avx512_bf16+cxx_compiler,count=2,memory=1.5TB"
+    )
     assert platform.features == {"amx", "avx512_bf16", "cxx_compiler"}
     assert (platform.count, platform.memory_bytes) == (2, 1_500_000_000_000)
     assert Platform.parse("nvidia:sm90,memory=80GiB").memory_bytes == 80 * 1024**3

@@ -47,7 +47,9 @@ def install(tmp_path, monkeypatch):
         (Path(tmp_path) / f"{module}.py").write_text(source)
         info = Path(tmp_path) / f"{distribution.replace('-', '_')}-0.3.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.3\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.3\n"
+        )
         (info / "entry_points.txt").write_text(f"[attnmux]\n{plugin} = {value or module}\n")
         monkeypatch.delitem(sys.modules, module, raising=False)
 

@@ -36,7 +36,11 @@ def test_the_best_rank_wins_each_phase(offer, cpu) -> None:
 
 
 def test_every_candidate_has_a_verdict_in_every_phase(offer, cpu) -> None:
-    cards = [offer("a", phase=ALL_PHASES, spec_topk=ANY), offer("b"), offer("c", kind=one_of("mla"))]
+    cards = [
+        offer("a", phase=ALL_PHASES, spec_topk=ANY),
+        offer("b"),
+        offer("c", kind=one_of("mla")),
+    ]
     decision = solve(Request.parse("spec_topk=2,multimodal=true"), cpu, cards)
     assert len(decision.candidates) == 3 * 5
     for verdict in decision.candidates:
@@ -113,9 +117,7 @@ def test_kv_dtype_where_nobody_says_one(offer, cpu) -> None:
     assert solve(Request(), cpu, [offer("a", kv_dtype=ANY)]).kv_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("mode", "followed"), [("prefill", "extend"), ("decode", "decode")]
-)
+@pytest.mark.parametrize(("mode", "followed"), [("prefill", "extend"), ("decode", "decode")])
 def test_verify_and_draft_follow(offer, cpu, mode, followed) -> None:
     cards = [
         offer("a", rank=1, phase=one_of("decode", "verify", "draft"), spec_topk=ANY),

@@ -100,7 +100,11 @@ def test_a_card_that_cannot_serve_changes_nothing(request, found, policy) -> Non
     before = outcome(request, found, policy)
     after = outcome(request, [*found, Offer(card=useless, plugin="a")], policy)
     if isinstance(before, Decision):
-        assert (after.phases, after.request, after.hash) == (before.phases, before.request, before.hash)
+        assert (after.phases, after.request, after.hash) == (
+            before.phases,
+            before.request,
+            before.hash,
+        )
     else:
         assert not isinstance(after, Decision)
 
@@ -170,8 +174,11 @@ def test_the_choice_is_the_best_there_is(request, found) -> None:
         for kv_dtype in stored:
             resolved = request.replace(page_size=page_size, kv_dtype=kv_dtype)
             ranks = [
-                [verdict.rank for offer in found
-                 if (verdict := check(offer.card, phase, resolved, CPU)).rank is not None]
+                [
+                    verdict.rank
+                    for offer in found
+                    if (verdict := check(offer.card, phase, resolved, CPU)).rank is not None
+                ]
                 for phase in ("decode", "extend")
             ]
             if all(ranks):

@@ -34,7 +34,9 @@ def answer(result) -> dict:
 
 
 def test_json_form(call) -> None:
-    result = call("--platform", HERE, "--request", "dtype=bf16,spec_topk=4,multimodal=true", "--json")
+    result = call(
+        "--platform", HERE, "--request", "dtype=bf16,spec_topk=4,multimodal=true", "--json"
+    )
     assert result.exit_code == 0
     data = answer(result)
     assert set(data) == {

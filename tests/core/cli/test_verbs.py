@@ -104,7 +104,8 @@ def test_ctrl_c(call, outside, tmp_path, monkeypatch) -> None:
 def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> None:
     (tmp_path / "failing_verb.py").write_text(
         "import click\nfrom attnmux.core.cli.run import common_options\n"
-        "@click.command()\n@common_options\ndef fail(as_json):\n    raise ZeroDivisionError('oops')\n"
+        "@click.command()\n@common_options\n"
+        "def fail(as_json):\n    raise ZeroDivisionError('oops')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     outside(point("fail", "failing_verb:fail"))

@@ -6,7 +6,7 @@ A new axis is a field of `Clause`, a field of `Request` (or `Platform`), and a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnmux.core.choosing.card import Clause
 from attnmux.core.choosing.conditions import ANY, Condition, Value
@@ -17,16 +17,22 @@ from attnmux.core.choosing.verdict import Reason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One point that a card is asked about."""
+    """What a card is asked: a phase of a request on a platform. Unset values ask nothing."""
 
     request: Request
     platform: Platform
     phase: str
-    page_size: int | None = None
-    """None: asks nothing."""
-    kv_dtype: str | None = None
     hypothetical: bool = False
-    """The platform is not this machine, so a runtime that it does not state counts as new enough."""
+    """Not this machine: a runtime that the platform does not state counts as new enough."""
+    demands: tuple[Demand, ...] = field(init=False, repr=False, compare=False)
+    """What each axis is asked for, without those that are asked for nothing."""
+
+    def __post_init__(self) -> None:
+        asked = ((axis, axis.wanted(self)) for axis in AXES)
+        demands = tuple(
+            (axis, value) for axis, value in asked if value is not None and value is not False
+        )
+        object.__setattr__(self, "demands", demands)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,38 +55,30 @@ class Axis:
         condition: Condition = getattr(clause, self.name)
         return condition
 
-    def fails(self, clause: Clause, question: Question) -> bool:
-        condition = self.condition(clause)
-        if condition is ANY:
-            return False
-        value = self.wanted(question)
-        return value is not None and value is not False and not condition.admits(value)
-
-    def asked(self, question: Question) -> bool:
-        return self.wanted(question) not in (None, False)
-
-    def reason(self, clause: Clause, question: Question, hint: str = "") -> Reason:
+    def reason(self, clause: Clause, wanted: Value, hint: str = "") -> Reason:
         return Reason(
             code=self.name.upper(),
             axis=self.name,
-            wanted=_said(self.wanted(question)),
+            wanted=_said(wanted),
             offered=str(self.condition(clause)),
             hint=hint,
         )
 
-    def remedy(self, clause: Clause, question: Question) -> str:
+    def remedy(self, clause: Clause, wanted: Value) -> str:
         """The value that the clause serves and that is nearest to what was wanted."""
-        value = self.wanted(question)
-        near = None if value is None else self.condition(clause).nearest(value)
+        near = self.condition(clause).nearest(wanted)
         return "none" if near is None else str(near)
 
 
-def _said(value: Value | None) -> str:
+Demand = tuple[Axis, Value]
+
+
+def _said(value: Value) -> str:
     if value is True:
         return "yes"
     if isinstance(value, frozenset):
         return " and ".join(sorted(value)) or "none"
-    return "unknown" if value in (None, "") else str(value)
+    return "unknown" if value == "" else str(value)
 
 
 PLATFORM = 100
@@ -170,12 +168,12 @@ AXES: tuple[Axis, ...] = (
     Axis(name="dtype", wanted=lambda q: q.request.dtype, settable=True),
     Axis(
         name="kv_dtype",
-        wanted=lambda q: q.kv_dtype if q.phase in CACHED else None,
+        wanted=lambda q: q.request.kv_dtype or q.request.dtype if q.phase in CACHED else None,
         settable=True,
     ),
     Axis(
         name="page_size",
-        wanted=lambda q: q.page_size if q.phase in CACHED else None,
+        wanted=_cached("page_size"),
         settable=True,
         droppable=True,
     ),
@@ -200,11 +198,19 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-def failing(clause: Clause, question: Question, axes: tuple[Axis, ...] = AXES) -> list[Axis]:
-    """The axes on which `clause` does not serve the question; empty where it does."""
-    return [axis for axis in axes if axis.fails(clause, question)]
+def failing(clause: Clause, question: Question) -> list[Demand]:
+    """The demands that `clause` does not meet; empty where it serves the question."""
+    return [
+        (axis, value)
+        for axis, value in question.demands
+        if not axis.condition(clause).admits(value)
+    ]
 
 
-def admits(clause: Clause, question: Question, axes: tuple[Axis, ...] = AXES) -> bool:
+def admits(clause: Clause, question: Question) -> bool:
     """Whether the clause serves the question."""
-    return not any(axis.fails(clause, question) for axis in axes)
+    for axis, value in question.demands:
+        condition = getattr(clause, axis.name)
+        if condition is not ANY and not condition.admits(value):
+            return False
+    return True

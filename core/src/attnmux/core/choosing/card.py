@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal
 
 from packaging.requirements import InvalidRequirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -17,7 +17,7 @@ CONTRACTS = ("1.0",)
 DEFAULT_RANK = 1000
 """Of a backend that no prior speaks of."""
 
-OptionValue = Union[bool, int, float, str]
+OptionValue = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from attnmux.core.choosing.axes import Question, admits
 from attnmux.core.choosing.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.choosing.conditions import specifiers
-from attnmux.core.choosing.explaining import question_of, shortcomings
+from attnmux.core.choosing.conditions import within
+from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version, missing
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
@@ -31,7 +31,7 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
     """What keeps a card out whatever is asked: contract, status, policy, libraries."""
     card = offer.card
     reasons = []
-    if not any(specifiers(card.contract).contains(version) for version in CONTRACTS):
+    if not any(within(version, card.contract) for version in CONTRACTS):
         wanted, offered = f"one of {', '.join(CONTRACTS)}", card.contract
         reasons.append(Reason(code="CONTRACT", axis="contract", wanted=wanted, offered=offered))
     if card.status == "planned" and not policy.hypothetical:
@@ -63,7 +63,9 @@ def check(
     policy = policy or Policy()
     known = assumed(policy.without, libraries, policy.hypothetical)
     offer = Offer(card=card, plugin=plugin)
-    question = question_of(request, platform, phase, hypothetical=policy.hypothetical)
+    question = Question(
+        request=request, platform=platform, phase=phase, hypothetical=policy.hypothetical
+    )
     reasons = standing(offer, policy, known) + shortcomings(card, question)
     return verdict(offer, phase, reasons, None if reasons else ranking(card, question))
 

@@ -1,18 +1,17 @@
-"""The conditions that a clause can put on one value: data that can be checked, said and hinted at."""
+"""Conditions of a clause on one value: data that can be checked, said and hinted at."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import ceil, lcm
-from typing import Union
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-Value = Union[str, int, float, bool, frozenset[str]]
+Value = str | int | float | bool | frozenset[str]
 
 
 class Condition(ABC):
@@ -177,7 +176,7 @@ class Versions(Condition):
 
     def admits(self, value: Value) -> bool:
         known = isinstance(value, str) and value != ""
-        return known and specifiers(self.specifier).contains(str(value), prereleases=True)
+        return known and within(str(value), self.specifier)
 
     def __str__(self) -> str:
         return self.specifier
@@ -185,7 +184,10 @@ class Versions(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Runtimes(Condition):
-    """Any one of several runtimes with a range each: ("cuda>=12.3", "rocm>=6"). Value: "cuda 13.0"."""
+    """Any one of several runtimes, each with a range: ("cuda>=12.3", "rocm>=6").
+
+    The value is a name and a version: "cuda 13.0".
+    """
 
     requirements: tuple[str, ...]
 
@@ -195,24 +197,27 @@ class Runtimes(Condition):
 
     def admits(self, value: Value) -> bool:
         name, _, version = str(value).partition(" ")
-        return any(
-            parsed.name == name
-            and bool(version)
-            and parsed.specifier.contains(version, prereleases=True)
-            for parsed in map(parsed_requirement, self.requirements)
-        )
+        parsed = map(parsed_requirement, self.requirements)
+        ranges = [str(requirement.specifier) for requirement in parsed if requirement.name == name]
+        return bool(version) and any(within(version, specifier) for specifier in ranges)
 
     def __str__(self) -> str:
         return " or ".join(self.requirements)
 
 
-@lru_cache(maxsize=None)
+@cache
 def specifiers(text: str) -> SpecifierSet:
     """A version range; parsing dominates the check where a card is asked often."""
     return SpecifierSet(text)
 
 
-@lru_cache(maxsize=None)
+@cache
+def within(version: str, specifier: str) -> bool:
+    """Whether a version, a pre-release too, is in a range."""
+    return specifiers(specifier).contains(version, prereleases=True)
+
+
+@cache
 def parsed_requirement(text: str) -> Requirement:
     """A PEP 508 requirement."""
     return Requirement(text)

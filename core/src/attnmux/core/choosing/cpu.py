@@ -69,7 +69,7 @@ def _flags_and_name(cpuinfo: Path) -> tuple[frozenset[str], str]:
 
 def _asked_elsewhere() -> tuple[frozenset[str], str]:
     """Without /proc: py-cpuinfo, which takes a second."""
-    import cpuinfo  # noqa: PLC0415  # installed, and needed, only outside Linux
+    import cpuinfo  # type: ignore[import-not-found]  # noqa: PLC0415  # both: installed only outside Linux
 
     info = cpuinfo.get_cpu_info()
     return frozenset(info.get("flags", ())), str(info.get("brand_raw", ""))

@@ -129,8 +129,8 @@ class Decision:
         for phase, choice in self.phases.items():
             served.setdefault((choice.backend, choice.plugin), []).append(phase)
         said = [
-            f"{backend} ({plugin}) serves {_listed(phases)}, {self._standing(backend, plugin, phases)}"
-            for (backend, plugin), phases in served.items()
+            f"{name} ({plugin}) serves {_listed(phases)}, {self._standing(name, plugin, phases)}"
+            for (name, plugin), phases in served.items()
         ]
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"

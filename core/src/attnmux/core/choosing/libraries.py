@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 import importlib_metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.conditions import parsed_requirement
+from attnmux.core.choosing.conditions import parsed_requirement, within
 from attnmux.core.choosing.verdict import Reason
 
 Libraries = Callable[[str], "str | None"]
@@ -24,12 +25,20 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def identity(distribution: importlib_metadata.Distribution) -> tuple[str, str]:
-    """(name, version), from the first lines of the distribution's metadata.
+class Distribution(Protocol):
+    """What is asked of a distribution of `importlib_metadata`."""
+
+    def read_text(self, filename: str) -> str | None: ...
+
+
+def identity(distribution: Distribution | None) -> tuple[str, str]:
+    """(name, version), from the first lines of the distribution's metadata; empty where unknown.
 
     `Distribution.name` parses the whole file with `email`, whose import alone costs more than
     every question that choosing asks.
     """
+    if distribution is None:
+        return "", ""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     headers: dict[str, str] = {}
     for line in text.splitlines():
@@ -81,7 +90,7 @@ def _met(requirement: Requirement, libraries: Libraries) -> bool:
     version = libraries(requirement.name)
     if version is None:
         return False
-    return not version or requirement.specifier.contains(version, prereleases=True)
+    return not version or within(version, str(requirement.specifier))
 
 
 def _found(requirement: Requirement, libraries: Libraries) -> str:

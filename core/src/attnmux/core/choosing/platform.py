@@ -96,7 +96,7 @@ VENDORS: Mapping[str, Vendor] = {
     )
 }
 
-UNITS = {
+UNITS: Mapping[str, int] = {
     **{"": 1, "B": 1},
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},

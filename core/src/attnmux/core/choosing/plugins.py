@@ -163,13 +163,12 @@ class Plugins:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     """An entry point, and whose it is."""
 
-    point: importlib_metadata.EntryPoint
-    distribution: str
-    version: str
+    def __init__(self, point: importlib_metadata.EntryPoint) -> None:
+        self.point = point
+        self.distribution, self.version = identity(point.dist)
 
     @property
     def names(self) -> set[str]:
@@ -187,7 +186,7 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     denied = set(map(canonicalize_name, deny))
     entries = [
         entry
-        for entry in map(_entry, importlib_metadata.entry_points(group=GROUP))
+        for entry in map(_Entry, importlib_metadata.entry_points(group=GROUP))
         if (allowed is None or entry.names & allowed) and not entry.names & denied
     ]
     entries.sort(key=lambda entry: (entry.point.name, entry.distribution, entry.point.value))
@@ -209,11 +208,6 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     return Plugins(plugins, failures)
 
 
-def _entry(point: importlib_metadata.EntryPoint) -> _Entry:
-    name, version = ("", "") if point.dist is None else identity(point.dist)
-    return _Entry(point=point, distribution=name, version=version)
-
-
 def _load(entry: _Entry, entries: Sequence[_Entry]) -> Plugin:
     name = entry.point.name
     sharing = sorted(other.distribution for other in entries if other.point.name == name)
@@ -225,9 +219,7 @@ def _load(entry: _Entry, entries: Sequence[_Entry]) -> Plugin:
     module = entry.point.load()
     if not isinstance(module, ModuleType):
         raise PluginError(f"{entry.point.value} is no module but of type {type(module).__name__}")
-    return Plugin(
-        name=name, distribution=entry.distribution, version=entry.version, module=module
-    )
+    return Plugin(name=name, distribution=entry.distribution, version=entry.version, module=module)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What is on this machine: every plugin's probe, isolated and bounded in time, and what none found."""
+"""What is on this machine: every plugin's probe, isolated and in bounded time; what none found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Detection:
 def detect(
     plugins: Plugins, *, seconds: float = PROBE_SECONDS, root: Path = Path("/")
 ) -> Detection:
-    """Ask every plugin for its devices, at once and within `seconds`, and look for what they missed.
+    """Ask every plugin for its devices, at once, within `seconds`; look for what they missed.
 
     A probe that raises, exits or hangs is a failure in the result. `root` is where /dev and /sys
     are.

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
+from typing import Any
 
 from attnmux.core.choosing.axes import AXES, Question
 from attnmux.core.choosing.card import Clause, Offer
 from attnmux.core.choosing.checking import Ranking
 from attnmux.core.choosing.conditions import Value, joint_examples
-from attnmux.core.choosing.explaining import is_served, question_of, serving_clause
+from attnmux.core.choosing.explaining import is_served, serving_clause
 from attnmux.core.choosing.groups import Group
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
@@ -29,6 +30,19 @@ FALLBACK_KV_DTYPE = "bfloat16"
 
 OTHERS_VALUES = ("model", "platform", "default")
 """Origins whose values may be coerced without leave: nobody insisted on them."""
+
+
+Questions = Mapping[str, Question]
+"""What a request asks, by phase."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """The request with some of the values that may be coerced left unset."""
+
+    dropped: tuple[str, ...]
+    request: Request
+    questions: Questions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +58,22 @@ class Problem:
     """By address: what keeps an offer out whatever is asked."""
     ranking: Ranking
 
-    def question(self, request: Request, phase: str) -> Question:
-        hypothetical = self.policy.hypothetical
-        return question_of(request, self.platform, phase, hypothetical=hypothetical)
+    def questions(self, request: Request) -> Questions:
+        return {
+            phase: Question(
+                request=request,
+                platform=self.platform,
+                phase=phase,
+                hypothetical=self.policy.hypothetical,
+            )
+            for phase in request.phases
+        }
 
-    def serves(self, offer: Offer, request: Request, phases: Iterable[str]) -> bool:
+    def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
         if self.barred[offer.address]:
             return False
-        return all(is_served(offer.card, self.question(request, phase)) for phase in phases)
-
-    def rank(self, offer: Offer, request: Request, phase: str) -> int:
-        return self.ranking(offer.card, self.question(request, phase))
+        return all(is_served(offer.card, questions[phase]) for phase in phases)
 
     def preference(self, offer: Offer) -> int:
         """The offer's place among the asker's preferences, before any rank."""
@@ -63,8 +81,8 @@ class Problem:
         places = [place for place, name in enumerate(self.policy.prefer) if name in names]
         return min(places, default=len(self.policy.prefer))
 
-    def variants(self) -> Iterator[list[tuple[str, ...]]]:
-        """The sets of fields to leave unset, by how many: none, any one, any two, …"""
+    def variants(self) -> tuple[Variant, ...]:
+        """The request as it is, then with any one coercible value unset, any two, …"""
         coercible = [
             axis.name
             for axis in AXES
@@ -72,11 +90,17 @@ class Problem:
             and getattr(self.request, axis.name)
             and (self.policy.allow_coercion or self.request.origins[axis.name] in OTHERS_VALUES)
         ]
-        for number in range(len(coercible) + 1):
-            yield list(combinations(coercible, number))
+        sets = (
+            dropped
+            for number in range(len(coercible) + 1)
+            for dropped in combinations(coercible, number)
+        )
+        return tuple(map(self._variant, sets))
 
-    def variant(self, dropped: Sequence[str]) -> Request:
-        return self.request.replace(**dict.fromkeys(dropped)) if dropped else self.request
+    def _variant(self, dropped: tuple[str, ...]) -> Variant:
+        unset: dict[str, Any] = dict.fromkeys(dropped)
+        request = self.request.replace(**unset) if dropped else self.request
+        return Variant(dropped=dropped, request=request, questions=self.questions(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,55 +111,61 @@ class Point:
     """The smallest wins."""
     request: Request
     """Resolved: page size and KV dtype are set."""
+    questions: Questions
     winners: tuple[Offer, ...]
     """One for each group, in the order of the problem's groups."""
     dropped: tuple[str, ...]
     """Fields of the request that were coerced."""
 
 
-def best_point(problem: Problem) -> Point | None:
+def best_point(problem: Problem, variants: Sequence[Variant]) -> Point | None:
     """The best assignment with the fewest coercions; None where nothing serves the request."""
-    for variants in problem.variants():
-        points = [point for dropped in variants for point in _points(problem, dropped)]
+    for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
+        points = [point for variant in alike for point in _points(problem, variant)]
         if points:
             return min(points, key=lambda point: point.key)
     return None
 
 
-def _points(problem: Problem, dropped: tuple[str, ...]) -> Iterator[Point]:
-    request = problem.variant(dropped)
+def _points(problem: Problem, variant: Variant) -> Iterator[Point]:
     eligible = [
-        [offer for offer in group.offers if problem.serves(offer, request, group.phases)]
+        [offer for offer in group.offers if problem.serves(offer, variant.questions, group.phases)]
         for group in problem.groups
     ]
     if not all(eligible):
         return
     clauses = [clause for offers in eligible for offer in offers for clause in offer.card.clauses]
-    for page_size in _page_sizes(request, clauses):
-        for kv_dtype in _kv_dtypes(request, clauses):
-            resolved = _resolved(request, page_size, kv_dtype)
+    for page_size in _page_sizes(variant.request, clauses):
+        for kv_dtype in _kv_dtypes(variant.request, clauses):
+            resolved = _resolved(variant.request, page_size, kv_dtype)
+            questions = problem.questions(resolved)
             fitting = [
-                [offer for offer in offers if problem.serves(offer, resolved, group.phases)]
+                [offer for offer in offers if problem.serves(offer, questions, group.phases)]
                 for group, offers in zip(problem.groups, eligible, strict=True)
             ]
             if all(fitting):
-                yield _point(problem, resolved, fitting, dropped)
+                yield _point(problem, resolved, questions, fitting, variant.dropped)
 
 
 def _point(
-    problem: Problem, request: Request, fitting: list[list[Offer]], dropped: tuple[str, ...]
+    problem: Problem,
+    request: Request,
+    questions: Questions,
+    fitting: list[list[Offer]],
+    dropped: tuple[str, ...],
 ) -> Point:
     merits, ties = [], []
     for group, offers in zip(problem.groups, fitting, strict=True):
+        question = questions[group.phases[0]]
         merit = {
-            offer.address: (problem.preference(offer), problem.rank(offer, request, group.lead))
+            offer.address: (problem.preference(offer), problem.ranking(offer.card, question))
             for offer in offers
         }
         best = min(merit.values())
         merits.append(best)
         ties.append([offer for offer in offers if merit[offer.address] == best])
     winners = _fewest(ties)
-    clause = serving_clause(winners[0].card, problem.question(request, problem.groups[0].lead))
+    clause = serving_clause(winners[0].card, questions[problem.groups[0].phases[0]])
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     key = (
@@ -146,7 +176,7 @@ def _point(
         tuple(offer.address for offer in winners),
         (request.page_size, request.kv_dtype),
     )
-    return Point(key, request, winners, dropped)
+    return Point(key, request, questions, winners, dropped)
 
 
 def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:

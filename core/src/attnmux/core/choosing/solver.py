@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from attnmux.core.choosing.card import Offer, OptionValue
@@ -23,7 +23,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.refusal import joint_reason, refusal, together_reason
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.search import Point, Problem, best_point
+from attnmux.core.choosing.search import Point, Problem, Questions, Variant, best_point
 from attnmux.core.choosing.values import PHASES
 from attnmux.core.choosing.verdict import Coercion, Reason, Verdict
 from attnmux.core.errors import InvalidInput
@@ -62,8 +62,9 @@ def solve(
         barred={offer.address: standing(offer, policy, known) for offer in offers},
         ranking=ranking,
     )
-    point = best_point(problem)
-    candidates = _verdicts(problem, point)
+    variants = problem.variants()
+    point = best_point(problem, variants)
+    candidates = _verdicts(problem, variants, point)
     if point is None:
         raise refusal(platform, problem.groups, candidates)
     return _decision(problem, point, given, candidates)
@@ -133,22 +134,27 @@ def _coercions(problem: Problem, point: Point) -> tuple[Coercion, ...]:
 
 
 def _because(problem: Problem, point: Point, field: str) -> str:
+    asked = problem.questions(problem.request)
     for group, offer in zip(problem.groups, point.winners, strict=True):
         for phase in group.phases:
-            for reason in shortcomings(offer.card, problem.question(problem.request, phase)):
+            for reason in shortcomings(offer.card, asked[phase]):
                 if reason.axis == field:
                     return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
     return "the backends of the phases share no other value"
 
 
-def _verdicts(problem: Problem, point: Point | None) -> tuple[Verdict, ...]:
+def _verdicts(
+    problem: Problem, variants: Sequence[Variant], point: Point | None
+) -> tuple[Verdict, ...]:
     """One for each offer and phase, in an order that does not depend on the order of the cards."""
+    plain = variants[0].questions
+    # Each group can be served, but at no page size and KV dtype that all share
     conflict = point is None and all(
-        any(problem.serves(offer, problem.request, group.phases) for offer in group.offers)
+        any(problem.serves(offer, plain, group.phases) for offer in group.offers)
         for group in problem.groups
     )
     found = [
-        _verdict(problem, point, group, phase, offer, conflict=conflict)
+        _verdict(problem, variants, point, group, phase, offer, conflict=conflict)
         for group in problem.groups
         for phase in group.phases
         for offer in problem.offers
@@ -164,6 +170,7 @@ def _verdicts(problem: Problem, point: Point | None) -> tuple[Verdict, ...]:
 
 def _verdict(
     problem: Problem,
+    variants: Sequence[Variant],
     point: Point | None,
     group: Group,
     phase: str,
@@ -171,32 +178,29 @@ def _verdict(
     *,
     conflict: bool,
 ) -> Verdict:
-    """`conflict`: each group can be served, but at no page size and KV dtype that all share."""
-    reasons = list(problem.barred[offer.address])
-    reasons += shortcomings(offer.card, problem.question(problem.request, phase))
+    plain = variants[0].questions
+    reasons = [*problem.barred[offer.address], *shortcomings(offer.card, plain[phase])]
     if not reasons:
-        reasons += _joint_reasons(problem, group, offer, conflict=conflict)
+        reasons = _joint_reasons(problem, plain, group, offer, conflict=conflict)
         if reasons:
             return verdict(offer, phase, reasons, None)
-        decided = point is not None and problem.serves(offer, point.request, (phase,))
-        request = point.request if point is not None and decided else problem.request
-        return verdict(offer, phase, (), problem.rank(offer, request, phase))
-    for variants in problem.variants():
-        for dropped in variants:
-            changed = problem.variant(dropped)
-            if dropped and problem.serves(offer, changed, group.phases):
-                rank = problem.rank(offer, changed, phase)
-                return verdict(offer, phase, reasons, rank, coerced=True)
+        decided = point is not None and problem.serves(offer, point.questions, (phase,))
+        questions = point.questions if point is not None and decided else plain
+        return verdict(offer, phase, (), problem.ranking(offer.card, questions[phase]))
+    for variant in variants[1:]:
+        if problem.serves(offer, variant.questions, group.phases):
+            rank = problem.ranking(offer.card, variant.questions[phase])
+            return verdict(offer, phase, reasons, rank, coerced=True)
     return verdict(offer, phase, reasons, None)
 
 
 def _joint_reasons(
-    problem: Problem, group: Group, offer: Offer, *, conflict: bool
+    problem: Problem, questions: Questions, group: Group, offer: Offer, *, conflict: bool
 ) -> list[Reason]:
     """Why an offer that serves a phase alone could still not be taken for it."""
-    served = [phase for phase in group.phases if problem.serves(offer, problem.request, (phase,))]
+    served = [phase for phase in group.phases if problem.serves(offer, questions, (phase,))]
     if len(served) < len(group.phases):
         return [together_reason(group, served)]
     if conflict and offer in group.offers:
-        return [joint_reason(problem.groups, offer, group.lead)]
+        return [joint_reason(problem.groups, offer, group.phases[0])]
     return []

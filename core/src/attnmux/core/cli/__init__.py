@@ -8,9 +8,9 @@ import importlib
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    # Imports allocate much and free nothing, and at the end all of it goes with the process: without
-    # the collections in between and the last one, a short answer takes a sixth less time. The
-    # collector is on again before the verb runs.
+    # Imports allocate much and free nothing, and at the end all of it goes with the process:
+    # without the collections in between and the last one, a short answer takes a sixth less time.
+    # The collector is on again before the verb runs.
     gc.disable()
     try:
         importlib.import_module("attnmux.core.cli.verbs").verbs()

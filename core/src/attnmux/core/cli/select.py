@@ -36,6 +36,7 @@ from attnmux.core.settings import Settings
 @pass_run
 def select(
     run: Run,
+    /,
     as_json: bool,
     platform: str | None,
     fields: str,

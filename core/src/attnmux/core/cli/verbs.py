@@ -7,7 +7,7 @@ import gc
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -75,11 +75,20 @@ class Verbs(click.Group):
         with formatter.section("Verbs"):
             formatter.write_dl(sorted(rows.items()))
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:  # noqa: ANN401  # click's own signature
+    def main(  # type: ignore[override]  # click's overloads say only what standalone_mode returns
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,  # noqa: ANN401  # click's own signature
+    ) -> object:
         """Run a verb; where standalone, end the process with the exit code."""
         run = Run()
         try:
-            outcome = super().main(*args, standalone_mode=False, obj=run, **extra)
+            outcome: object = super().main(
+                args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
+            )
         except Exception as error:
             if not standalone_mode:
                 raise
@@ -124,7 +133,7 @@ def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
 
 
 def _distribution(point: importlib_metadata.EntryPoint) -> str:
-    return identity(point.dist)[0] if point.dist is not None else point.value
+    return identity(point.dist)[0] or point.value
 
 
 def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Command:

@@ -23,7 +23,7 @@ def probe() -> list[Platform]:
     """
     if not any(Path(node).exists() for node in DRIVER_NODES):
         return []
-    import pynvml  # noqa: PLC0415  # costs milliseconds that a machine without the driver spares
+    import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415  # no types; costs milliseconds that a machine without the driver spares
 
     try:
         pynvml.nvmlInit()

@@ -1,0 +1,74 @@
+"""What an answer of the command costs from a cold start, as a ratio to `python -c pass`.
+
+Every round starts every process once, so that a disturbance hits all alike; medians are printed.
+Bars: `attnmux select --json` at most 12, the table at most 20. The last rows say where the time
+goes: the libraries alone, and the package without a verb.
+
+    python benchmarks/cold_start.py [--rounds N]
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+NOTHING = "python -c pass"
+LIBRARIES = "import click, dataclasses, importlib_metadata, json, packaging.requirements, pluggy"
+
+
+def commands() -> Mapping[str, tuple[list[str], float | None]]:
+    """Each command by name, with its bar where it has one."""
+    script = shutil.which("attnmux", path=sysconfig.get_path("scripts"))
+    if script is None:
+        raise click.ClickException("attnmux-core is not installed for this Python")
+    other = ["--platform", "nvidia:sm90,cuda=12.8"]
+    return {
+        NOTHING: ([sys.executable, "-c", "pass"], None),
+        "attnmux select --json": ([script, "select", "--json"], 12),
+        "attnmux select --json, another machine": ([script, "select", "--json", *other], 12),
+        "attnmux select": ([script, "select"], 20),
+        "attnmux --help": ([script, "--help"], None),
+        "import attnmux.core": ([sys.executable, "-c", "import attnmux.core"], None),
+        "the libraries alone": ([sys.executable, "-c", LIBRARIES], None),
+    }
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Median wall time in seconds, by name."""
+    timed: dict[str, list[float]] = {name: [] for name in commands()}
+    with tempfile.TemporaryDirectory() as folder:  # no configuration file is found from here
+        for _ in range(rounds + 1):
+            for name, (command, _) in commands().items():
+                start = time.perf_counter()
+                subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+                timed[name].append(time.perf_counter() - start)
+    # The first round fills the caches of the file system
+    return {name: statistics.median(times[1:]) for name, times in timed.items()}
+
+
+@click.command()
+@click.option("--rounds", default=20, help="How often each command starts.")
+def main(rounds: int) -> None:
+    """Print each command's wall time as a ratio to an interpreter that does nothing."""
+    medians = measure(rounds)
+    table = Table("command", "ms", "ratio", "at most", title=f"Python {sys.version.split()[0]}")
+    for name, (_, bar) in commands().items():
+        ratio = medians[name] / medians[NOTHING]
+        style = "red" if bar is not None and ratio > bar else None
+        limit = "" if bar is None else f"{bar:g}"
+        table.add_row(name, f"{medians[name] * 1e3:.1f}", f"{ratio:.1f}", limit, style=style)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
