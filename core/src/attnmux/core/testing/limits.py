@@ -114,13 +114,7 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
 def _outside(candidate: Candidate, axis: Axis, request: Request) -> Iterator[OutsidePoint]:
     conditions = [axis.condition(clause) for clause in candidate.card.clauses]
     for value, changed, platform in _asked(candidate, axis, request):
-        question = Question(
-            request=changed,
-            platform=platform,
-            phase=changed.phases[0],
-            page_size=changed.page_size,
-            kv_dtype=changed.kv_dtype,
-        )
+        question = Question(request=changed, platform=platform, phase=changed.phases[0])
         wanted = axis.wanted(question)
         if wanted is None or wanted is False:
             continue
