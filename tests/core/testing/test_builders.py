@@ -10,7 +10,7 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.testing import Case, fake_platform, make_world, prepare_step, standard_cases
 from attnmux.core.testing.builders import kv_rows
 from attnmux.core.testing.cases import decode, extend, verify
-from attnmux.core.testing.placement import PAGE_0, buffers
+from attnmux.core.testing.placement import LEFT_OVER, buffers
 
 
 def world_of(*steps, page_size=4, **settings):
@@ -33,17 +33,19 @@ def key_slots(world, batch) -> list[torch.Tensor]:
 def test_only_cached_tokens_are_readable(page_size: int) -> None:
     world = world_of(extend((6, 3), (0, 5), (9, 1)), page_size=page_size)
     batch = prepare_step(world, world.case.steps[0]).batch
-    cached = [
-        slots[:prefix]
-        for slots, prefix in zip(key_slots(world, batch), batch.extend_prefix_lens, strict=True)
-    ]
-    readable = torch.zeros(world.context.token_to_kv_pool.num_slots, dtype=torch.bool)
-    readable[torch.cat(cached)] = True
+    of_requests = key_slots(world, batch)
+    prefixes = batch.extend_prefix_lens
+    cached = torch.cat([s[:prefix] for s, prefix in zip(of_requests, prefixes, strict=True)])
+    pages = torch.zeros(world.context.token_to_kv_pool.num_slots // page_size, dtype=torch.bool)
+    pages[torch.cat(of_requests) // page_size] = True
+    owned = pages.repeat_interleave(page_size)
+    left_over = owned.clone()
+    left_over[cached] = False
     for layer in world.context.layers:
         for buffer in buffers(world, layer.layer_id):
-            finite = buffer.isfinite().flatten(1)
-            assert torch.equal(finite.all(1), readable)
-            assert torch.equal(finite.any(1), readable)
+            assert bool(buffer[~owned].isnan().all())
+            assert bool((buffer[left_over] == LEFT_OVER).all())
+            assert bool((buffer[cached].abs() < LEFT_OVER).all())
 
 
 def test_pages_are_scattered_and_whole() -> None:
@@ -88,7 +90,7 @@ def test_padding_reads_row_0_and_writes_slot_0() -> None:
         assert ready.num_real_tokens == real
         assert not ready.batch.out_cache_loc[real:].any()
         assert not ready.batch.req_pool_indices[len(world.case.steps[step].lens) :].any()
-        assert bool((world.context.token_to_kv_pool.get_key_buffer(1)[:4] == PAGE_0).all())
+        assert bool((world.context.token_to_kv_pool.get_key_buffer(1)[:4] == LEFT_OVER).all())
     filled = prepare_step(world, world.case.steps[0], seq_len_fill=0)
     assert filled.batch.seq_lens.tolist() == [6, 2, 0, 0]
 

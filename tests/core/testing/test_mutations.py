@@ -85,14 +85,12 @@ class PrefixOneShort(FakeBackend):
 
 
 class PaddingRead(FakeBackend):
-    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole pages: masked weights are 0, and 0 * NaN is NaN."""
-        keys, values = super().read(layer, slots)
-        if len(slots):
-            rest = slots[-1] - slots[-1] % self.context.token_to_kv_pool.page_size
-            page = torch.arange(self.context.token_to_kv_pool.page_size) + rest
-            values = values + 0 * super().read(layer, page)[1].sum(0)
-        return keys, values
+    def key_slots(self, layer: LayerSpec, metadata: FullMetadata, request: int) -> torch.Tensor:
+        """Read what lies behind the last token in its page as if it were the first key."""
+        slots = super().key_slots(layer, metadata, request).clone()
+        if len(slots) % self.context.token_to_kv_pool.page_size:
+            slots[0] = slots[-1] + 1
+        return slots
 
 
 class IgnoredSinks(FakeBackend):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
     from attnmux.core.choosing.platform import Platform
     from attnmux.core.choosing.plugins import hookimpl, load_plugins
+    from attnmux.core.choosing.probe import detect, pick_platform
     from attnmux.core.choosing.request import Request
     from attnmux.core.choosing.solver import Decision, Policy, solve
     from attnmux.core.compose import HybridAttnBackend
@@ -40,9 +41,11 @@ _MODULES = {
     "SpecInput": "spec",
     "Workspace": "workspace",
     "build": "compose.building",
+    "detect": "choosing.probe",
     "forward_context": "op",
     "hookimpl": "choosing.plugins",
     "load_plugins": "choosing.plugins",
+    "pick_platform": "choosing.probe",
     "solve": "choosing.solver",
 }
 
@@ -66,9 +69,11 @@ __all__ = [
     "SpecInput",
     "Workspace",
     "build",
+    "detect",
     "forward_context",
     "hookimpl",
     "load_plugins",
+    "pick_platform",
     "solve",
 ]
 

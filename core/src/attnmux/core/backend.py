@@ -154,8 +154,8 @@ class AttentionBackend(ABC):
         """Attention of one layer: write K and V where asked, then attend over the cache.
 
         k None means that K and V are in the pool already. `out` and `lse` are written where
-        given, else `out` is allocated. Returns `out`; for IDLE an all-zero result, touching
-        nothing.
+        given, else `out` is allocated. Returns `out`, which is the caller's to keep; for IDLE an
+        all-zero result, touching nothing.
         Raises InvalidInput for shapes that do not fit the layer and the batch, before the pool
         is touched.
         """

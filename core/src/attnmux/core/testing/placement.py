@@ -1,8 +1,9 @@
 """Where the tokens of a step lie, and what the pools hold before it runs.
 
-Pages are scattered, and whatever no request owns is NaN: unused pages, the unfilled rest of a
-request's last page, the slots of new tokens before they are written, the reserved page. Table
-entries behind a request's end are stale and lead to NaN as well.
+Pages are scattered. Those that no request owns are NaN, the reserved one too, and table entries
+behind a request's end are stale and lead there. What a request's own pages hold beside its cached
+tokens is left over from others: large, so that reading it shows, and finite, since a kernel may
+load a whole page and give what lies behind the request's end weight 0.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.testing.cases import Step
 from attnmux.core.testing.world import World, pages_of
 
-PAGE_0 = 100.0
-"""What the reserved page holds in a step with padding: padding rows read it, and stay finite."""
+LEFT_OVER = 100.0
+"""What finished requests left in a page; the reserved page holds it in a step with padding, whose
+rows read it and stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,9 +86,14 @@ def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
 
 
 def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> None:
-    """Random K and V for what is cached, NaN everywhere else."""
+    """Random K and V for what is cached, left-overs in the rest of the pages, NaN elsewhere."""
     pool = world.context.token_to_kv_pool
     real = [request for request in requests if request.row]
+    owned = {int(slot) // pool.page_size for request in real for slot in request.slots}
+    if has_padding:
+        owned.add(0)
+    in_owned_pages = _slots(torch.tensor(sorted(owned), dtype=torch.int64), pool.page_size)
+    in_owned_pages = in_owned_pages.to(pool.device)
     nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
     cached = torch.cat([nothing, *(request.cached_slots for request in real)])
     encoder = torch.cat(
@@ -96,8 +103,7 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
         slots = encoder if layer.is_cross_attention else cached
         for buffer in buffers(world, layer.layer_id):
             buffer.fill_(torch.nan)
-            if has_padding:
-                buffer[: pool.page_size] = PAGE_0
+            buffer[in_owned_pages] = LEFT_OVER
             buffer[slots] = world.random(len(slots), *buffer.shape[1:]).to(buffer.dtype)
 
 

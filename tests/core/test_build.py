@@ -1,0 +1,127 @@
+"""From a decision to a backend."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from attnmux.core import AttentionBackend, BackendContext, Decision, HybridAttnBackend, build
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.conditions import one_of
+from attnmux.core.choosing.solver import solve
+from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.testing import Case, FakeBackend, fake_card, fake_platform, make_world
+from attnmux.core.testing.cases import decode, extend
+
+CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))
+
+
+class OtherBackend(FakeBackend):
+    """A second backend, to tell the halves of a hybrid apart."""
+
+
+def context_of(case: Case) -> BackendContext:
+    return make_world(case, fake_platform(), "cpu").context
+
+
+def decided(case: Case, **cards: dict[str, object]) -> Decision:
+    """The decision for a case among fake cards, each with its phases and factory."""
+    offers = [
+        Offer(
+            card=replace(fake_card(phase=one_of(*fields["phases"])), name=name, **fields["card"]),
+            plugin="fakes",
+        )
+        for name, fields in cards.items()
+    ]
+    return solve(case.request, fake_platform(), offers)
+
+
+def factory_of(name: str) -> dict[str, object]:
+    return {"factory": f"{__name__}:{name}"}
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let the cards' factories name this module."""
+    monkeypatch.setitem(sys.modules, __name__, request.module)
+
+
+def test_one_backend_for_all_phases_is_a_leaf() -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    backend = build(decision, context_of(CASE))
+    assert type(backend) is FakeBackend
+
+
+def test_different_backends_make_a_hybrid() -> None:
+    decision = decided(
+        CASE,
+        prefill={"phases": ("extend",), "card": {}},
+        decode={"phases": ("decode",), "card": factory_of("OtherBackend")},
+    )
+    context = context_of(CASE)
+    backend = build(decision, context)
+    assert isinstance(backend, HybridAttnBackend)
+    assert type(backend.prefill) is FakeBackend
+    assert type(backend.decode) is OtherBackend
+    assert backend.context is context
+
+
+def test_a_planned_backend_is_not_built() -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    phases = {phase: replace(choice, factory=None) for phase, choice in decision.phases.items()}
+    with pytest.raises(PluginError, match="planned"):
+        build(replace(decision, phases=phases), context_of(CASE))
+
+
+@pytest.mark.parametrize("factory", ["no.such.module:Backend", "attnmux.core.batch:Nothing"])
+def test_a_backend_that_cannot_be_imported(factory: str) -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {"factory": factory}})
+    with pytest.raises(PluginError, match=f"fakes/one cannot be imported from {factory}"):
+        build(decision, context_of(CASE))
+
+
+def not_a_backend(context: BackendContext, options: object) -> object:
+    return object()
+
+
+def test_a_factory_that_makes_something_else() -> None:
+    card = factory_of("not_a_backend")
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": card})
+    with pytest.raises(PluginError, match="made a object"):
+        build(decision, context_of(CASE))
+
+
+def test_a_pool_of_another_page_size() -> None:
+    decision = decided(
+        replace(CASE, page_size=16), one={"phases": ("extend", "decode"), "card": {}}
+    )
+    with pytest.raises(InvalidInput, match=r"expected the decision's page size, 16"):
+        build(decision, context_of(CASE))
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [
+        ("sliding_window", {"windows": (8, None)}),
+        ("attention_chunk", {"attention_chunk": 16}),
+        ("sinks", {"sinks": True}),
+        ("logit_cap", {"logit_cap": 30.0}),
+    ],
+)
+def test_a_layer_with_a_feature_that_was_not_asked_for(
+    feature: str, changes: dict[str, object]
+) -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    with pytest.raises(InvalidInput, match=feature):
+        build(decision, context_of(replace(CASE, **changes)))
+    asked = replace(CASE, **changes)
+    decision = decided(asked, one={"phases": ("extend", "decode"), "card": {}})
+    assert isinstance(build(decision, context_of(asked)), AttentionBackend)
+
+
+def test_a_decision_without_extend_or_decode() -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    with pytest.raises(InvalidInput, match="extend or decode"):
+        build(replace(decision, phases={}), context_of(CASE))
