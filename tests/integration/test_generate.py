@@ -208,6 +208,12 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     assert set(sampler(logits.expand(500, -1), range(500)).tolist()) == {0, 1}
 
 
+def test_a_draw_of_zero_takes_no_impossible_token(monkeypatch):
+    sampler = Sampler(SamplingParams(temperature=1.0), 1)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(()))
+    assert sampler(torch.tensor([[float("-inf"), 0.0, 0.0]]), [0]).tolist() == [1]
+
+
 def test_a_tiny_temperature_is_greedy_and_overflows_nowhere():
     logits = torch.tensor([[3e4, 3e4 - 1, -3e4]])
     assert Sampler(SamplingParams(temperature=1e-30), 1)(logits, [0]).tolist() == [0]
