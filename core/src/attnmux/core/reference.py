@@ -28,16 +28,19 @@ def attention(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     q_rope: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one layer over a step whose K and V are in the pool.
 
-    q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v: given for an
-    extend step that does not save them; then they are all the keys there are, and the pool is
-    not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs to no
+    q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v, k_rope: given
+    for an extend step that does not save them; then they are all the keys there are, and the
+    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs to no
     request keeps output 0 and LSE -inf.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
+    if k is not None and k_rope is not None:
+        k, v = torch.cat([k, k_rope], dim=-1), k
     num_tokens, num_heads = q.shape[:2]
     out = torch.zeros(
         (num_tokens, num_heads, layer.v_head_dim), dtype=torch.float64, device=q.device

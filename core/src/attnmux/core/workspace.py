@@ -26,7 +26,9 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
             make = torch.zeros if zeroed else torch.empty
-            buffer = make(nbytes, dtype=torch.uint8, device=self.device)
+            # A tensor made in inference mode could not be written outside of it later.
+            with torch.inference_mode(False):
+                buffer = make(nbytes, dtype=torch.uint8, device=self.device)
             self._buffers[name] = buffer
         return buffer
 

@@ -144,6 +144,8 @@ class FakeBackend(AttentionBackend):
     ) -> torch.Tensor:
         if save_kv_cache:
             k, v = None, None
+        elif k is not None and k_rope is not None:
+            k, v = torch.cat([k, k_rope], dim=-1), k
         return self._forward(q, k, v, layer, batch, q_rope, out, lse)
 
     def _forward(

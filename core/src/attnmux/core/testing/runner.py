@@ -164,7 +164,7 @@ def _check_output(
         raise Disagreement(f"{name}: output is {came}, not {shape} {given.q.dtype}")
     if not bool(output.out[step.num_real_tokens : output.num_defined_rows].isfinite().all()):
         raise Disagreement(f"{name}: a padding row of the output is not finite")
-    unsaved = {} if step.save_kv_cache else {"k": given.k, "v": given.v}
+    unsaved = {"k": given.k, "v": given.v, "k_rope": given.k_rope}
     expected, expected_lse = reference.attention(
         given.q,
         layer,
@@ -172,7 +172,7 @@ def _check_output(
         context.req_to_token_pool.req_to_token,
         context.token_to_kv_pool,
         q_rope=given.q_rope,
-        **unsaved,
+        **({} if step.save_kv_cache else unsaved),
     )
     real = slice(0, step.num_real_tokens)
     tolerance = OUTPUT_TOLERANCE[given.q.dtype]

@@ -158,6 +158,7 @@ def _mla(page: int) -> Iterator[Case]:
     yield _case("mla-verify-chain", page, verify(3, 12, page), spec_topk=1, **latent)
     yield _case("mla-verify-tree", page, verify(5, 12, page), spec_topk=4, **latent)
     yield _case("mla-kv-in-pool", page, decode(45, 3), kv_in_pool=True, **latent)
+    yield _case("mla-unsaved", page, extend((0, 30), (0, 7)), save_kv_cache=False, **latent)
     yield _case(
         "mla-expanded-prefill", page, extend((0, 30), (0, 7)), save_kv_cache=False, **expanded
     )
