@@ -35,7 +35,7 @@ def answer(result) -> dict:
 
 def test_json_form(call) -> None:
     result = call(
-        "--platform", HERE, "--request", "dtype=bf16,spec_topk=4,multimodal=true", "--json"
+        "--platform", HERE, "--request", "dtype=bf16,spec_topk=4", "--json"
     )
     assert result.exit_code == 0
     data = answer(result)
@@ -51,7 +51,7 @@ def test_json_form(call) -> None:
         "warnings",
     }
     assert (data["page_size"], data["kv_dtype"]) == (1, "bfloat16")
-    assert list(data["phases"]) == ["extend", "decode", "verify", "draft", "encoder"]
+    assert list(data["phases"]) == ["extend", "decode", "verify", "draft"]
     assert data["phases"]["decode"]["backend"] == "torch_native"
     assert data["phases"]["decode"]["plugin"] == "cpu"
     assert data["platform"]["features"] == ["avx2"]
