@@ -34,8 +34,8 @@ def attention(
 
     q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v, k_rope: given
     for an extend step that does not save them; then they are all the keys there are, and the
-    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs to no
-    request keeps output 0 and LSE -inf.
+    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs
+    to no request keeps output 0 and LSE -inf.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
