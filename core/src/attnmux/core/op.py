@@ -84,16 +84,18 @@ def _no_output(*_: object) -> None:
     """The fake implementation: what the op writes has the shapes of its arguments."""
 
 
-# torch keeps ops for as long as their Library object lives.
-_library = torch.library.Library("attnmux", "DEF")
-_library.define(
+# torch keeps ops for as long as their Library object lives; its methods have no annotations.
+_library = torch.library.Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
+_library.define(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
     "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache) -> ()",
     # A backend may plan on the host or choose kernels by length, so Inductor's graph
     # partition has to leave the op outside of CUDA graphs.
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-_library.impl("attention_with_output", _attention_with_output, "CompositeExplicitAutograd")
+_library.impl(  # type: ignore[no-untyped-call]  # as above
+    "attention_with_output", _attention_with_output, "CompositeExplicitAutograd"
+)
 torch.library.register_fake("attnmux::attention_with_output", _no_output, lib=_library)
 
 attention_with_output = torch.ops.attnmux.attention_with_output
