@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.library import Library, register_fake
 
 from attnmux.core.errors import AttnmuxError
 
@@ -85,7 +86,7 @@ def _no_output(*_: object) -> None:
 
 
 # torch keeps ops for as long as their Library object lives; its methods have no annotations.
-_library = torch.library.Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
+_library = Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
 _library.define(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
     "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache) -> ()",
@@ -96,7 +97,7 @@ _library.define(  # type: ignore[no-untyped-call]  # as above
 _library.impl(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output", _attention_with_output, "CompositeExplicitAutograd"
 )
-torch.library.register_fake("attnmux::attention_with_output", _no_output, lib=_library)
+register_fake("attnmux::attention_with_output", _no_output, lib=_library)
 
 attention_with_output = torch.ops.attnmux.attention_with_output
 """`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache)`: attention of the layer
