@@ -35,7 +35,7 @@ class Question:
         object.__setattr__(self, "demands", demands)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Axis:
     """One thing that a card can be asked about. Its name is the clause's field."""
 

@@ -15,9 +15,28 @@ Value = str | int | float | bool | frozenset[str]
 
 
 class Condition(ABC):
-    """A set of values that a backend serves. Equal conditions compare equal."""
+    """A set of values that a backend serves. Equal conditions compare equal.
+
+    Compared, hashed and shown here for all kinds: generating that for each would be a tenth of the
+    time that a cold command takes.
+    """
 
     __slots__ = ()
+
+    def _parts(self) -> tuple[object, ...]:
+        names: tuple[str, ...] = self.__slots__
+        return tuple(getattr(self, name) for name in names)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return type(self) is type(other) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._parts()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._parts()))})"
 
     @abstractmethod
     def admits(self, value: Value) -> bool:
@@ -76,7 +95,7 @@ ANY = Anything()
 NONE = Nothing()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OneOf(Condition):
     """Exactly these values, the preferred one first."""
 
@@ -100,7 +119,7 @@ class OneOf(Condition):
         return self.values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Range(Condition):
     """Multiples of `step` from `least` to `most`, both included; no `most`, no upper end."""
 
@@ -136,7 +155,7 @@ class Range(Condition):
         return () if first is None else (first,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Emulated(Condition):
     """Any page size: `native` ones by the kernel, the others by handing it token indices."""
 
@@ -152,7 +171,7 @@ class Emulated(Condition):
         return self.native.examples()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Includes(Condition):
     """A set of features that holds all of `members`."""
 
@@ -165,7 +184,7 @@ class Includes(Condition):
         return " and ".join(self.members)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Versions(Condition):
     """A version range in PEP 440's words, for a bare version: ">=9.0,<10"."""
 
@@ -182,7 +201,7 @@ class Versions(Condition):
         return self.specifier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Runtimes(Condition):
     """Any one of several runtimes, each with a range: ("cuda>=12.3", "rocm>=6").
 

@@ -19,7 +19,7 @@ ORDER = ("decode", "extend", "encoder")
 """Leading phases; a better rank in an earlier one outweighs any in a later one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Group:
     """Phases that one backend serves, and the offers that may."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 PROBE_SECONDS = 5.0
-"""For all probes together. A healthy one answers in milliseconds; a wedged driver never does."""
+"""For one probe. A healthy one answers in milliseconds; a wedged driver never does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +51,12 @@ class Detection:
 def detect(
     plugins: Plugins, *, seconds: float = PROBE_SECONDS, root: Path = Path("/")
 ) -> Detection:
-    """Ask every plugin for its devices, at once, within `seconds`; look for what they missed.
+    """Ask every plugin for its devices, and look for those that none found.
 
-    A probe that raises, exits or hangs is a failure in the result. `root` is where /dev and /sys
-    are.
+    A probe that raises, exits, or gives no answer in `seconds` is a failure in the result. `root`
+    is where /dev and /sys are.
     """
-    found = [platform for group in _ask_all(plugins, seconds) for platform in group]
+    found = _ask_all(plugins, seconds)
     served = {platform.vendor for platform in found}
     unserved = [
         _diagnosis(vendor, evidence, plugins)
@@ -72,35 +71,40 @@ def detect(
     )
 
 
-def _ask_all(plugins: Plugins, seconds: float) -> list[Sequence[Platform]]:
-    """The answers that came in time, in the order of the plugins."""
-    answers: queue.SimpleQueue[tuple[Plugin, Sequence[Platform], BaseException | None]]
-    answers = queue.SimpleQueue()
-
-    def ask(plugin: Plugin) -> None:
-        try:
-            answers.put((plugin, plugins.platforms_of(plugin), None))
-        except (Exception, SystemExit) as error:
-            answers.put((plugin, (), error))
-
-    waiting = {plugin.name: plugin for plugin in plugins.loaded if plugins.probes(plugin)}
-    for plugin in waiting.values():
-        # A daemon thread can be abandoned: nothing stops one that hangs in a driver
-        threading.Thread(target=ask, args=(plugin,), daemon=True).start()
-    got: dict[str, Sequence[Platform]] = {}
-    end = time.monotonic() + seconds
-    while waiting:
-        try:
-            plugin, platforms, error = answers.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
+def _ask_all(plugins: Plugins, seconds: float) -> list[Platform]:
+    """What the probes found, in the order of the plugins. Failures are recorded in `plugins`."""
+    asked = [plugin for plugin in plugins.loaded if plugins.probes(plugin)]
+    found: list[Platform] = []
+    while asked:
+        answers: Answers = queue.SimpleQueue()
+        # A daemon thread can be abandoned: nothing stops one that hangs in a driver. One thread
+        # serves all probes until one hangs, as starting a thread costs more than most probes
+        worker = threading.Thread(target=_work, args=(plugins, asked, answers), daemon=True)
+        worker.start()
+        for place, plugin in enumerate(asked):
+            try:
+                platforms, error = answers.get(timeout=seconds)
+            except queue.Empty:
+                plugins.record(plugin, TimeoutError(f"no answer in {seconds:g} s"))
+                asked = asked[place + 1 :]
+                break
+            found += platforms
+            if error is not None:
+                plugins.record(plugin, error)
+        else:
             break
-        del waiting[plugin.name]
-        got[plugin.name] = platforms
-        if error is not None:
-            plugins.record(plugin, error)
-    for plugin in waiting.values():
-        plugins.record(plugin, TimeoutError(f"the probe gave no answer in {seconds:g} s"))
-    return [got[name] for name in sorted(got)]
+    return found
+
+
+Answers = queue.SimpleQueue[tuple[Sequence[Platform], BaseException | None]]
+
+
+def _work(plugins: Plugins, asked: Sequence[Plugin], answers: Answers) -> None:
+    for plugin in asked:
+        try:
+            answers.put((plugins.platforms_of(plugin), None))
+        except (Exception, SystemExit) as error:
+            answers.put(((), error))
 
 
 def _evidence(vendor: Vendor, root: Path) -> str:

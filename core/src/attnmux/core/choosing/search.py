@@ -36,7 +36,7 @@ Questions = Mapping[str, Question]
 """What a request asks, by phase."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Variant:
     """The request with some of the values that may be coerced left unset."""
 
@@ -45,7 +45,7 @@ class Variant:
     questions: Questions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Problem:
     """What stays the same during the search."""
 
@@ -103,7 +103,7 @@ class Problem:
         return Variant(dropped=dropped, request=request, questions=self.questions(request))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Point:
     """An assignment that serves everything."""
 
