@@ -10,6 +10,7 @@ from attnmux.core.choosing.card import DEFAULT_RANK, Prior, when
 from attnmux.core.choosing.checking import check
 from attnmux.core.choosing.conditions import (
     ANY,
+    NONE,
     at_least,
     at_most,
     includes,
@@ -273,3 +274,14 @@ def test_the_first_prior_that_holds_counts(offer, cpu) -> None:
     assert rank("") == rank("page_size=1") == rank("page_size=1,spec_topk=1") == 10
     assert rank("page_size=64") == 20
     assert rank("page_size=1,spec_topk=2") == DEFAULT_RANK
+
+
+def test_equal_head_dims_are_no_special_wish(offer, cpu) -> None:
+    card = offer("a").card
+    assert not check(card, "decode", Request.parse("head_dim=128,v_head_dim=128"), cpu).reasons
+
+
+def test_a_hint_that_would_not_help_is_left_out(offer, cpu) -> None:
+    card = offer("a", kv_dtype=NONE).card
+    (reason,) = check(card, "decode", Request.parse("dtype=bf16"), cpu).reasons
+    assert (reason.axis, reason.hint) == ("kv_dtype", "")

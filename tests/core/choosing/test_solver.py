@@ -368,3 +368,9 @@ def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) 
     decision = solve(Request.parse("page_size=16"), cpu, cards)
     assert chosen(decision)["decode"] == "b"
     assert {v.rank for v in decision.candidates if v.backend == "a"} == {50}
+
+
+def test_a_rank_is_told_for_the_page_that_was_found(offer, cpu) -> None:
+    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    decision = solve(Request(), cpu, [offer("a", priors=priors, page_size=one_of(64))])
+    assert {verdict.rank for verdict in decision.candidates} == {50}
