@@ -8,7 +8,8 @@ from typing import Literal
 from packaging.requirements import InvalidRequirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, parsed_requirement
+from attnmux.core.choosing.conditions import ANY, NONE, Condition
+from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.errors import InvalidInput
 
 CONTRACTS = ("1.0",)

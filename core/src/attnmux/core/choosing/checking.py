@@ -7,13 +7,13 @@ from typing import Literal
 
 from attnmux.core.choosing.axes import Question, admits
 from attnmux.core.choosing.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.choosing.conditions import within
 from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version, missing
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.version_ranges import within
 
 Ranking = Callable[[BackendCard, Question], int]
 """How well a card that serves a question is expected to do; lower is better."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import ceil, lcm
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from attnmux.core.choosing.version_ranges import parsed_requirement, specifiers, within
 
 Value = str | int | float | bool | frozenset[str]
 
@@ -222,24 +220,6 @@ class Runtimes(Condition):
 
     def __str__(self) -> str:
         return " or ".join(self.requirements)
-
-
-@cache
-def specifiers(text: str) -> SpecifierSet:
-    """A version range; parsing dominates the check where a card is asked often."""
-    return SpecifierSet(text)
-
-
-@cache
-def within(version: str, specifier: str) -> bool:
-    """Whether a version, a pre-release too, is in a range."""
-    return specifiers(specifier).contains(version, prereleases=True)
-
-
-@cache
-def parsed_requirement(text: str) -> Requirement:
-    """A PEP 508 requirement."""
-    return Requirement(text)
 
 
 def one_of(*values: Value) -> Condition:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from attnmux.core.choosing.axes import Demand, Question, admits, failing
 from attnmux.core.choosing.card import CONTRACTS, BackendCard, Clause
-from attnmux.core.choosing.conditions import within
 from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.version_ranges import within
 
 
 def serving_clause(card: BackendCard, question: Question) -> Clause | None:

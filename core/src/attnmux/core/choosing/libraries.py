@@ -10,8 +10,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.conditions import parsed_requirement, within
 from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.version_ranges import parsed_requirement, within
 
 Libraries = Callable[[str], "str | None"]
 """A distribution's name → its installed version, None where it is not installed."""

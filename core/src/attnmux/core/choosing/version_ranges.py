@@ -1,0 +1,26 @@
+"""Version ranges and requirements, read once each: parsing dominates where a card is asked often."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+
+@cache
+def specifiers(text: str) -> SpecifierSet:
+    """A version range in PEP 440's words. Raises packaging's InvalidSpecifier."""
+    return SpecifierSet(text)
+
+
+@cache
+def within(version: str, specifier: str) -> bool:
+    """Whether a version, a pre-release too, is in a range."""
+    return specifiers(specifier).contains(version, prereleases=True)
+
+
+@cache
+def parsed_requirement(text: str) -> Requirement:
+    """A PEP 508 requirement. Raises packaging's InvalidRequirement."""
+    return Requirement(text)
