@@ -184,7 +184,7 @@ def test_a_named_backend_is_kept_or_is_an_error(offer, cpu, field) -> None:
     cards = [offer("a", rank=1), offer("b", page_size=one_of(64))]
     with pytest.raises(NoBackend) as caught:
         solve(Request.parse("page_size=16"), cpu, cards, Policy(**{field: "b"}))
-    assert "b cannot serve this" in str(caught.value)
+    assert "b cannot serve" in str(caught.value)
     assert "page_size=64" in str(caught.value)
     assert verdicts(caught.value.candidates, "a") == {"extend": "fits", "decode": "fits"}
 
@@ -374,3 +374,16 @@ def test_a_rank_is_told_for_the_page_that_was_found(offer, cpu) -> None:
     priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
     decision = solve(Request(), cpu, [offer("a", priors=priors, page_size=one_of(64))])
     assert {verdict.rank for verdict in decision.candidates} == {50}
+
+
+def test_only_what_failed_is_blamed(offer, cpu) -> None:
+    cards = [offer("a", phase=one_of("extend")), offer("b", phase=one_of("extend"))]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(), cpu, cards, Policy(prefill_backend="b"))
+    assert str(caught.value).startswith("no attention backend serves decode on ")
+    assert "for extend" not in str(caught.value)
+
+
+def test_an_encoder_that_nothing_serves(offer, cpu) -> None:
+    with pytest.raises(NoBackend, match="multimodal=false asks for no encoder"):
+        solve(Request.parse("multimodal=true"), cpu, [offer("a")])

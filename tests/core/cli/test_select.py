@@ -34,9 +34,7 @@ def answer(result) -> dict:
 
 
 def test_json_form(call) -> None:
-    result = call(
-        "--platform", HERE, "--request", "dtype=bf16,spec_topk=4", "--json"
-    )
+    result = call("--platform", HERE, "--request", "dtype=bf16,spec_topk=4", "--json")
     assert result.exit_code == 0
     data = answer(result)
     assert set(data) == {

@@ -15,8 +15,8 @@ Value = str | int | float | bool | frozenset[str]
 class Condition(ABC):
     """A set of values that a backend serves. Equal conditions compare equal.
 
-    Compared, hashed and shown here for all kinds: generating that for each would be a tenth of the
-    time that a cold command takes.
+    Comparing, hashing and showing are written here for all kinds: code generated for each kind
+    would be paid for at every cold start.
     """
 
     __slots__ = ()

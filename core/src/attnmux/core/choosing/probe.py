@@ -171,6 +171,6 @@ def _only(found: Sequence[Platform]) -> Platform:
     if len(kinds) > 1:
         raise AmbiguousPlatform(
             f"several kinds of accelerator are present: {' and '.join(kinds)}; "
-            "name one (ATTNMUX_PLATFORM, or platform in attnmux.toml)"
+            "name one (--platform VENDOR, ATTNMUX_PLATFORM, or platform in attnmux.toml)"
         )
     return found[0]

@@ -38,28 +38,35 @@ def joint_reason(groups: Sequence[Group], offer: Offer, phase: str) -> Reason:
 def refusal(
     platform: Platform, groups: Sequence[Group], candidates: Sequence[Verdict]
 ) -> NoBackend:
-    """The error, with the verdicts that concern what was named first."""
-    named = sorted({group.named for group in groups if group.named})
-    who = (
-        f"{' and '.join(named)} cannot serve this" if named else "no attention backend serves this"
-    )
+    """The error: the phases that nothing serves, and each candidate's reasons there."""
     where = platform.name or str(platform)
     if not candidates:
         line = f"pip install {VENDORS['cpu'].distribution}"
-        return NoBackend(f"{who} on {where}: no plugin offers a backend ({line})")
-    eligible = {
-        (offer.plugin, offer.card.name, phase)
-        for group in groups
-        for offer in group.offers
-        for phase in group.phases
-    }
-    concerned = [
-        verdict
-        for verdict in candidates
-        if verdict.reasons and (verdict.plugin, verdict.backend, verdict.phase) in eligible
-    ]
-    lines = [f"  {who}: {why}" for who, why in _grouped(sorted(concerned, key=_distance))]
-    return NoBackend("\n".join([f"{who} on {where}", *lines]), candidates)
+        return NoBackend(f"no plugin offers a backend for {where}: {line}")
+    failing = [group for group in groups if not _is_served(group, candidates)]
+    named = sorted({group.named for group in failing if group.named})
+    who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"
+    phases = ", ".join(phase for group in failing for phase in group.phases)
+    eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
+    concerned = [said for said in candidates if said.reasons and _key(said) in eligible]
+    lines = [f"  {which}: {why}" for which, why in _grouped(sorted(concerned, key=_distance))]
+    if any("encoder" in group.phases for group in failing):
+        lines.append("  multimodal=false asks for no encoder")
+    return NoBackend("\n".join([f"{who} {phases} on {where}", *lines]), candidates)
+
+
+def _is_served(group: Group, candidates: Sequence[Verdict]) -> bool:
+    """Whether one of the group's offers serves all its phases."""
+    serving = {_key(said) for said in candidates if said.verdict != "rejected"}
+    return any(serving.issuperset(_keys(group, offer)) for offer in group.offers)
+
+
+def _key(said: Verdict) -> tuple[str, str, str]:
+    return said.plugin, said.backend, said.phase
+
+
+def _keys(group: Group, offer: Offer) -> list[tuple[str, str, str]]:
+    return [(offer.plugin, offer.card.name, phase) for phase in group.phases]
 
 
 def _distance(verdict: Verdict) -> tuple[int, int, str]:

@@ -1,4 +1,4 @@
-"""Version ranges and requirements, read once each: parsing dominates where a card is asked often."""
+"""Version ranges and requirements, each read once: parsing dominates a check."""
 
 from __future__ import annotations
 
