@@ -42,7 +42,7 @@ def refusal(
     where = platform.name or str(platform)
     if not candidates:
         line = f"pip install {VENDORS['cpu'].distribution}"
-        return NoBackend(f"no plugin offers a backend for {where}: {line}")
+        return NoBackend(f"no attention backend for {where}: no plugin offers one ({line})")
     failing = [group for group in groups if not _is_served(group, candidates)]
     named = sorted({group.named for group in failing if group.named})
     who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"
