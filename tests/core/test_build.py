@@ -121,6 +121,30 @@ def test_a_layer_with_a_feature_that_was_not_asked_for(
     assert isinstance(build(decision, context_of(asked)), AttentionBackend)
 
 
+def test_an_encoders_layers_get_the_backend_of_their_phase() -> None:
+    case = replace(CASE, steps=(extend((0, 5)),), is_encoder=True, save_kv_cache=False)
+    decision = decided(
+        replace(case, is_encoder=False),
+        one={"phases": ("extend", "decode"), "card": {}},
+    )
+    with pytest.raises(InvalidInput, match="expected encoder"):
+        build(decision, context_of(case))
+    decision = decided(
+        case,
+        one={"phases": ("extend", "decode"), "card": {}},
+        other={"phases": ("encoder",), "card": factory_of("OtherBackend")},
+    )
+    assert type(build(decision, context_of(case))) is OtherBackend
+
+
+def test_an_encoders_and_a_decoders_layers_together() -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    context = context_of(CASE)
+    mixed = (context.layers[0], replace(context.layers[1], is_causal=False))
+    with pytest.raises(InvalidInput, match="a backend of its own"):
+        build(decision, replace(context, layers=mixed))
+
+
 def test_a_decision_without_extend_or_decode() -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
     with pytest.raises(InvalidInput, match="extend or decode"):

@@ -124,6 +124,11 @@ class DecoderKeysAtRowStart(FakeBackend):
         return super().key_slots(layer, metadata, request)
 
 
+class CausalEncoder(FakeBackend):
+    def visible(self, layer: LayerSpec, *args: object) -> torch.Tensor:
+        return super().visible(replace(layer, is_causal=True), *args)
+
+
 class UnaskedWrite(FakeBackend):
     def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
         super().save_kv(k, v, layer, batch, k_rope=k_rope)
@@ -161,11 +166,12 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     ChunkAsWindow: ("decode-chunk", "extend-chunk"),
     ItemsSeeEachOther: ("extend-multi-item",),
     DecoderKeysAtRowStart: ("extend-cross", "decode-cross"),
+    CausalEncoder: ("encoder", "encoder-dim-64"),
     UnaskedWrite: ("decode-one-request", "extend-cross", "extend-partly-filled-page"),
     FirstTokenSavedAlone: ("decode-uneven", "extend-one-request", "mla-extend"),
     UndefinedPadding: ("decode-padding", "mla-decode-padding"),
 }
-"""The cases, at page size 16, that each fault fails."""
+"""The cases, at page size 16 where they have pages, that each fault fails."""
 
 CASES = {case.name: case for case in standard_cases((16,))}
 
@@ -176,7 +182,7 @@ CASES = {case.name: case for case in standard_cases((16,))}
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_catches(fault: type[FakeBackend], name: str) -> None:
-    case = CASES[f"{name}-page16"]
+    case = CASES.get(f"{name}-page16") or CASES[f"{name}-page1"]
     broken = Candidate(card=fake_card(), platform=fake_platform(), factory=fault)
     whole = Candidate(card=fake_card(), platform=fake_platform())
     outcome = run_case(broken, case)

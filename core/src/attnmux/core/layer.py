@@ -34,6 +34,9 @@ class LayerSpec:
     """w: token i sees keys j with i - w <= j <= i; -1 is off."""
     attention_chunk_size: int = 0
     """c: token i sees keys j of its own chunk, j // c == i // c; 0 is off."""
+    is_causal: bool = True
+    """False for a layer of an encoder: each token sees all of its sequence, which is the call's own
+    k and v (`save_kv_cache=False`)."""
     is_cross_attention: bool = False
     sinks: torch.Tensor | None = None
     """[Hq] fp32: a logit a head that takes part in the softmax and has no value."""
@@ -47,6 +50,12 @@ class LayerSpec:
                 "tp_q_head_num",
                 came=f"{self.tp_q_head_num} query heads over {self.tp_k_head_num} KV heads",
                 expected="a multiple of the KV heads",
+            )
+        if not self.is_causal and self.sliding_window_size >= 0:
+            raise InvalidInput(
+                "sliding_window_size",
+                came=self.sliding_window_size,
+                expected="-1 without causality: the window says nothing of the keys behind a token",
             )
         if self.kind == "mla" and (self.tp_k_head_num != 1 or self.v_head_dim >= self.qk_head_dim):
             raise InvalidInput(

@@ -70,6 +70,7 @@ def attention(
             keep = visibility(
                 positions,
                 len(keys),
+                causal=layer.is_causal,
                 window=layer.sliding_window_size,
                 chunk=layer.attention_chunk_size,
                 custom_mask=custom_masks[request],
@@ -92,6 +93,7 @@ def visibility(
     positions: torch.Tensor,
     num_keys: int,
     *,
+    causal: bool = True,
     window: int = -1,
     chunk: int = 0,
     custom_mask: torch.Tensor | None = None,
@@ -100,14 +102,16 @@ def visibility(
 ) -> torch.Tensor:
     """Which of one sequence's keys each of its tokens sees: [T, num_keys] bool, True sees.
 
-    positions: [T], places of the tokens in the sequence. window, chunk: as on `LayerSpec`.
+    positions: [T], places of the tokens in the sequence. causal, window, chunk: as on `LayerSpec`.
     custom_mask: T * num_keys bool values that stand in for causality; window and chunk still
     narrow it. item_starts: [T], where the item of each token starts, for many items behind one
     prefix of `shared_prefix` tokens.
     """
     token = positions.unsqueeze(1)
     key = torch.arange(num_keys, device=positions.device).unsqueeze(0)
-    keep = key <= token if custom_mask is None else custom_mask.view(len(positions), num_keys)
+    keep = key <= token if causal else torch.ones_like(key <= token)
+    if custom_mask is not None:
+        keep = custom_mask.view(len(positions), num_keys)
     if window >= 0:
         keep = keep & (key >= token - window)
     if chunk > 0:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     """Make the backend of a decision: a leaf, or a hybrid where decode and extend differ.
 
+    A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
     did not ask for, or when context and decision disagree on page size; PluginError when a
     chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
-    serving = {
-        phase: decision.phases[phase] for phase in ("extend", "decode") if phase in decision.phases
-    }
+    phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
+    serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
     if not serving:
         raise InvalidInput(
-            "decision", came=f"phases {sorted(decision.phases)}", expected="extend or decode"
+            "decision", came=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
         )
     leaves: dict[tuple[str, str], AttentionBackend] = {}
     for choice in serving.values():
@@ -56,6 +56,12 @@ def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
 
 def _check_context(decision: Decision, context: BackendContext) -> None:
     pool = context.token_to_kv_pool
+    if len({layer.is_causal for layer in context.layers}) != 1:
+        raise InvalidInput(
+            "context.layers",
+            came="none, or an encoder's and a decoder's together",
+            expected="the layers of one or the other: each gets a backend of its own",
+        )
     if pool.page_size != decision.page_size:
         raise InvalidInput(
             "context.token_to_kv_pool",

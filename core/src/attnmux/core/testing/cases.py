@@ -132,6 +132,8 @@ class Case:
     kv_in_pool: bool = False
     """K and V were written before the call, which passes neither."""
     save_kv_cache: bool = True
+    is_encoder: bool = False
+    """The layers are an encoder's: not causal, and without a KV cache."""
 
     @property
     def cross_attention(self) -> bool:
@@ -144,6 +146,13 @@ class Case:
     @property
     def custom_mask(self) -> bool:
         return self.spec_topk is not None and self.spec_topk > 1
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of the steps, each once."""
+        if self.is_encoder:
+            return ("encoder",)
+        return tuple({PHASES[step.mode]: None for step in self.steps})
 
     @property
     def request(self) -> Request:
@@ -160,7 +169,8 @@ class Case:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype or self.dtype,
             page_size=self.page_size,
-            phases=tuple({PHASES[step.mode]: None for step in self.steps}),
+            phases=self.phases,
+            multimodal=self.is_encoder,
             spec_topk=self.spec_topk,
             spec_draft_tokens=drafts[0][0] if drafts else None,
             sliding_window=next((window for window in self.windows if window), None),

@@ -36,7 +36,7 @@ def fake_card(**changes: Condition) -> BackendCard:
             **everything,
             "vendor": one_of("fake"),
             "kind": one_of("mha", "mla"),
-            "phase": one_of("extend", "decode", "verify", "draft"),
+            "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
             "dtype": _DTYPES,
             "kv_dtype": _DTYPES,
             "chunked_prefix": NONE,
@@ -228,6 +228,7 @@ class FakeBackend(AttentionBackend):
         return visibility(
             positions,
             num_keys,
+            causal=layer.is_causal,
             window=layer.sliding_window_size,
             chunk=layer.attention_chunk_size,
             custom_mask=custom_mask,

@@ -26,6 +26,10 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
+    # An encoder has no KV cache, so the page size is nothing to it.
+    encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
+    cases.append(_case("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
+    cases.append(_case("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder))
     return tuple(cases)
 
 

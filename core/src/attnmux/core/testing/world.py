@@ -77,6 +77,7 @@ def make_layers(
             logit_cap=case.logit_cap or 0.0,
             sliding_window_size=-1 if window is None else window,
             attention_chunk_size=case.attention_chunk or 0 if index % 2 == 0 else 0,
+            is_causal=not case.is_encoder,
             is_cross_attention=case.cross_attention and index == last,
             sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
             if case.sinks

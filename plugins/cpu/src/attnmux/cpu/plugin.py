@@ -20,7 +20,7 @@ TORCH_NATIVE = BackendCard(
     clauses=(
         Clause(
             vendor=ANY,
-            phase=one_of("extend", "decode", "verify", "draft"),
+            phase=one_of("extend", "decode", "verify", "draft", "encoder"),
             kind=one_of("mha", "mla"),
             dtype=DTYPES,
             kv_dtype=DTYPES,

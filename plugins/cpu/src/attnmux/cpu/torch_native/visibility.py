@@ -23,6 +23,8 @@ class KeyRule:
     """As `LayerSpec.sliding_window_size`."""
     chunk: int
     """As `LayerSpec.attention_chunk_size`."""
+    is_causal: bool
+    """False: every query sees all of its request's keys, or all of its chunk."""
     is_cross: bool
     """Every query sees all of the encoder's keys, and no other."""
     in_call: bool
@@ -33,6 +35,7 @@ class KeyRule:
         return cls(
             window=layer.sliding_window_size,
             chunk=layer.attention_chunk_size,
+            is_causal=layer.is_causal,
             is_cross=layer.is_cross_attention,
             in_call=in_call,
         )
@@ -142,7 +145,7 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         return Visibility(first=first, end=end, item=None, mask=None)
 
     keep = None if batch.spec_info is None else batch.spec_info.custom_mask
-    if keep is None:
+    if keep is None and rule.is_causal:
         end = torch.minimum(end, position + 1)
     if rule.window >= 0:
         first = (position - rule.window).clamp_(min=0)
