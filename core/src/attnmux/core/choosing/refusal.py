@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.groups import Group
 from attnmux.core.choosing.platform import VENDORS, Platform
+from attnmux.core.choosing.values import PHASES
 from attnmux.core.choosing.verdict import Reason, Verdict
 from attnmux.core.errors import NoBackend
 
@@ -46,7 +47,8 @@ def refusal(
     failing = [group for group in groups if not _is_served(group, candidates)]
     named = sorted({group.named for group in failing if group.named})
     who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"
-    phases = ", ".join(phase for group in failing for phase in group.phases)
+    unserved = {phase for group in failing for phase in group.phases}
+    phases = ", ".join(phase for phase in PHASES if phase in unserved)
     eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
     concerned = [said for said in candidates if said.reasons and _key(said) in eligible]
     lines = [f"  {which}: {why}" for which, why in _grouped(sorted(concerned, key=_distance))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as replace_fields
@@ -108,7 +109,7 @@ class Request:
         """A copy with `changes`, each recorded as set by `origin`."""
         for name in changes:
             if name not in READERS:
-                raise InvalidInput("request", came=f"a field {name!r}", expected=_names())
+                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
 
@@ -136,7 +137,7 @@ class Request:
         given = {key: value for key, value in data.items() if key != "origins"}
         for name in given:
             if name not in READERS:
-                raise InvalidInput("request", came=f"a field {name!r}", expected=_names())
+                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
         return cls(**given, origins=data.get("origins", {}))
 
     @classmethod
@@ -164,12 +165,15 @@ def parse_fields(text: str) -> dict[str, str]:
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in READERS:
-            raise InvalidInput("request", came=repr(pair), expected=f"FIELD=VALUE with {_names()}")
+            expected = f"FIELD=VALUE with {_names(name)}"
+            raise InvalidInput("request", came=repr(pair), expected=expected)
         if name in given:
             raise InvalidInput("request", came=f"{name!r} twice", expected="each field once")
         given[name] = value
     return given
 
 
-def _names() -> str:
-    return f"a field of {', '.join(READERS)}"
+def _names(wrong: str) -> str:
+    """The fields there are: the one that was probably meant, or all of them."""
+    near = difflib.get_close_matches(wrong, READERS, n=1)
+    return f"a field such as {near[0]!r}" if near else f"a field of {', '.join(READERS)}"
