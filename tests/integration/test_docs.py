@@ -12,6 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+READMES = sorted(
+    page
+    for folder in ("core", "plugins", "integrations", "benchmarks", "tools")
+    for page in (ROOT / folder).glob("**/*.md")
+)
 COMMANDS = [
     line.strip()
     for line in (ROOT / "README.md").read_text().splitlines()
@@ -27,7 +32,7 @@ def test_a_page_runs(page: Path) -> None:
         exec(compile(block, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_pages_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import Decision, Policy, solve
     from attnmux.core.compose import HybridAttnBackend
     from attnmux.core.compose.building import build
-    from attnmux.core.layer import LayerSpec, RadixAttention
+    from attnmux.core.layer import LayerSpec
     from attnmux.core.op import forward_context
+    from attnmux.core.radix_attention import RadixAttention
     from attnmux.core.spec import SpecInput
     from attnmux.core.workspace import Workspace
 
@@ -36,7 +37,7 @@ _MODULES = {
     "Platform": "choosing.platform",
     "Policy": "choosing.solver",
     "Prior": "choosing.card",
-    "RadixAttention": "layer",
+    "RadixAttention": "radix_attention",
     "Request": "choosing.request",
     "SpecInput": "spec",
     "Workspace": "workspace",
