@@ -17,10 +17,11 @@ WIDTH = 100
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = Console()
     # A pipe has no width of its own
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    return Console(highlight=False, width=width)
+    # Markup would take the extra in "pip install 'attnmux-cpu[torch]'" for a style, and drop it
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,30 @@
+"""The tables for people."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.conditions import ANY
+from attnmux.core.choosing.libraries import missing
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import solve
+from attnmux.core.cli.render import render_backends, render_decision
+
+AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
+
+
+def offer(name: str, **card: object) -> Offer:
+    clauses = (Clause(**dict.fromkeys(AXES, ANY)),)
+    made = BackendCard(name=name, summary=":smile:", clauses=clauses, factory="a:b", **card)
+    return Offer(card=made, plugin="fake", distribution="attnmux-fake")
+
+
+def test_brackets_are_no_markup(capsys) -> None:
+    """Without its extra, the pip line would install nothing new."""
+    lacking = offer("lacking", requires=("torch>=2",), extra="torch")
+    cards = [offer("a"), lacking]
+    render_decision(solve(Request(), Platform.parse("cpu:x86_64"), cards, libraries={}.get))
+    render_backends([(lacking, missing(lacking.card, {}.get, "attnmux-fake"))])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("'attnmux-fake[torch]'") == 3
+    assert ":smile:" in said
