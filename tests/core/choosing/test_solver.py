@@ -253,6 +253,18 @@ def test_one_alias_of_several_backends_means_the_one_that_fits(offer, cpu) -> No
     assert chosen(solve(request, cpu, cards, policy))["decode"] == "flash_mla"
 
 
+def test_another_plugin_s_alias_takes_no_name_over(offer, cpu) -> None:
+    cards = [offer("flash", rank=9), offer("other", rank=1, plugin="x", aliases=("flash",))]
+    assert chosen(solve(Request(), cpu, cards, Policy(backend="flash")))["decode"] == "flash"
+    assert chosen(solve(Request(), cpu, cards, Policy(backend="x/flash")))["decode"] == "other"
+
+
+def test_an_alias_of_two_plugins_is_an_error(offer, cpu) -> None:
+    cards = [offer(name, plugin=name * 2, aliases=("flash",)) for name in ("a", "b")]
+    with pytest.raises(InvalidInput, match="one of aa/a, bb/b"):
+        solve(Request(), cpu, cards, Policy(backend="flash"))
+
+
 def test_the_same_card_twice_is_an_error(offer, cpu) -> None:
     with pytest.raises(InvalidInput, match="fake/a more than once"):
         solve(Request(), cpu, [offer("a"), offer("a")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from attnmux.core.choosing.axes import Demand, Question, admits, failing
@@ -24,8 +25,9 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     """Why the card does not serve the question: [] where it does.
 
     The reasons are those of the clause that comes nearest: fewest conditions that do not hold,
-    those of the machine counting more than what the asker can change. Hints are left out where
-    following them all would not remove them all.
+    those of the machine counting more than what the asker can change; among equals the one that
+    asks for a change of what the engine can do without (a page size, not the breadth of a draft).
+    Hints are left out where following them all would not remove them all.
     """
     undeclared = _undeclared(card, question)
     if serving_clause(card, question) is not None:
@@ -33,11 +35,16 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     if not card.clauses:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
     failures = [(clause, failing(clause, question)) for clause in card.clauses]
-    clause, failed = min(failures, key=lambda pair: sum(axis.weight for axis, _ in pair[1]))
+    clause, failed = min(failures, key=lambda pair: _distance(pair[1]))
     told = _hints(clause, question, failed)
     return undeclared + [
         axis.reason(clause, value, told.get(axis.name, "")) for axis, value in failed
     ]
+
+
+def _distance(failed: Iterable[Demand]) -> tuple[int, int]:
+    demands = [axis for axis, _ in failed]
+    return sum(axis.weight for axis in demands), sum(not axis.droppable for axis in demands)
 
 
 def _undeclared(card: BackendCard, question: Question) -> list[Reason]:

@@ -21,9 +21,10 @@ def offers_named(
 ) -> tuple[Offer, ...]:
     """The cards that `name` means: by name, alias, or `plugin/name`.
 
-    Several cards with different names can share an alias; then the one that fits is meant.
+    Several cards of one plugin can share an alias; then the one that fits is meant. A card's own
+    name is never taken over by another plugin's alias.
     Raises UnknownBackend for a name that no plugin offers, InvalidInput for a bare name that two
-    plugins use for a backend.
+    plugins use.
     """
     plugin, slash, bare = name.rpartition("/")
     meant = tuple(
@@ -33,12 +34,13 @@ def offers_named(
     )
     if not meant:
         raise unknown_backend(name, offers, libraries)
-    for offer in meant:
-        sharing = sorted(other.address for other in meant if other.card.name == offer.card.name)
-        if len(sharing) > 1:
-            expected = f"one of {', '.join(sharing)}, as several plugins offer it"
-            raise InvalidInput("backend", came=repr(name), expected=expected)
-    return meant
+    by_name = [offer for offer in meant if offer.card.name == bare]
+    owners = {offer.plugin for offer in by_name or meant}
+    if len(owners) > 1:
+        sharing = sorted(offer.address for offer in by_name or meant)
+        expected = f"one of {', '.join(sharing)}, as several plugins offer it"
+        raise InvalidInput("backend", came=repr(name), expected=expected)
+    return tuple(offer for offer in meant if offer.plugin in owners)
 
 
 def unknown_backend(
