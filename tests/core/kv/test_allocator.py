@@ -238,3 +238,11 @@ def test_without_checks_it_allocates_the_same():
         allocator.free(slots[:6])
     assert plain.available_size() == checked.available_size() == 28
     assert plain.alloc(28).tolist() == checked.alloc(28).tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_negative_count_is_refused_even_without_checks(page_size):
+    allocator = PagedAllocator(32, page_size, "cpu", debug=False)
+    with pytest.raises(InvalidInput):
+        allocator.alloc_extend(ints(8), ints(0), ints(4), -8)
+    assert allocator.available_size() == 32

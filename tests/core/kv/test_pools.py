@@ -156,6 +156,19 @@ def test_slices_of_a_fused_projection_are_written():
     assert torch.equal(pool.get_value_buffer(5)[4:7], v)
 
 
+def test_nothing_is_written_when_one_tensor_lies_elsewhere():
+    pool, latent = mha(v_head_dim=6), mla()
+    loc, rows = torch.tensor([4, 5]), torch.ones(2, 2, 6)
+    with pytest.raises(InvalidInput, match="v: expected one on cpu"):
+        pool.set_kv_buffer(Layer(5), loc, rows, rows.to("meta"))
+    with pytest.raises(InvalidInput, match="k_rope: expected one on cpu"):
+        latent.set_mla_kv_buffer(
+            Layer(3), loc, torch.ones(2, 1, 8), torch.ones(2, 1, 3, device="meta")
+        )
+    assert not pool.get_key_buffer(5).any()
+    assert not latent.get_key_buffer(3).any()
+
+
 def test_padding_rows_share_slot_0():
     pool = mha(v_head_dim=6)
     k = torch.randn(4, 2, 6)

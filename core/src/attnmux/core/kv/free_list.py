@@ -32,8 +32,10 @@ class FreeList:
     def take(self, num_units: int) -> torch.Tensor:
         """Units [num_units] int64, the one given back last first.
 
-        Raises PoolExhausted, changing nothing, when fewer are free.
+        Raises PoolExhausted when fewer are free and InvalidInput below 0, changing nothing.
         """
+        if num_units < 0:
+            raise InvalidInput("num_units", came=num_units, expected="at least 0")
         rest = self.available - num_units
         if rest < 0:
             raise PoolExhausted(

@@ -104,8 +104,8 @@ class MHATokenToKVPool(KVPool):
     ) -> None:
         index = self._layer_index(layer.layer_id)
         num_tokens = check_loc(loc)
-        check_rows("k", k, (num_tokens, self.num_kv_heads, self.head_dim))
-        check_rows("v", v, (num_tokens, self.num_kv_heads, self.v_head_dim))
+        check_rows("k", k, (num_tokens, self.num_kv_heads, self.head_dim), loc)
+        check_rows("v", v, (num_tokens, self.num_kv_heads, self.v_head_dim), loc)
         write_rows(self._k_words[index], loc, k.to(self.dtype))
         write_rows(self._v_words[index], loc, v.to(self.dtype))
 

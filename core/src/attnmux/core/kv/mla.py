@@ -90,7 +90,7 @@ class MLATokenToKVPool(KVPool):
     ) -> None:
         index = self._layer_index(layer.layer_id)
         num_tokens = check_loc(loc)
-        check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank))
-        check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim))
+        check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
+        check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
         write_rows(self._nope_words[index], loc, k_nope.to(self.dtype))
         write_rows(self._rope_words[index], loc, k_rope.to(self.dtype))

@@ -103,7 +103,8 @@ class KVPool(ABC):
 
         Both are cast to the pool's dtype. The scales are what a quantised pool divides by
         before it rounds; a pool that stores values as they are does not use them.
-        Raises InvalidInput, before anything is written, for shapes or dtypes that do not fit.
+        Raises InvalidInput, before anything is written, for shapes, dtypes or devices that do not
+        fit.
         """
         raise InvalidInput(
             "layer", came=f"K and V for {type(self).__name__}", expected="an MLA latent"
@@ -114,7 +115,8 @@ class KVPool(ABC):
     ) -> None:
         """Write latents [T, 1, rank] and rotary keys [T, 1, rope] to slots loc [T] int64.
 
-        Raises InvalidInput, before anything is written, for shapes or dtypes that do not fit.
+        Raises InvalidInput, before anything is written, for shapes, dtypes or devices that do not
+        fit.
         """
         raise InvalidInput(
             "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
@@ -145,12 +147,18 @@ def check_loc(loc: torch.Tensor) -> int:
     return loc.shape[0]
 
 
-def check_rows(argument: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise InvalidInput unless rows has that shape and a dtype that activations come in."""
+def check_rows(
+    argument: str, rows: torch.Tensor, shape: tuple[int, ...], loc: torch.Tensor
+) -> None:
+    """Raise InvalidInput unless rows has that shape, a dtype of activations, and loc's device."""
     if rows.shape != shape:
         raise InvalidInput(argument, came=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
     if rows.dtype not in STORABLE_DTYPES:
         raise InvalidInput(argument, came=rows.dtype, expected="bfloat16, float16 or float32")
+    if rows.device != loc.device:
+        raise InvalidInput(
+            argument, came=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
+        )
 
 
 def word_dtype(*row_bytes: int) -> torch.dtype:
