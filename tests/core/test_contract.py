@@ -83,7 +83,7 @@ class Recording(FakeBackend):
 
 
 def assert_refused(
-    world: World, step: PreparedStep, argument: str, **changes: torch.Tensor | None
+    world: World, step: PreparedStep, argument: str, **changes: torch.Tensor | bool | None
 ) -> None:
     backend = Recording(world.context)
     backend.init_forward_metadata(step.batch)
@@ -119,10 +119,38 @@ def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: 
     assert_refused(world, step, argument, **{argument: wrong})
 
 
-@pytest.mark.parametrize("argument", ["out", "lse"])
-def test_refuses_an_output_of_the_wrong_shape(argument: str) -> None:
+@pytest.mark.parametrize(
+    ("argument", "tensor"),
+    [
+        ("out", torch.zeros(5, 3, dtype=torch.bfloat16)),
+        ("out", torch.zeros(5, 8, 128)),
+        ("out", torch.zeros(5, 8, 128, dtype=torch.bfloat16, device="meta")),
+        ("lse", torch.zeros(5, 3)),
+        ("lse", torch.zeros(5, 8, dtype=torch.bfloat16)),
+    ],
+)
+def test_refuses_an_output_that_does_not_fit(argument: str, tensor: torch.Tensor) -> None:
     world = world_of(extend((3, 5)))
-    assert_refused(world, prepared(world), argument, **{argument: torch.zeros(5, 3)})
+    assert_refused(world, prepared(world), argument, **{argument: tensor})
+
+
+@pytest.mark.parametrize("argument", ["k", "v"])
+def test_refuses_a_tensor_elsewhere_before_touching_the_pool(argument: str) -> None:
+    world = world_of(extend((3, 5)))
+    step = prepared(world)
+    assert_refused(world, step, argument, **{argument: arguments(step)[argument].to("meta")})
+
+
+def test_refuses_what_the_call_would_ignore() -> None:
+    world = world_of(extend((0, 5)))
+    step = prepared(world)
+    assert_refused(world, step, "v", k=None)
+    assert_refused(world, step, "k_rope", k_rope=step.inputs[0].k, save_kv_cache=False)
+    world = mla_world(decode(3, 5))
+    step = prepared(world)
+    assert_refused(world, step, "v", v=step.inputs[0].k)
+    assert_refused(world, step, "k_rope", k=None)
+    assert_refused(world, step, "q_rope", q_rope=step.inputs[0].q_rope.float())
 
 
 def test_refuses_a_rotary_part_without_mla_and_its_absence_with_it() -> None:
@@ -198,8 +226,10 @@ def test_idle_rows_are_zero() -> None:
     backend = Recording(world.context)
     assert not call(backend, step, batch=idle).any()
     out = torch.full((2, 8, 128), torch.nan, dtype=torch.bfloat16)
-    assert call(backend, step, batch=idle, out=out) is out
+    lse = torch.full((2, 8), torch.nan)
+    assert call(backend, step, batch=idle, out=out, lse=lse) is out
     assert not out.any()
+    assert bool((lse == -torch.inf).all())
     assert backend.calls == []
 
 
@@ -275,14 +305,40 @@ def test_context_knows_its_layers_by_id() -> None:
     [
         {"tp_q_head_num": 6, "tp_k_head_num": 4},
         {"tp_k_head_num": 0},
-        {"kind": "mla", "tp_k_head_num": 2},
-        {"kind": "mla", "tp_k_head_num": 1, "v_head_dim": 128},
+        {"tp_v_head_num": 1},
+        {"sinks": torch.zeros(2)},
+        {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
+        {"kind": "mla", "v_head_dim": 64},
+        {"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 128},
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     layer: LayerSpec = world_of(decode(3)).context.layers[0]
     with pytest.raises(InvalidInput):
         replace(layer, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("req_pool_indices", lambda values: values.int()),
+        ("seq_lens", lambda values: values.long()),
+        ("seq_lens", lambda values: values[:1]),
+        ("out_cache_loc", lambda values: values.int()),
+        ("out_cache_loc", lambda values: values[:-1]),
+        ("extend_seq_lens", lambda values: values.long()),
+        ("extend_prefix_lens", lambda values: values.unsqueeze(1)),
+        ("seq_lens_cpu", lambda values: values.to("meta")),
+        ("encoder_lens", lambda values: torch.zeros(3, dtype=torch.int32)),
+    ],
+)
+def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) -> None:
+    world = world_of(extend((3, 5), (0, 4)))
+    batch = prepare_step(world, world.case.steps[0], host_lens=True).batch
+    backend = FakeBackend(world.context)
+    with pytest.raises(InvalidInput) as caught:
+        backend.init_forward_metadata(replace(batch, **{field: change(getattr(batch, field))}))
+    assert caught.value.argument == field
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from attnmux.core.arguments import check_call, check_fields
 from attnmux.core.batch import ForwardMode
 from attnmux.core.debug import check_batch
 from attnmux.core.dtypes import torch_dtype
@@ -89,7 +90,11 @@ class AttentionBackend(ABC):
         self._dtype = torch_dtype(context.request.dtype) if context.request.dtype else None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepare an eager step."""
+        """Prepare an eager step.
+
+        Raises InvalidInput for a batch whose fields have other shapes or dtypes than documented.
+        """
+        check_fields(batch)
         self.init_forward_metadata_out_graph(batch)
         self.init_forward_metadata_in_graph(batch)
 
@@ -155,13 +160,25 @@ class AttentionBackend(ABC):
 
         k None means that K and V are in the pool already. `out` and `lse` are written where
         given, else `out` is allocated. Returns `out`, which is the caller's to keep; for IDLE an
-        all-zero result, touching nothing.
-        Raises InvalidInput for shapes that do not fit the layer and the batch, before the pool
-        is touched.
+        all-zero result with LSE -inf, touching nothing.
+        Raises InvalidInput for shapes, dtypes or devices that do not fit the layer and the
+        batch, before the pool is touched.
         """
-        _check_dtype("q", q, self._dtype)
-        _check_shapes(q, k, v, layer, batch, q_rope, k_rope, out, lse)
+        check_call(
+            q,
+            k,
+            v,
+            layer,
+            batch,
+            dtype=self._dtype,
+            q_rope=q_rope,
+            k_rope=k_rope,
+            out=out,
+            lse=lse,
+        )
         if batch.forward_mode is ForwardMode.IDLE:
+            if lse is not None:
+                lse.fill_(-torch.inf)
             if out is None:
                 return q.new_zeros((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
             return out.zero_()
@@ -216,52 +233,3 @@ class AttentionBackend(ABC):
         With save_kv_cache False and k given, the new tokens' K and V are not in the pool: they
         are `k` and `v` themselves, and there is no prefix.
         """
-
-
-def _check_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    layer: LayerSpec,
-    batch: ForwardBatch,
-    q_rope: torch.Tensor | None,
-    k_rope: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
-    num_tokens, heads = q.shape[0], layer.tp_q_head_num
-    rope_dim = layer.qk_rope_head_dim
-    latent_dim = layer.qk_head_dim - rope_dim
-    _check("q", q, (num_tokens, heads, latent_dim))
-    if num_tokens != batch.num_tokens:
-        raise InvalidInput("q", came=f"{num_tokens} rows", expected=f"{batch.num_tokens} tokens")
-    if (q_rope is None) != (rope_dim == 0):
-        raise InvalidInput(
-            "q_rope",
-            came="None" if q_rope is None else "a tensor",
-            expected="the rotary part of Q for MLA, None otherwise",
-        )
-    if q_rope is not None:
-        _check("q_rope", q_rope, (num_tokens, heads, rope_dim))
-    if k is not None:
-        keys = k.shape[0] if layer.is_cross_attention else num_tokens
-        _check("k", k, (keys, layer.tp_k_head_num, latent_dim))
-        if rope_dim:
-            _check("k_rope", k_rope, (keys, 1, rope_dim))
-        else:
-            _check("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim))
-    if out is not None:
-        _check("out", out, (num_tokens, heads, layer.v_head_dim))
-    if lse is not None:
-        _check("lse", lse, (num_tokens, heads))
-
-
-def _check_dtype(argument: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    if dtype is not None and tensor.dtype != dtype:
-        raise InvalidInput(argument, came=tensor.dtype, expected=f"{dtype}, as decided")
-
-
-def _check(argument: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is None or tensor.shape != shape:
-        came = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
-        raise InvalidInput(argument, came=came, expected=f"shape {shape}")

@@ -47,6 +47,18 @@ class LayerSpec:
                 came=f"{self.tp_q_head_num} query heads over {self.tp_k_head_num} KV heads",
                 expected="a multiple of the KV heads",
             )
+        if self.tp_v_head_num != self.tp_k_head_num:
+            raise InvalidInput(
+                "tp_v_head_num", came=self.tp_v_head_num, expected=f"{self.tp_k_head_num}, as in K"
+            )
+        if self.sinks is not None and (
+            self.sinks.shape != (self.tp_q_head_num,) or self.sinks.dtype != torch.float32
+        ):
+            raise InvalidInput(
+                "sinks",
+                came=f"{self.sinks.dtype} of shape {tuple(self.sinks.shape)}",
+                expected=f"float32 of shape ({self.tp_q_head_num},)",
+            )
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",

@@ -1,0 +1,125 @@
+"""What a backend's arguments must look like: all that costs no synchronisation to check."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+
+_OF_REQUESTS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
+"""int32 fields of a batch with one value a request."""
+_MIRRORS = ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
+"""The same on the host."""
+
+
+def check_fields(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a batch whose fields are not of the dtypes and shapes it documents."""
+    size = batch.batch_size
+    _check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
+    _check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, batch.num_tokens)
+    for field in _OF_REQUESTS:
+        _check_vector(field, getattr(batch, field), torch.int32, size)
+    for field in _MIRRORS:
+        mirror = getattr(batch, field)
+        _check_vector(field, mirror, torch.int32, size)
+        if mirror is not None and mirror.device.type != "cpu":
+            raise InvalidInput(field, came=f"a tensor on {mirror.device}", expected="one on cpu")
+    items = batch.multi_item
+    if items is not None:
+        _check_vector("multi_item.prefix_lens", items.prefix_lens, torch.int32, size)
+
+
+def check_call(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: LayerSpec,
+    batch: ForwardBatch,
+    *,
+    dtype: torch.dtype | None,
+    q_rope: torch.Tensor | None,
+    k_rope: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise InvalidInput unless the tensors of a layer's call fit the layer and the batch.
+
+    dtype: what Q was decided to be, where anything was.
+    """
+    num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
+    rope_dim = layer.qk_rope_head_dim
+    dtype, device = dtype or q.dtype, q.device
+    _check("q", q, (num_tokens, heads, layer.qk_head_dim - rope_dim), device, dtype)
+    if rope_dim:
+        _check("q_rope", q_rope, (num_tokens, heads, rope_dim), device, dtype)
+    else:
+        _check_absent("q_rope", q_rope, "the layer is not MLA")
+    _check_new_kv(k, v, k_rope, layer, num_tokens, device)
+    if out is not None:
+        _check("out", out, (num_tokens, heads, layer.v_head_dim), device, dtype)
+    if lse is not None:
+        _check("lse", lse, (num_tokens, heads), device, torch.float32)
+
+
+def _check_new_kv(
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    k_rope: torch.Tensor | None,
+    layer: LayerSpec,
+    num_tokens: int,
+    device: torch.device,
+) -> None:
+    if k is None:
+        _check_absent("v", v, "k is None: both are in the pool, or neither")
+        _check_absent("k_rope", k_rope, "k is None: both are in the pool, or neither")
+        return
+    rope_dim = layer.qk_rope_head_dim
+    keys = num_tokens
+    if layer.is_cross_attention and k.dim():
+        keys = k.shape[0]
+    _check("k", k, (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim), device)
+    if rope_dim:
+        _check("k_rope", k_rope, (keys, 1, rope_dim), device)
+        _check_absent("v", v, "MLA's V is the latent part of K")
+    else:
+        _check("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim), device)
+        _check_absent("k_rope", k_rope, "the layer is not MLA")
+
+
+def _check(
+    argument: str,
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    if tensor is None:
+        raise InvalidInput(argument, came=None, expected=f"shape {shape}")
+    if tensor.shape != shape:
+        raise InvalidInput(argument, came=f"shape {tuple(tensor.shape)}", expected=f"shape {shape}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise InvalidInput(argument, came=tensor.dtype, expected=str(dtype))
+    if tensor.device != device:
+        raise InvalidInput(
+            argument, came=f"a tensor on {tensor.device}", expected=f"one on {device}, as q is"
+        )
+
+
+def _check_absent(argument: str, tensor: torch.Tensor | None, reason: str) -> None:
+    if tensor is not None:
+        raise InvalidInput(argument, came="a tensor", expected=f"None, since {reason}")
+
+
+def _check_vector(field: str, values: torch.Tensor | None, dtype: torch.dtype, length: int) -> None:
+    if values is not None and (values.dtype != dtype or values.shape != (length,)):
+        raise InvalidInput(
+            field,
+            came=f"{values.dtype} of shape {tuple(values.shape)}",
+            expected=f"{dtype} of shape ({length},)",
+        )
