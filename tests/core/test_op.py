@@ -120,6 +120,44 @@ def test_heads_may_come_flattened() -> None:
     assert torch.equal(whole, flat)
 
 
+def test_the_rotary_parts_may_come_flattened_too() -> None:
+    world = world_of(decode(3, 9), **LATENT)
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    ((q, k, v, q_rope, k_rope), *_) = inputs_of(step)
+    attention = RadixAttention(step.inputs[0].layer)
+    with forward_context(backend, step.batch):
+        whole = attention(q, k, v, step.batch, q_rope=q_rope, k_rope=k_rope)
+        ropes = {"q_rope": q_rope.flatten(1), "k_rope": k_rope.flatten(1)}
+        assert torch.equal(attention(q, k, v, step.batch, **ropes), whole)
+
+
+def test_heads_may_come_in_any_memory_order() -> None:
+    world = world_of(extend((0, 6)))
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    given = step.inputs[0]
+    heads_first = given.q.view(2, 3, 8, 128).transpose(1, 2).contiguous()
+    attention = RadixAttention(given.layer)
+    with forward_context(backend, step.batch):
+        expected = attention(given.q, given.k, given.v, step.batch)
+        result = attention(heads_first.transpose(1, 2), given.k, given.v, step.batch)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 127), (3, 4, 128), (3, 1000), (6,)])
+def test_heads_that_do_not_fit_are_named(shape) -> None:
+    world = world_of(decode(3, 9, 4))
+    step = prepare_step(world, world.case.steps[0])
+    with (
+        forward_context(FakeBackend(world.context), step.batch),
+        pytest.raises(InvalidInput, match=r"q: expected \[T, 8, 128\] or \[T, 1024\]"),
+    ):
+        RadixAttention(step.inputs[0].layer)(torch.zeros(shape), None, None, step.batch)
+
+
 def test_the_op_writes_out_and_lse() -> None:
     world = world_of(decode(3, 9))
     step = prepare_step(world, world.case.steps[0])

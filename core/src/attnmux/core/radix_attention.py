@@ -43,11 +43,13 @@ class RadixAttention(torch.nn.Module):
         """
         spec = self.spec
         rope_dim = spec.qk_rope_head_dim
-        q = q.view(-1, spec.tp_q_head_num, spec.qk_head_dim - rope_dim)
-        if k is not None:
-            k = k.view(-1, spec.tp_k_head_num, spec.qk_head_dim - rope_dim)
-        if v is not None:
-            v = v.view(-1, spec.tp_v_head_num, spec.v_head_dim)
+        dim = spec.qk_head_dim - rope_dim
+        q = _by_head("q", q, spec.tp_q_head_num, dim)
+        k = None if k is None else _by_head("k", k, spec.tp_k_head_num, dim)
+        v = None if v is None else _by_head("v", v, spec.tp_v_head_num, spec.v_head_dim)
+        if rope_dim:
+            q_rope = None if q_rope is None else _by_head("q_rope", q_rope, q.shape[1], rope_dim)
+            k_rope = None if k_rope is None else _by_head("k_rope", k_rope, 1, rope_dim)
         if torch.compiler.is_compiling():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
             attention_with_output(q, k, v, q_rope, k_rope, out, None, spec.layer_id, save_kv_cache)
@@ -60,3 +62,14 @@ class RadixAttention(torch.nn.Module):
         return context.backend.forward(
             q, k, v, spec, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
         )
+
+
+def _by_head(argument: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """[T, heads, dim] of a tensor with these heads, flattened or not, behind any leading dims."""
+    if tensor.shape[-2:] != (heads, dim) and tensor.shape[-1:] != (heads * dim,):
+        raise InvalidInput(
+            argument,
+            came=f"shape {tuple(tensor.shape)}",
+            expected=f"[T, {heads}, {dim}] or [T, {heads * dim}]",
+        )
+    return tensor.reshape(-1, heads, dim)
