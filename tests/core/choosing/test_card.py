@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from attnmux.core.choosing.axes import AXES
-from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, when
+from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, Option, Prior, when
 from attnmux.core.choosing.conditions import ANY, NONE, at_most, one_of
 from attnmux.core.choosing.request import Request
 from attnmux.core.errors import InvalidInput
@@ -83,3 +83,57 @@ def test_a_planned_card_needs_no_factory() -> None:
 def test_clauses_compare_by_their_conditions(clause) -> None:
     assert clause(page_size=one_of(16)) == clause(page_size=one_of(16))
     assert clause(page_size=one_of(16)) != clause(page_size=one_of(32))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": None}, "name: expected text, got None"),
+        ({"name": "a/b"}, "name: expected letters, digits, _ and -"),
+        ({"name": ""}, "name: expected letters"),
+        ({"aliases": "flash"}, "aliases: expected a tuple of str, got 'flash'"),
+        ({"aliases": ("a.b",)}, "name: expected letters"),
+        ({"companions": "flash"}, "companions: expected a tuple of str"),
+        ({"requires": "torch"}, "requires: expected a tuple of str"),
+        ({"requires": (3,)}, "requires: expected a tuple of str"),
+        ({"clauses": []}, "clauses: expected a tuple of Clause, got []"),
+        ({"clauses": ALWAYS}, "clauses: expected a tuple of Clause"),
+        ({"clauses": ("any",)}, "clauses: expected a tuple of Clause"),
+        ({"options": ("fast",)}, "options: expected a tuple of Option"),
+        ({"priors": (3,)}, "priors: expected a tuple of Prior"),
+        ({"status": "maybe"}, "status: expected one of available, planned"),
+        ({"contract": None}, "contract: expected text"),
+    ],
+)
+def test_a_card_of_other_types_is_refused(given, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        BackendCard(**{"name": "x", "summary": "", "clauses": (), "factory": "a:b", **given})
+    assert said in str(caught.value)
+
+
+def test_a_condition_must_be_one() -> None:
+    with pytest.raises(InvalidInput, match="clause, vendor: expected a condition"):
+        when(vendor="acme")
+
+
+@pytest.mark.parametrize("given", [{"rank": "1"}, {"rank": 1, "when": "always"}])
+def test_a_prior_of_other_types_is_refused(given) -> None:
+    with pytest.raises(InvalidInput, match="prior, "):
+        Prior(source="x", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": list}, "option 'n', type: expected bool, int, float or str"),
+        ({"default": "many"}, "option 'n': expected values of type int"),
+        ({"default": True}, "option 'n': expected values of type int"),
+        ({"choices": (1, 2.0)}, "option 'n': expected values of type int"),
+        ({"choices": (2, 3)}, "option 'n', default: expected one of its choices"),
+        ({"name": "a=b"}, "option, name: expected letters"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_refused(given, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Option(**{"name": "n", "type": int, "default": 1, **given})
+    assert said in str(caught.value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from packaging.requirements import InvalidRequirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -20,6 +23,15 @@ DEFAULT_RANK = 1000
 
 OptionValue = bool | int | float | str
 
+Status = Literal["available", "planned"]
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Of a backend or an option: `plugin/name` and `BACKEND.OPTION=VALUE` must be readable."""
+
+
+def _refusal(what: str, came: object, expected: str) -> InvalidInput:
+    return InvalidInput(what, came=reprlib.repr(came), expected=expected)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clause:
@@ -28,6 +40,8 @@ class Clause:
     An axis that a request asks about and the clause leaves at NONE is refused. Axes that only
     limit what is served (SM version, runtime, head counts) start at ANY; what is served at all
     must be said.
+
+    Raises InvalidInput for a field that holds no condition.
     """
 
     vendor: Condition
@@ -65,6 +79,12 @@ class Clause:
     graph: Condition = NONE
     lse: Condition = NONE
 
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, Condition):
+                raise _refusal(f"clause, {name}", value, "a condition, such as one_of(…) or ANY")
+
 
 def when(**conditions: Condition) -> Clause:
     """A clause that holds wherever the given conditions do: for priors."""
@@ -77,17 +97,30 @@ ALWAYS = when()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """How well a backend is expected to do before anybody measured. Lower ranks win."""
+    """How well a backend is expected to do before anybody measured. Lower ranks win.
+
+    Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
+    """
 
     rank: int
     when: Clause = ALWAYS
     source: str
     """Where the expectation comes from."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int):
+            raise _refusal("prior, rank", self.rank, "an integer")
+        if not isinstance(self.when, Clause):
+            raise _refusal("prior, when", self.when, "a clause, such as when(…)")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A setting of one backend, handed to its constructor. It must not change what is computed."""
+    """A setting of one backend, handed to its constructor. It must not change what is computed.
+
+    Raises InvalidInput for a name that cannot be typed, and for a default or a choice that is not
+    of the type.
+    """
 
     name: str
     type: type[bool] | type[int] | type[float] | type[str]
@@ -96,13 +129,37 @@ class Option:
     """Empty: any value of the type."""
     summary: str = ""
 
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise _refusal("option, name", self.name, "letters, digits, _ and -")
+        if self.type not in get_args(OptionValue):
+            raise _refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
+        for value in (self.default, *self.choices):
+            if type(value) is not self.type:
+                expected = f"values of type {self.type.__name__}"
+                raise _refusal(f"option {self.name!r}", value, expected)
+        if self.choices and self.default not in self.choices:
+            raise _refusal(f"option {self.name!r}, default", self.default, "one of its choices")
+
+
+HELD: Mapping[str, tuple[type, ...]] = {
+    "clauses": (Clause,),
+    "aliases": (str,),
+    "requires": (str, tuple),
+    "options": (Option,),
+    "priors": (Prior,),
+    "companions": (str,),
+}
+"""What the tuples of a card hold."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendCard:
     """A backend's entry: importing it must import neither torch nor a kernel library.
 
-    Raises InvalidInput for a version range or a requirement that cannot be read, for a factory
-    that is not "module:attribute", and for an available card without a factory.
+    Raises InvalidInput for a field of another type (a list or a bare string instead of a tuple
+    too), for a name that cannot be typed, a version range or a requirement that cannot be read, a
+    factory that is not "module:attribute", and an available card without a factory.
     """
 
     name: str
@@ -113,7 +170,7 @@ class BackendCard:
     """Other names that a user may give; a name shared by several cards means whichever fits."""
     factory: str | None = None
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
-    status: Literal["available", "planned"] = "available"
+    status: Status = "available"
     """A planned card can be asked about for another machine, and never runs."""
     contract: str = ">=1,<2"
     requires: tuple[str | tuple[str, ...], ...] = ()
@@ -129,6 +186,7 @@ class BackendCard:
     """Whether the batch must carry `seq_lens_cpu`."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         try:
             SpecifierSet(self.contract)
         except InvalidSpecifier:
@@ -139,13 +197,28 @@ class BackendCard:
                     parsed_requirement(text)
                 except InvalidRequirement:
                     raise self._refusal("requires", text, "a PEP 508 requirement") from None
+        if self.status not in get_args(Status):
+            raise self._refusal("status", self.status, f"one of {', '.join(get_args(Status))}")
         if self.factory is not None and self.factory.count(":") != 1:
             raise self._refusal("factory", self.factory, '"module:attribute"')
         if self.factory is None and self.status == "available":
             raise self._refusal("factory", None, 'one, unless the status is "planned"')
 
+    def _check_types(self) -> None:
+        for field in ("name", "summary", "contract", "extra"):
+            if not isinstance(getattr(self, field), str):
+                raise self._refusal(field, getattr(self, field), "text")
+        for field, kinds in HELD.items():
+            value = getattr(self, field)
+            if not isinstance(value, tuple) or not all(isinstance(item, kinds) for item in value):
+                said = " or ".join(kind.__name__ for kind in kinds)
+                raise self._refusal(field, value, f"a tuple of {said}")
+        for name in (self.name, *self.aliases):
+            if not NAME.fullmatch(name):
+                raise self._refusal("name", name, "letters, digits, _ and -")
+
     def _refusal(self, field: str, came: object, expected: str) -> InvalidInput:
-        return InvalidInput(f"card {self.name!r}, {field}", came=repr(came), expected=expected)
+        return _refusal(f"card {self.name!r}, {field}", came, expected)
 
     def requirements(self) -> tuple[tuple[str, ...], ...]:
         """`requires`, each as a tuple of alternatives."""
