@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
 from attnmux.transformers import (
@@ -20,6 +21,7 @@ from attnmux.transformers import (
     recall,
 )
 from attnmux.transformers.detokenize import TextStream
+from attnmux.transformers.sampling import NOT_A_NUMBER
 
 PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 
@@ -174,7 +176,29 @@ def test_steps_change_nothing_when_they_do_not_fit(tiny, run_on):
         runner.extend([states[0]], [9])
     with pytest.raises(InvalidInput, match="states"):
         runner.decode([states[0]])
+    with pytest.raises(InvalidInput, match="states"):
+        runner.extend([states[0], states[0]])
     assert all(state.row is None and state.num_cached == 0 for state in [*states, long])
+    assert free_memory(runner) == all_memory(runner)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decode_refuses_what_does_not_fit_before_it_takes_a_slot(tiny, run_on, page_size):
+    """Past its row a request would write its slots into the next one's."""
+    runner = run_on(tiny("llama")[1], page_size=page_size, max_context_len=8)
+    full, short = SequenceState(token_ids=[1] * 8), SequenceState(token_ids=[2] * 3)
+    runner.extend([full, short])
+    before = free_memory(runner)
+    for state in (full, short):
+        state.token_ids.append(5)
+    with pytest.raises(InvalidInput, match="context of 8"):
+        runner.decode([short, full])
+    with pytest.raises(InvalidInput, match="states"):
+        runner.decode([short, short])
+    assert free_memory(runner) == before
+    assert (full.num_cached, short.num_cached) == (8, 3)
+    runner.decode([short])
+    runner.release([full, short])
     assert free_memory(runner) == all_memory(runner)
 
 
@@ -214,10 +238,25 @@ def test_a_draw_of_zero_takes_no_impossible_token(monkeypatch):
     assert sampler(torch.tensor([[float("-inf"), 0.0, 0.0]]), [0]).tolist() == [1]
 
 
-def test_a_tiny_temperature_is_greedy_and_overflows_nowhere():
+@pytest.mark.parametrize("temperature", [0, 1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_overflows_nowhere(temperature):
     logits = torch.tensor([[3e4, 3e4 - 1, -3e4]])
-    assert Sampler(SamplingParams(temperature=1e-30), 1)(logits, [0]).tolist() == [0]
-    assert Sampler(SamplingParams(), 1)(logits, [0]).tolist() == [0]
+    assert Sampler(SamplingParams(temperature=temperature), 1)(logits, [0]).tolist() == [0]
+
+
+def test_a_temperature_may_be_a_whole_number():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    whole, real = (Sampler(SamplingParams(temperature=value), 1) for value in (1, 1.0))
+    assert torch.equal(whole(logits, [0]), real(logits, [0]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_has_no_token(temperature, damage):
+    """And does not touch the others: an index past the vocabulary would break the next step."""
+    logits = torch.tensor([[0.0, 50.0, 0.0], [0.0, damage, 1.0], [float("-inf")] * 3])
+    tokens = Sampler(SamplingParams(temperature=temperature), 3)(logits, range(3))
+    assert tokens.tolist() == [1, NOT_A_NUMBER, NOT_A_NUMBER]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +294,47 @@ def test_text_streams_in_whole_characters(tokenizer, text):
     assert stream.end() == ""
     assert all("\ufffd" not in piece for piece in pieces)
     assert sum(map(bool, pieces)) == len(text)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """A tokenizer as Llama 2, Mistral and Gemma have it: characters that it does not know come as
+    bytes, and one bad byte makes replacement characters of all the bytes around it."""
+    alphabet = "\u2581abcdefghijklmnopqrstuvwxyz"
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("prompt", ["hi", "日本語日本語", "a long prompt 日本", "é é ééé"])
+@pytest.mark.parametrize(
+    "text", ["日本語テスト日本語テスト ok", "🙂" * 8, "é🙂" * 4 + " x", " plain"]
+)
+def test_bytes_stream_in_whole_characters_too(byte_fallback, prompt, text):
+    start = len(byte_fallback(prompt)["input_ids"])
+    ids = byte_fallback(prompt + text)["input_ids"]
+    stream = TextStream(byte_fallback, ids[:start])
+    pieces = [stream.put(token) for token in ids[start:]]
+    assert "".join(pieces) == text
+    assert stream.end() == ""
+    assert sum(map(bool, pieces)) == len(text)
+
+
+def test_what_the_prompt_could_not_decode_is_not_said_again(tokenizer):
+    stream = TextStream(tokenizer, [0xFF] * 20)
+    assert stream.put(ord("a")) + stream.end() == "a"
 
 
 def test_bytes_that_never_become_a_character_come_at_the_end(tokenizer):

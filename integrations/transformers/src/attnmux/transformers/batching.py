@@ -52,7 +52,8 @@ class StepBuilder:
 
         A request's earlier tokens are its cached prefix, so a prompt may come in chunks, and a
         request with a single pending token may be among them.
-        Raises PoolExhausted, changing nothing, when rows or slots do not suffice.
+        Raises PoolExhausted, changing nothing, when rows or slots do not suffice, and
+        InvalidInput for counts that are not pending or do not fit into the context.
         """
         counts = [state.num_pending for state in states] if num_new is None else list(num_new)
         self._check_new(states, counts)
@@ -98,7 +99,8 @@ class StepBuilder:
     def decode(self, states: Sequence[SequenceState]) -> Step:
         """A step over the one pending token of each request.
 
-        Raises PoolExhausted, changing nothing, when slots do not suffice.
+        Raises PoolExhausted, changing nothing, when slots do not suffice, and InvalidInput for
+        requests that were not extended, that have more to run, or whose context is full.
         """
         for state in states:
             if state.num_pending != 1 or state.row is None:
@@ -107,6 +109,7 @@ class StepBuilder:
                     came=f"a request with {state.num_pending} pending tokens",
                     expected="requests that were extended, each with one pending token",
                 )
+        self._check_new(states, [1] * len(states))
         ends = [state.num_cached + 1 for state in states]
         last_tokens = [state.token_ids[-1] for state in states]
         host = torch.tensor([[state.row for state in states], ends, last_tokens])
@@ -155,6 +158,8 @@ class StepBuilder:
         return packed[0], packed[1]
 
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        if len(set(states)) != len(states):
+            raise InvalidInput("states", came="a request twice", expected="each request once")
         longest = self.req_to_token_pool.max_context_len
         for state, count in zip(states, counts, strict=True):
             if not 1 <= count <= state.num_pending:

@@ -12,20 +12,23 @@ UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no whole character."""
 
 CONTEXT = 8
-"""Tokens before a piece that are decoded with it, because some decoders treat the first token of
-a text differently (a leading space is dropped)."""
+"""Tokens of the prompt that are decoded with the first piece, because some decoders treat the
+first token of a text differently (a leading space is dropped)."""
+
+LONGEST = 4
+"""Bytes, and so at most tokens, of a character in UTF-8."""
 
 
 class TextStream:
-    """Detokenises one request as it grows; the pieces joined are the whole text."""
+    """Detokenises one request as it grows; the pieces joined are the whole text.
+
+    Each piece is decoded together with the one before it, which begins and ends with a character:
+    a decoder that falls back to bytes gives up on all bytes of a run where one is cut off.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-CONTEXT:])
-        self._done = len(self._ids)
-        # A prompt of token ids may end inside a character.
-        while self._done and self._decode(self._ids[: self._done]).endswith(UNFINISHED):
-            self._done -= 1
+        self._ids, self._done = self._whole_end(list(prompt_ids[-CONTEXT - LONGEST :]))
 
     def put(self, token_id: int) -> str:
         """The text that `token_id` completes; "" inside a character of several tokens."""
@@ -47,8 +50,21 @@ class TextStream:
         return self._decode(self._ids)[len(before) :]
 
     def _advance(self) -> None:
-        self._ids = self._ids[-max(CONTEXT, len(self._ids) - self._done) :]
+        self._ids = self._ids[self._done :]
         self._done = len(self._ids)
+
+    def _whole_end(self, ids: list[int]) -> tuple[list[int], int]:
+        """Some last tokens, from the start of a character on, and how many end with one.
+
+        A prompt of token ids may end inside a character, which the first piece then completes.
+        """
+        first = max(0, len(ids) - CONTEXT)
+        for end in range(len(ids), max(-1, len(ids) - LONGEST), -1):
+            for start in range(first, max(-1, first - LONGEST), -1):
+                text = self._decode(ids[start:end])
+                if not text.startswith(UNFINISHED) and not text.endswith(UNFINISHED):
+                    return ids[start:], end - start
+        return ids[first:], len(ids) - first  # no characters: nothing to complete
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(

@@ -82,7 +82,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the next pending tokens of each request; see `StepBuilder.extend`.
 
-        Returns the logits after each request's last new token, [B, vocabulary].
+        Returns the logits after each request's last new token, [B, vocabulary]. Where the model
+        itself fails, the requests hold slots without K and V: release them.
         """
         step = self.steps.extend(states, num_new)
         return self.forward(step, step.last_indices)

@@ -35,7 +35,7 @@ class SamplingParams:
 
 
 NOT_A_NUMBER = -1
-"""Stands for a token where the logits are NaN."""
+"""Stands for a token where the logits are NaN or their largest is infinite."""
 
 
 class Sampler:
@@ -51,7 +51,9 @@ class Sampler:
         self._streams: list[torch.Generator] = []
         if params.temperature == 0:
             return
-        self._warp.append(TemperatureLogitsWarper(params.temperature))
+        # A temperature that float32 rounds to 0 would make NaN of the largest.
+        smallest = torch.finfo(torch.float32).tiny
+        self._warp.append(TemperatureLogitsWarper(max(float(params.temperature), smallest)))
         if params.top_p < 1:
             self._warp.append(TopPLogitsWarper(params.top_p))
         seeds = torch.Generator().manual_seed(params.seed)
@@ -61,13 +63,13 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, requests: Sequence[int]) -> torch.Tensor:
         """The next token of each request, [B] int64 on the logits' device.
 
-        logits: [B, vocabulary]. requests: the index of each row's request. A row of logits that
-        holds NaN yields NOT_A_NUMBER: finding it costs no synchronisation here.
+        logits: [B, vocabulary]. requests: the index of each row's request. A row whose
+        largest logit is NaN or infinite yields NOT_A_NUMBER, without a synchronisation here.
         """
         # The largest value is NaN where any is.
         top, best = logits.max(dim=-1)
         tokens = best if self.params.temperature == 0 else self._draw(logits, top, requests)
-        return tokens.masked_fill(top.isnan(), NOT_A_NUMBER)
+        return tokens.masked_fill(~top.isfinite(), NOT_A_NUMBER)
 
     def _draw(
         self, logits: torch.Tensor, top: torch.Tensor, requests: Sequence[int]
