@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import transformers
+from click import UsageError
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -79,6 +80,14 @@ def test_a_prompt_from_stdin():
     assert refused(attnmux("-", stdin=""), "empty prompt")
 
 
+def test_prompts_that_are_not_utf8(monkeypatch):
+    assert refused(attnmux("-", stdin=b"caf\xe9 k417 ?k"), "stdin", "UTF-8")
+    assert refused(attnmux("caf\udce9 k417 ?k"), "prompt 1", "UTF-8")
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="closed"):
+        cli.read_prompts(["-"], None, 0)
+
+
 def test_json_is_one_object():
     result = attnmux("k417, x90 ?k", "b52 ?b", "--json", "--page-size", 16)
     answer = json.loads(result.stdout)
@@ -116,10 +125,13 @@ def test_dtype_and_backends_by_name():
     ("args", "words", "code"),
     [
         (["x", "--model", "/no/such/folder"], ["no such folder"], 2),
+        (["x", "--model", ""], ["empty name", "hub"], 2),
         (["x", "--backend", "torch_nativ"], ["unknown attention backend", "torch_native"], 2),
         (["x", "--backend", "fa3"], ["fa3", "attnmux-nvidia"], 2),
         (["x", "--kv-dtype", "fp8_e4m3"], ["kv_dtype", "torch_native"], 3),
         (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
+        (["x", "--dtype", "int8"], ["dtype", "int8"], 2),
+        (["x", "--dtype", "fp4_e2m1"], ["dtype", "fp4_e2m1", "torch_native"], 3),
         (["x", "--context", "4096"], ["--context", "2048"], 2),
         (["xxxxx", "--context", "4"], ["prompt 1", "5 tokens", "context of 4"], 2),
         ([""], ["prompt 1", "empty prompt"], 2),
@@ -149,6 +161,37 @@ def test_a_broken_config(copy):
     assert refused(attnmux("x", "--model", copy), "generates text")
     (copy / "config.json").write_text('{"model_type": "mamba"}')
     assert refused(attnmux("x", "--model", copy), "recurrent state")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": "four"}, ["num_attention_heads", "four"]),
+        ({"num_attention_heads": 0}, ["ZeroDivisionError"]),
+        ({"hidden_size": 130}, ["hidden size", "130"]),
+        ({"num_hidden_layers": 0}, ["at least one layer"]),
+        ({"dtype": "nonsense"}, ["nonsense"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["optimum"]),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_config_of_wrong_values(copy, changes, words):
+    """Each is found by another library and raised in words of its own; ours name the model."""
+    config = json.loads((copy / "config.json").read_text())
+    config.pop("head_dim")
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    assert refused(attnmux("x", "--model", copy), "expected", *words)
+
+
+def test_a_config_that_is_no_object(copy):
+    (copy / "config.json").write_text("null")
+    assert refused(attnmux("x", "--model", copy), "model", str(copy))
+
+
+def test_weights_of_the_old_format_that_are_damaged(copy):
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_text("x")
+    assert refused(attnmux("x", "--model", copy), "model", str(copy))
 
 
 def test_code_in_a_checkpoint_is_not_run(copy):

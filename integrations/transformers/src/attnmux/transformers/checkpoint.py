@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -32,6 +31,9 @@ from attnmux.transformers.rotary import fixed_rotary_len
 
 ALWAYS = {"trust_remote_code": False}
 """Code in a checkpoint is never run, and nobody is asked at a prompt whether to run it."""
+
+
+CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,6 +93,8 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
     that cannot be served.
     """
     source = str(source)
+    if not source:
+        raise InvalidInput("model", came="an empty name", expected=CHECKPOINT)
     path = Path(source).expanduser()
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         _check_folder(path)
@@ -184,12 +188,11 @@ def _show_progress(wanted: bool) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    expected = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
     if not path.is_dir():
         came = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
-        raise InvalidInput("model", came=came, expected=expected)
+        raise InvalidInput("model", came=came, expected=CHECKPOINT)
     if not (path / "config.json").is_file():
-        raise InvalidInput("model", came=f"{path}, which has no config.json", expected=expected)
+        raise InvalidInput("model", came=f"{path}, which has no config.json", expected=CHECKPOINT)
 
 
 @contextmanager
@@ -197,11 +200,13 @@ def _explained(source: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except Exception as error:
+        # Every library on the way has errors of its own: a value of config.json alone may end in
+        # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.
         raise InvalidInput(
             "model",
             came=f"{source} ({_in_one_line(error)})",
-            expected="a folder with a Hugging Face checkpoint, or the id of a model on the hub",
+            expected=CHECKPOINT,
         ) from error
 
 

@@ -88,7 +88,8 @@ def generate(
     texts = read_prompts(prompts, model, seed)
     with _quiet(run.debug):
         began = time.perf_counter()
-        checkpoint = open_checkpoint(model or recall.PATH, progress=sys.stderr.isatty())
+        source = recall.PATH if model is None else model
+        checkpoint = open_checkpoint(source, progress=sys.stderr.isatty())
         context = context_of(checkpoint, context)
         ids = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
         plugins = run.plugins(settings)
@@ -134,7 +135,13 @@ def read_prompts(prompts: Sequence[str], model: str | None, seed: int) -> list[s
 
 
 def _stdin() -> str:
-    return sys.stdin.read().removesuffix("\n")
+    """All of stdin without the last line's end, UTF-8 whatever the locale says."""
+    if sys.stdin is None:
+        raise click.UsageError("- reads a prompt from stdin, which is closed.")
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInput("stdin", came=str(error), expected="text in UTF-8") from error
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:

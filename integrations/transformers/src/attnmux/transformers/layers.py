@@ -93,6 +93,8 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
         model(input_ids=zero, position_ids=zero, use_cache=False)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
+    if expected < 1:
+        raise InvalidInput(type(model).__name__, came="none", expected="at least one layer")
     if len(counts) != expected or len(recorder.calls) != expected:
         raise InvalidInput(
             type(model).__name__,

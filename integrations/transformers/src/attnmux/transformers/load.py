@@ -15,6 +15,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
+from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint, load_model
 from attnmux.transformers.layers import record_layers
@@ -63,7 +64,7 @@ def load_runner(
     stated = stated_request(checkpoint)
     if stated is not None:
         expanded = stated.expanded() if stated.latent else stated
-        decide(expanded.replace(origin="model", dtype=str(dtype)), platform, offers, options)
+        decide(expanded.replace(origin="model", dtype=dtype_name(dtype)), platform, offers, options)
     device = torch.device(options.device or platform.device_type)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress)
     layers = record_layers(model, max_context_len=options.max_context_len)

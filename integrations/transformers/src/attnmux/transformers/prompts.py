@@ -19,7 +19,8 @@ def encode_prompts(
     """The token ids of each prompt; `chat` puts texts into the tokenizer's chat template.
 
     Raises InvalidInput for no prompts, an empty prompt, one that is longer than the context, ids
-    outside the vocabulary, and for text where there is no tokenizer or no chat template.
+    outside the vocabulary, text that UTF-8 cannot hold, and for text where there is no tokenizer
+    or no chat template.
     """
     if not prompts:
         raise InvalidInput("prompts", came="none", expected="at least one prompt")
@@ -29,6 +30,7 @@ def encode_prompts(
         if not prompt:
             raise InvalidInput(name, came="an empty prompt", expected="at least one token")
         if isinstance(prompt, str):
+            _check_text(name, prompt)
             ids = _encode(checkpoint.require_tokenizer(), prompt, chat)
         else:
             ids = list(prompt)
@@ -50,6 +52,15 @@ def check_prompt(name: str, ids: Sequence[int], vocabulary_size: int, max_contex
             raise InvalidInput(
                 name, came=f"token id {token}", expected=f"ids from 0 to {vocabulary_size - 1}"
             )
+
+
+def _check_text(name: str, text: str) -> None:
+    """Python carries bytes of an argument that are not UTF-8 as surrogates; tokenizers cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        came = f"{text[error.start]!r} at character {error.start + 1}"
+        raise InvalidInput(name, came=came, expected="text in UTF-8") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
