@@ -110,3 +110,10 @@ def test_bad_ranges_are_refused_at_once() -> None:
         versions("about nine")
     with pytest.raises(ValueError, match="cuda"):
         runtimes("cuda ~ 12")
+
+
+@pytest.mark.parametrize("version", ["v2-beta custom", "unknown"])
+def test_a_version_that_cannot_be_read_is_in_no_range(version) -> None:
+    assert not versions(">=1").admits(version)
+    assert not runtimes("acme>=1").admits(f"acme {version}")
+    assert runtimes("acme").admits(f"acme {version}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import importlib_metadata
 import pytest
 
-from attnmux.core.choosing import plugins
+from attnmux.core.choosing import libraries
 from attnmux.core.choosing.plugins import load_plugins
 
 GOOD = """
@@ -36,10 +36,11 @@ def install(tmp_path, monkeypatch):
         ]
 
     class Metadata:
-        EntryPoint = importlib_metadata.EntryPoint
+        pass
 
     Metadata.entry_points = staticmethod(entry_points)
-    monkeypatch.setattr(plugins, "importlib_metadata", Metadata)
+    Metadata.distributions = lambda: importlib_metadata.distributions(path=[str(ours)])
+    monkeypatch.setattr(libraries, "importlib_metadata", Metadata)
 
     def make(plugin: str, source: str, distribution: str = "", value: str = "") -> None:
         distribution = distribution or f"dist-{plugin}"
@@ -76,13 +77,16 @@ def test_a_plugin_and_its_cards(install) -> None:
         ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
         ("raise SystemExit(3)", "load", "SystemExit: 3"),
         ("import sys; sys.exit('bye')", "load", "SystemExit: bye"),
+        ("class Panic(BaseException): pass\nraise Panic('of Rust')", "load", "Panic: of Rust"),
         ("import absent_library", "load", "No module named 'absent_library'"),
         ("this is no Python", "load", "SyntaxError"),
         (f"{HOOK}def attnmux_crads(): return []", "load", "attnmux_crads"),
         (f"{HOOK}def attnmux_cards(everything): return []", "load", "everything"),
         (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
         (f"{HOOK}def attnmux_cards(): raise SystemExit(1)", "cards", "SystemExit: 1"),
+        (f"{HOOK}def attnmux_cards(): raise GeneratorExit", "cards", "GeneratorExit"),
         (f"{HOOK}def attnmux_cards(): return 3", "cards", "attnmux_cards returned 3"),
+        (f"{HOOK}def attnmux_cards(): [1]", "cards", "attnmux_cards returned None"),
         (f"{HOOK}def attnmux_cards(): return ['a']", "cards", "not a list of BackendCard"),
         (
             f"{GOOD.format(name='a').replace('return [', 'return 2 * [')}",
@@ -109,6 +113,41 @@ def test_a_broken_plugin_is_a_row_and_the_others_go_on(install, source, stage, s
 def test_an_entry_point_that_is_no_module(install) -> None:
     install("bad", "value = 3", value="dist_bad_module:value")
     assert "is no module but of type int" in only_failure(load_plugins()).error
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "loads"),
+    [
+        ("entry_points.txt", b"[attnmux]\nno equals sign\n", False),
+        ("entry_points.txt", b"[attnmux]\nbad = \xff", False),
+        ("METADATA", b"\xff\xfe", True),
+        ("METADATA", b"", True),
+    ],
+)
+def test_damaged_metadata_of_one_plugin_leaves_the_others(
+    install, tmp_path, file, content, loads
+) -> None:
+    install("bad", GOOD.format(name="b"))
+    install("good", GOOD.format(name="a"))
+    (tmp_path / "dist_bad-0.3.dist-info" / file).write_bytes(content)
+    loaded = load_plugins()
+    assert [offer.address for offer in loaded.offers()] == ["bad/b"] * loads + ["good/a"]
+    assert [row.distribution for row in loaded.failures] == ([] if loads else ["dist-bad"])
+
+
+def test_damaged_metadata_of_somebody_else_is_not_our_business(install, tmp_path) -> None:
+    install("good", GOOD.format(name="a"))
+    install("other", "")
+    (tmp_path / "dist_other-0.3.dist-info/entry_points.txt").write_text("[other]\nno equals\n")
+    loaded = load_plugins()
+    assert [offer.address for offer in loaded.offers()] == ["good/a"]
+    assert not loaded.failures
+
+
+def test_ctrl_c_is_no_failure_of_a_plugin(install) -> None:
+    install("slow", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_plugins()
 
 
 def test_asking_twice_asks_the_plugin_once(install) -> None:

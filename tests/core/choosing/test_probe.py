@@ -95,6 +95,8 @@ def test_what_is_not_there_cannot_be_picked(empty) -> None:
     [
         (raising(RuntimeError("driver mismatch")), "RuntimeError: driver mismatch"),
         (raising(SystemExit(1)), "SystemExit: 1"),
+        (raising(GeneratorExit("a panic")), "GeneratorExit: a panic"),
+        (lambda: None, "attnmux_platforms returned None"),
         (lambda: 3, "attnmux_platforms returned 3"),
         (lambda: ["sm90"], "not a list of Platform"),
     ],

@@ -29,13 +29,9 @@ def outside(monkeypatch):
     def install(*points: importlib_metadata.EntryPoint) -> None:
         def entry_points(group: str):
             assert group == module.GROUP
-            return importlib_metadata.EntryPoints(points)
+            return points, ()
 
-        class Metadata:
-            EntryPoint = importlib_metadata.EntryPoint
-
-        Metadata.entry_points = staticmethod(entry_points)
-        monkeypatch.setattr(module, "importlib_metadata", Metadata)
+        monkeypatch.setattr(module, "entry_points", entry_points)
 
     return install
 

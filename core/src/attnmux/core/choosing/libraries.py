@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import importlib_metadata
@@ -20,7 +20,7 @@ Libraries = Callable[[str], "str | None"]
 def installed_version(distribution: str) -> str | None:
     """The version in this environment."""
     try:
-        return identity(importlib_metadata.distribution(distribution))[1]
+        return identity(importlib_metadata.distribution(distribution))[1] or "unknown"
     except importlib_metadata.PackageNotFoundError:
         return None
 
@@ -39,7 +39,10 @@ def identity(distribution: Distribution | None) -> tuple[str, str]:
     """
     if distribution is None:
         return "", ""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    try:
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    except UnicodeDecodeError:
+        return "", ""
     headers: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, value = line.partition(":")
@@ -47,6 +50,43 @@ def identity(distribution: Distribution | None) -> tuple[str, str]:
             break
         headers.setdefault(name, value.strip())
     return headers.get("Name", ""), headers.get("Version", "")
+
+
+Unreadable = Sequence[tuple[str, Exception]]
+"""Distributions by name, and why their entry points cannot be read."""
+
+
+def entry_points(group: str) -> tuple[Sequence[importlib_metadata.EntryPoint], Unreadable]:
+    """The entry points of a group, and the distributions whose own cannot be read.
+
+    One damaged file among all that is installed makes the library's own search raise.
+    """
+    try:
+        return tuple(importlib_metadata.entry_points(group=group)), ()
+    except Exception:
+        return _one_by_one(group)
+
+
+def _one_by_one(group: str) -> tuple[Sequence[importlib_metadata.EntryPoint], Unreadable]:
+    found: dict[str, Sequence[importlib_metadata.EntryPoint]] = {}
+    unreadable = []
+    for distribution in importlib_metadata.distributions():
+        name = identity(distribution)[0]
+        try:
+            # The first on the path hides others of its name
+            found.setdefault(name, tuple(distribution.entry_points.select(group=group)))
+        except Exception as error:
+            if _mentions(distribution, group):
+                unreadable.append((name, error))
+    return [point for points in found.values() for point in points], unreadable
+
+
+def _mentions(distribution: Distribution, group: str) -> bool:
+    """Whether damaged entry points may be of the group: others are not our business."""
+    try:
+        return f"[{group}]" in (distribution.read_text("entry_points.txt") or "")
+    except UnicodeDecodeError:
+        return True
 
 
 def assumed(without: Collection[str], libraries: Libraries, everything: bool) -> Libraries:

@@ -13,7 +13,7 @@ import pluggy
 from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.card import BackendCard, Offer
-from attnmux.core.choosing.libraries import identity
+from attnmux.core.choosing.libraries import entry_points, identity
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
 
@@ -58,7 +58,8 @@ class PluginFailure:
     traceback: str = ""
 
     def __str__(self) -> str:
-        return f"plugin {self.plugin} ({self.distribution} {self.version}): {self.error}"
+        source = f"{self.distribution} {self.version}".strip()
+        return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +103,7 @@ class Plugins:
 
     def _fail(self, plugin: Plugin, stage: Stage, error: BaseException) -> None:
         self._failures.append(
-            PluginFailure(
-                plugin=plugin.name,
-                distribution=plugin.distribution,
-                version=plugin.version,
-                stage=stage,
-                error=_in_one_line(error),
-                traceback=_formatted(error),
-            )
+            _failure(plugin.name, plugin.distribution, plugin.version, stage, error)
         )
 
     def offers(self) -> tuple[Offer, ...]:
@@ -134,15 +128,16 @@ class Plugins:
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
                 raise PluginError(f"two cards named {', '.join(repeated)}")
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._fail(plugin, "cards", error)
             return ()
         return cards
 
     def probes(self, plugin: Plugin) -> bool:
         """Whether the plugin implements the probe at all."""
-        hook = self._manager.hook.attnmux_platforms
-        return any(found.plugin is plugin.module for found in hook.get_hookimpls())
+        return bool(self._implementations(plugin, "attnmux_platforms"))
 
     def platforms_of(self, plugin: Plugin) -> Sequence[Platform]:
         """What the plugin's probe finds. Raises whatever the probe raises."""
@@ -152,11 +147,15 @@ class Plugins:
         """Note that the plugin's probe failed."""
         self._fail(plugin, "platforms", error)
 
+    def _implementations(self, plugin: Plugin, hook: str) -> Sequence[Callable[[], Any]]:
+        """The plugin's function for the hook; empty where it has none."""
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
+        return [found.function for found in caller.get_hookimpls() if found.plugin is plugin.module]
+
     def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
-        others = [other.module for other in self.loaded if other is not plugin]
-        caller: Callable[[], Any] = self._manager.subset_hook_caller(hook, others)
         found: list[T] = []
-        for answer in caller():
+        for implementation in self._implementations(plugin, hook):
+            answer = implementation()
             if not isinstance(answer, list) or not all(isinstance(x, expected) for x in answer):
                 raise PluginError(f"{hook} returned {answer!r}, not a list of {expected.__name__}")
             found += answer
@@ -184,26 +183,23 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     """
     allowed = None if allow is None else set(map(canonicalize_name, allow))
     denied = set(map(canonicalize_name, deny))
+    points, unreadable = entry_points(GROUP)
     entries = [
         entry
-        for entry in map(_Entry, importlib_metadata.entry_points(group=GROUP))
+        for entry in map(_Entry, points)
         if (allowed is None or entry.names & allowed) and not entry.names & denied
     ]
     entries.sort(key=lambda entry: (entry.point.name, entry.distribution, entry.point.value))
-    plugins, failures = [], []
+    plugins = []
+    failures = [_failure(name, name, "", "load", error) for name, error in unreadable]
     for entry in entries:
         try:
             plugins.append(_load(entry, entries))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             failures.append(
-                PluginFailure(
-                    plugin=entry.point.name,
-                    distribution=entry.distribution,
-                    version=entry.version,
-                    stage="load",
-                    error=_in_one_line(error),
-                    traceback=_formatted(error),
-                )
+                _failure(entry.point.name, entry.distribution, entry.version, "load", error)
             )
     return Plugins(plugins, failures)
 
@@ -222,9 +218,14 @@ def _load(entry: _Entry, entries: Sequence[_Entry]) -> Plugin:
     return Plugin(name=name, distribution=entry.distribution, version=entry.version, module=module)
 
 
-def _in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _formatted(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+def _failure(
+    plugin: str, distribution: str, version: str, stage: Stage, error: BaseException
+) -> PluginFailure:
+    return PluginFailure(
+        plugin=plugin,
+        distribution=distribution,
+        version=version,
+        stage=stage,
+        error=" ".join(f"{type(error).__name__}: {error}".split()),
+        traceback="".join(traceback.format_exception(error)),
+    )

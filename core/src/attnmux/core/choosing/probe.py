@@ -103,7 +103,7 @@ def _work(plugins: Plugins, asked: Sequence[Plugin], answers: Answers) -> None:
     for plugin in asked:
         try:
             answers.put((plugins.platforms_of(plugin), None))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             answers.put(((), error))
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 
 @cache
@@ -16,8 +17,11 @@ def specifiers(text: str) -> SpecifierSet:
 
 @cache
 def within(version: str, specifier: str) -> bool:
-    """Whether a version, a pre-release too, is in a range."""
-    return specifiers(specifier).contains(version, prereleases=True)
+    """Whether a version, a pre-release too, is in a range; one that cannot be read is in none."""
+    try:
+        return specifiers(specifier).contains(version, prereleases=True)
+    except InvalidVersion:
+        return not specifier
 
 
 @cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,9 +32,13 @@ class Run:
         return settings
 
     def plugins(self, settings: Settings) -> Plugins:
-        """The plugins, with a warning for each that is broken."""
-        plugins = load_plugins(*settings.plugin_filter())
-        plugins.offers()
+        """The plugins, with a warning for each that is broken.
+
+        What they print while they load goes to stderr: stdout is the answer's.
+        """
+        with redirect_stdout(sys.stderr):
+            plugins = load_plugins(*settings.plugin_filter())
+            plugins.offers()
         for failure in plugins.failures:
             self.warn(str(failure))
         return plugins
@@ -40,7 +46,8 @@ class Run:
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        detection = detect(plugins)
+        with redirect_stdout(sys.stderr):
+            detection = detect(plugins)
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:

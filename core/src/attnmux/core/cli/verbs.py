@@ -13,7 +13,7 @@ from typing import Any
 import click
 import importlib_metadata
 
-from attnmux.core.choosing.libraries import identity
+from attnmux.core.choosing.libraries import entry_points, identity
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -126,7 +126,7 @@ def _exit_code(error: AttnmuxError) -> int:
 def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
     """Verbs of other distributions; ours cannot be replaced."""
     found: dict[str, list[importlib_metadata.EntryPoint]] = {}
-    for point in importlib_metadata.entry_points(group=GROUP):
+    for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
             found.setdefault(point.name, []).append(point)
     return found
@@ -142,7 +142,9 @@ def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Comma
         raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
     try:
         command = points[0].load()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         message = (
             f"the verb {name!r} of {whose[0]} cannot be loaded: {type(error).__name__}: {error}"
         )
