@@ -38,7 +38,12 @@ def layer(**changes: object) -> LayerSpec:
 
 
 def pool_of(k: torch.Tensor, v: torch.Tensor | None = None) -> SimpleNamespace:
-    return SimpleNamespace(get_key_buffer=lambda _: k, get_value_buffer=lambda _: v)
+    """A pool that stores values as they are."""
+    return SimpleNamespace(
+        get_key_buffer=lambda _: k,
+        get_value_buffer=lambda _: v,
+        read_scales=lambda k_scale, v_scale: (1.0, 1.0),
+    )
 
 
 def batch(mode: ForwardMode, lens: list[int], new: list[int], **fields: object) -> ForwardBatch:
@@ -303,10 +308,34 @@ def test_scales_multiply_what_is_read() -> None:
     k, v = random(NUM_SLOTS, 2, 8, seed=0), random(NUM_SLOTS, 2, 6, seed=1)
     q, table = random(2, 4, 8, seed=2), scattered_table(1)
     step = batch(ForwardMode.EXTEND, [4], [2])
-    scaled, lse = attention(q, layer(k_scale=0.5, v_scale=3.0), step, table, pool_of(k, v))
+    quantised = pool_of(k, v)
+    quantised.read_scales = lambda k_scale, v_scale: (k_scale, v_scale)
+    scaled, lse = attention(q, layer(k_scale=0.5, v_scale=3.0), step, table, quantised)
     plain, plain_lse = attention(q, layer(), step, table, pool_of(k * 0.5, v * 3.0))
     torch.testing.assert_close(scaled, plain)
     torch.testing.assert_close(lse, plain_lse)
+
+
+def test_what_was_never_quantised_has_no_scale() -> None:
+    k, v = random(NUM_SLOTS, 2, 8, seed=0), random(NUM_SLOTS, 2, 6, seed=1)
+    q, table = random(2, 4, 8, seed=2), scattered_table(1)
+    spec, step = layer(k_scale=0.5, v_scale=3.0), batch(ForwardMode.EXTEND, [2], [2])
+    stored, _ = attention(q, spec, step, table, pool_of(k, v))
+    torch.testing.assert_close(stored, attention(q, layer(), step, table, pool_of(k, v))[0])
+    slots = table[1, :2].long()
+    unsaved, _ = attention(q, spec, step, table, pool_of(k, v), k=k[slots], v=v[slots])
+    torch.testing.assert_close(unsaved, stored)
+
+
+def test_unsaved_keys_of_an_encoder_are_cut_by_its_lengths() -> None:
+    k, v, q = random(5, 2, 8, seed=0), random(5, 2, 6, seed=1), random(4, 4, 8, seed=2)
+    encoder = torch.tensor([4, 1], dtype=torch.int32)
+    step = batch(ForwardMode.EXTEND, [1, 3], [1, 3], encoder_lens=encoder)
+    crossing, unread = layer(is_cross_attention=True), pool_of(torch.zeros(0, 2, 8))
+    out, _ = attention(q, crossing, step, scattered_table(2), unread, k=k, v=v)
+    for rows, keys in ((slice(0, 1), slice(0, 4)), (slice(1, 4), slice(4, 5))):
+        keep = torch.ones(len(q[rows]), len(k[keys]), dtype=torch.bool)
+        torch.testing.assert_close(out[rows], sdpa(q[rows], k[keys], v[keys], keep))
 
 
 def test_multi_item_reads_positions_of_new_tokens() -> None:

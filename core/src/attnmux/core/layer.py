@@ -38,7 +38,8 @@ class LayerSpec:
     """[Hq] fp32: a logit a head that takes part in the softmax and has no value."""
     k_scale: float | None = None
     v_scale: float | None = None
-    """What a quantised K or V is multiplied by when read."""
+    """What a quantised K or V is multiplied by when read: see `KVPool.read_scales`. K and V that
+    a pool stores as they are, or that come with the call, have no scale."""
 
     def __post_init__(self) -> None:
         if self.tp_k_head_num < 1 or self.tp_q_head_num % self.tp_k_head_num:

@@ -33,9 +33,9 @@ def attention(
     """Attention of one layer over a step whose K and V are in the pool.
 
     q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v, k_rope: given
-    for an extend step that does not save them; then they are all the keys there are, and the
-    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; a row that belongs
-    to no request keeps output 0 and LSE -inf.
+    for an extend step that does not save them; then they are all the keys there are, in cross
+    attention those of all encoder tokens, and the pool is not read. Returns `out [T, Hq, Dv]`
+    and `lse [T, Hq]` in float64; a row that belongs to no request keeps output 0 and LSE -inf.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
@@ -55,7 +55,8 @@ def attention(
         first_row += num_new
         if k is not None and v is not None:
             num_cached = 0
-            keys, values = k[rows], v[rows]
+            of_request = _encoder_rows(batch, request) if layer.is_cross_attention else rows
+            keys, values = k[of_request], v[of_request]
         else:
             slots = _slots(layer, batch, req_to_token, request, num_cached + num_new)
             keys, values = _read_pool(layer, pool, slots)
@@ -163,6 +164,14 @@ def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:
     return int(batch.extend_seq_lens[request]), int(batch.extend_prefix_lens[request])
 
 
+def _encoder_rows(batch: ForwardBatch, request: int) -> slice:
+    """Rows of an encoder's k and v that belong to a request."""
+    if batch.encoder_lens is None:
+        raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+    start = int(batch.encoder_lens[:request].sum())
+    return slice(start, start + int(batch.encoder_lens[request]))
+
+
 def _custom_masks(batch: ForwardBatch) -> list[torch.Tensor | None]:
     """Each request's part of the flat custom mask, new tokens * keys values."""
     mask = None if batch.spec_info is None else batch.spec_info.custom_mask
@@ -196,8 +205,7 @@ def _read_pool(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the slots, in float64, de-quantised."""
     slots = slots.long()
-    k_scale = 1.0 if layer.k_scale is None else layer.k_scale
-    v_scale = 1.0 if layer.v_scale is None else layer.v_scale
+    k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
     keys = pool.get_key_buffer(layer.layer_id)[slots].double() * k_scale
     if layer.kind == "mla":
         return keys, keys[..., : layer.v_head_dim]

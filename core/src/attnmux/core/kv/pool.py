@@ -122,6 +122,13 @@ class KVPool(ABC):
             "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
         )
 
+    def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
+        """What K and V read from the buffers are multiplied by, for a layer with these scales.
+
+        Both are 1 in a pool that stores values as they are, whatever scales a checkpoint brings.
+        """
+        return 1.0, 1.0
+
     def translate(self, slots: torch.Tensor, layer_id: int) -> torch.Tensor:
         """Slots of the request table as slots of the buffer that holds `layer_id`.
 

@@ -171,7 +171,11 @@ class FakeBackend(AttentionBackend):
         for request, (new, end) in enumerate(zip(metadata.new.tolist(), ends, strict=True)):
             rows = slice(end - new, end)
             if k is not None and v is not None:
-                first, keys, values = 0, k[rows], v[rows]
+                of_request = rows
+                if layer.is_cross_attention:
+                    start = int(metadata.encoder[:request].sum())
+                    of_request = slice(start, start + int(metadata.encoder[request]))
+                first, keys, values = 0, k[of_request], v[of_request]
             else:
                 first = self.prefix_len(metadata, request)
                 keys, values = self.read(layer, self.key_slots(layer, metadata, request))
@@ -198,9 +202,9 @@ class FakeBackend(AttentionBackend):
 
     def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the slots, de-quantised."""
-        keys, values = self.context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        k_scale = 1.0 if layer.k_scale is None else layer.k_scale
-        v_scale = 1.0 if layer.v_scale is None else layer.v_scale
+        pool = self.context.token_to_kv_pool
+        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
         return keys[slots].double() * k_scale, values[slots].double() * v_scale
 
     def visible(

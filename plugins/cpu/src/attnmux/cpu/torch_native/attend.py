@@ -33,6 +33,8 @@ class LayerCall:
     """[slots * Hkv, D]: a row for each head of each slot."""
     values: torch.Tensor | None
     """[slots * Hkv, Dv]; None in MLA, where V is the front of K."""
+    scales: tuple[float, float]
+    """What K and V are multiplied by."""
     dtype: torch.dtype
     """Of the factors in matrix products."""
     workspace: Workspace
@@ -132,7 +134,7 @@ def _logits(call: LayerCall, queries: torch.Tensor, keys: torch.Tensor) -> torch
         rest = call.scratch("rest", shape, call.dtype)
         torch.baddbmm(rounded, queries, keys, beta=-1, out=rest)
         logits.copy_(rounded).add_(rest)
-    scaling = layer.scaling * (1.0 if layer.k_scale is None else layer.k_scale)
+    scaling = layer.scaling * call.scales[0]
     if layer.logit_cap > 0:
         return logits.mul_(scaling / layer.logit_cap).tanh_().mul_(layer.logit_cap)
     return logits.mul_(scaling)
@@ -192,10 +194,9 @@ class _OnlineSoftmax:
 
     def out(self) -> torch.Tensor:
         """[R * Hkv, G * Tq, Dv]."""
-        layer = self._call.layer
-        scale = layer.k_scale if self._call.values is None else layer.v_scale
+        scale = self._call.scales[0 if self._call.values is None else 1]
         self._out.div_(self._sum.clamp_min(torch.finfo(torch.float32).tiny))
-        return self._out if scale is None else self._out.mul_(scale)
+        return self._out if scale == 1 else self._out.mul_(scale)
 
     def lse(self) -> torch.Tensor:
         """[R * Hkv, G * Tq, 1]; -inf for a query without keys."""

@@ -104,6 +104,7 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attend over keys [n, Hkv, D] and values [n, Hkv, Dv], where the plan's slots are."""
         plan = self._plan(layer, batch, in_call=in_call)
+        pool = self.context.token_to_kv_pool
         if out is None:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         call = LayerCall(
@@ -112,6 +113,7 @@ class TorchNativeBackend(AttentionBackend):
             q_rope=None if q_rope is None else q_rope.detach(),
             keys=_rows_of_heads(keys),
             values=None if values is None else _rows_of_heads(values),
+            scales=(1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale),
             dtype=_product_dtype(q.dtype, keys.dtype),
             workspace=self.context.workspace,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, extend_positions
+from attnmux.core.indices import extend_positions
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -131,7 +131,10 @@ class Visibility:
 
 
 def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility:
-    """What each query sees under a rule, on the host but for the flat mask."""
+    """What each query sees under a rule, on the host but for the flat mask.
+
+    Raises InvalidInput for a custom mask that is not of the step's size.
+    """
     new, cached = lens.new, torch.zeros_like(lens.cached) if rule.in_call else lens.cached
     num_tokens = int(new.sum())
     num_keys = lens.encoder if rule.is_cross else cached + new
@@ -159,10 +162,22 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
         item = of_requests(batch.multi_item.prefix_lens.cpu()), position - in_item
     if keep is not None:
-        mask_start = cu_seqlens(new * num_keys)[:-1]
-        row = position - of_requests(cached)
-        mask = keep, of_requests(mask_start) + row * of_requests(num_keys)
+        mask = keep, _mask_rows(keep, new, num_keys)
     return Visibility(first=first, end=end, item=item, mask=mask)
+
+
+def _mask_rows(keep: torch.Tensor, new: torch.Tensor, num_keys: torch.Tensor) -> torch.Tensor:
+    """[T'] int64: where each query's key 0 lies in the flat mask, which may pass 2**31 values."""
+    widths = num_keys.long().repeat_interleave(new)
+    ends = widths.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    if keep.dtype != torch.bool or keep.shape != (total,):
+        raise InvalidInput(
+            "custom_mask",
+            came=f"{keep.dtype} of shape {tuple(keep.shape)}",
+            expected=f"bool of shape ({total},), new tokens * keys of each request",
+        )
+    return ends - widths
 
 
 def _on_host(values: torch.Tensor, mirror: torch.Tensor | None) -> torch.Tensor:
