@@ -150,6 +150,76 @@ class UndefinedPadding(FakeBackend):
         return out
 
 
+class ScaleOfTheFirstLayer(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        """A plan made once a step knows one scale and one cap."""
+        first = self.context.layers[0]
+        changes = {"scaling": first.scaling, "logit_cap": first.logit_cap}
+        return super().attend(q, k, v, keep, replace(layer, **changes))
+
+
+class ScalesOfAnotherPool(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """De-quantise what was never quantised."""
+        keys, values = super().read(layer, slots)
+        return keys * (layer.k_scale or 1), values * (layer.v_scale or 1)
+
+
+class OwnBuffer(FakeBackend):
+    """Returns the same memory at every call."""
+
+    memory: torch.Tensor | None = None
+
+    def _forward(self, *args: object) -> torch.Tensor:
+        out = super()._forward(*args)
+        if self.memory is None or self.memory.shape != out.shape:
+            self.memory = torch.empty_like(out)
+        return self.memory.copy_(out)
+
+
+class LengthsWrittenOver(FakeBackend):
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Count the drafts into the batch's own lengths."""
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if batch.forward_mode.is_target_verify() and batch.extend_seq_lens is not None:
+            batch.seq_lens.add_(batch.extend_seq_lens)
+
+
+class KeysWrittenOver(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+        k.mul_(0.5)
+
+
+class RowsBesideEachOther(FakeBackend):
+    def _forward(self, q: torch.Tensor, *args: object) -> torch.Tensor:
+        """Take the first row's address, and the others' for right behind it."""
+        return super()._forward(torch.as_strided(q, q.shape, q.contiguous().stride()), *args)
+
+
+class SinkLostWithoutKeys(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        out, lse = super().attend(q, k, v, keep, layer)
+        return out, lse.masked_fill(~keep.any(1, keepdim=True), -torch.inf)
+
+
+class MaskInsteadOfChunk(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+            layer = replace(layer, attention_chunk_size=0)
+        return super().visible(layer, batch, *args)
+
+
+class EncoderRowsOfTheTokens(FakeBackend):
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **given):
+        """Cut an encoder's keys, which only the call has, where the new tokens' queries are cut."""
+        if k is not None and not save_kv_cache:
+            layer = replace(layer, is_cross_attention=False, is_causal=False)
+        return super().forward_extend(q, k, v, layer, batch, save_kv_cache, **given)
+
+
 CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     OffByOnePage: ("decode-page-boundaries", "extend-page-boundaries", "extend-max-length"),
     WindowOneTooWide: ("decode-window", "extend-window", "decode-two-windows"),
@@ -170,6 +240,15 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     UnaskedWrite: ("decode-one-request", "extend-cross", "extend-partly-filled-page"),
     FirstTokenSavedAlone: ("decode-uneven", "extend-one-request", "mla-extend"),
     UndefinedPadding: ("decode-padding", "mla-decode-padding"),
+    ScaleOfTheFirstLayer: ("decode-scale", "extend-cap"),
+    ScalesOfAnotherPool: ("decode-kv-scales", "extend-kv-scales"),
+    OwnBuffer: ("decode-uneven", "extend-prefix"),
+    LengthsWrittenOver: ("verify-chain", "verify-tree"),
+    KeysWrittenOver: ("decode-uneven", "mla-extend"),
+    RowsBesideEachOther: ("decode-uneven", "extend-one-request"),
+    SinkLostWithoutKeys: ("decode-sinks-lse-of-nothing",),
+    MaskInsteadOfChunk: ("verify-tree-chunk",),
+    EncoderRowsOfTheTokens: ("extend-cross-unsaved",),
 }
 """The cases, at page size 16 where they have pages, that each fault fails."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core.errors import AttnmuxError
+from attnmux.core import reference
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.spec import SpecInput
 from attnmux.core.testing import (
     AttentionBackendTests,
     Case,
@@ -20,9 +23,10 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend
+from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.cpu.torch_native.metadata import TileSize
+from attnmux.cpu.torch_native.visibility import KeyRule, StepLens, visibility
 
 CANDIDATE = find_candidate("torch_native", device="cpu")
 
@@ -198,6 +202,59 @@ def test_deterministic_results_do_not_depend_on_the_batch(step):
         backend.init_forward_metadata(alone)
         result = backend.forward(given.q[tokens], None, None, given.layer, alone)
         assert torch.equal(result, together[tokens])
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_scales_are_those_that_the_pool_divides_by(kind, monkeypatch):
+    latent = {"num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "kind": "mla"}
+    step = extend((3, 6), (0, 2))
+    world = world_of(
+        step, dtype="float32", kv_scales=(0.5, 3.0), **(latent if kind == "mla" else {})
+    )
+    pool = world.context.token_to_kv_pool
+    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+
+    def run() -> torch.Tensor:
+        ropes = {"q_rope": given.q_rope, "k_rope": given.k_rope}
+        return backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, **ropes)
+
+    as_they_are = run()
+    monkeypatch.setattr(pool, "read_scales", lambda k_scale, v_scale: (k_scale, v_scale))
+    divided = run()
+    expected, _ = reference.attention(
+        given.q,
+        given.layer,
+        prepared.batch,
+        world.context.req_to_token_pool.req_to_token,
+        pool,
+        q_rope=given.q_rope,
+    )
+    torch.testing.assert_close(divided.double(), expected, atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(divided, as_they_are)
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask[:-1], lambda mask: mask.int()])
+def test_a_mask_that_does_not_fit_is_refused(change):
+    step = verify(4, 9, 3)
+    world = world_of(step, spec_topk=4)
+    batch = prepare_step(world, step).batch
+    spec_info = replace(batch.spec_info, custom_mask=change(batch.spec_info.custom_mask))
+    with pytest.raises(InvalidInput, match="custom_mask: expected bool of shape"):
+        TorchNativeBackend(world.context).init_forward_metadata(replace(batch, spec_info=spec_info))
+
+
+def test_a_mask_may_have_more_values_than_an_int32_counts():
+    new = torch.tensor([3, 2], dtype=torch.int32)
+    num_keys = torch.tensor([2**30, 5], dtype=torch.int32)
+    keep = torch.ones(1, dtype=torch.bool).expand(3 * 2**30 + 10)
+    _, starts = visibility(
+        KeyRule(window=-1, chunk=0, is_causal=True, is_cross=False, in_call=False),
+        SimpleNamespace(spec_info=SpecInput(draft_token_num=3, custom_mask=keep), multi_item=None),
+        StepLens(new=new, cached=num_keys - new, encoder=torch.zeros_like(new)),
+    ).mask
+    assert starts.tolist() == [0, 2**30, 2**31, 3 * 2**30, 3 * 2**30 + 5]
 
 
 def test_gradients_are_not_followed():

@@ -53,7 +53,10 @@ def prepare_step(
     requests = place(world, step, seq_len_fill)
     fill_pool(world, requests, has_padding=step.padding + step.trailing > 0)
     batch = _make_batch(world, step, requests, host_lens)
-    inputs = tuple(_make_input(world, layer, batch) for layer in world.context.layers)
+    inputs = tuple(
+        _make_input(world, layer, batch, fused=index % 2 == 1)
+        for index, layer in enumerate(world.context.layers)
+    )
     return PreparedStep(
         batch=batch,
         inputs=inputs,
@@ -86,7 +89,7 @@ def _make_batch(world: World, step: Step, requests: list[Placed], host_lens: boo
     is_verify = step.mode.is_target_verify()
     new = lengths([request.new for request in requests])
     cached = lengths([request.cached for request in requests])
-    seq_lens = cached if is_verify else cached + new
+    seq_lens = cached.clone() if is_verify else cached + new
     spec_info, depths = _speculate(world, requests) if is_verify else (None, None)
     nothing = torch.zeros(step.trailing, dtype=torch.int64, device=device)
     out_cache_loc = torch.cat([request.new_slots for request in requests] + [nothing])
@@ -165,23 +168,32 @@ def _multi_item(step: Step, device: torch.device) -> MultiItem:
     )
 
 
-def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch) -> LayerInput:
+def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: bool) -> LayerInput:
+    """Random tensors; with `fused` the rows of Q, K and V are parts of longer rows, as they come
+    out of one projection.
+    """
+
+    def draw(count: int, heads: int, width: int) -> torch.Tensor:
+        columns = heads * width
+        made = world.random(count, columns + 64 if fused else columns)
+        return made[:, made.shape[1] - columns :].view(count, heads, width)
+
     num_tokens, rope = batch.num_tokens, layer.qk_rope_head_dim
     dim = layer.qk_head_dim - rope
     num_keys = num_tokens
     if layer.is_cross_attention and batch.encoder_out_cache_loc is not None:
         num_keys = len(batch.encoder_out_cache_loc)
-    q = world.random(num_tokens, layer.tp_q_head_num, dim)
-    q_rope = world.random(num_tokens, layer.tp_q_head_num, rope) if rope else None
+    q = draw(num_tokens, layer.tp_q_head_num, dim)
+    q_rope = draw(num_tokens, layer.tp_q_head_num, rope) if rope else None
     if layer.is_cross_attention and not num_keys:
         return LayerInput(layer=layer, q=q)
     given = LayerInput(
         layer=layer,
         q=q,
         q_rope=q_rope,
-        k=world.random(num_keys, layer.tp_k_head_num, dim),
-        k_rope=world.random(num_keys, 1, rope) if rope else None,
-        v=None if rope else world.random(num_keys, layer.tp_v_head_num, layer.v_head_dim),
+        k=draw(num_keys, layer.tp_k_head_num, dim),
+        k_rope=draw(num_keys, 1, rope) if rope else None,
+        v=None if rope else draw(num_keys, layer.tp_v_head_num, layer.v_head_dim),
     )
     if world.case.kv_in_pool:
         loc, rows = kv_rows(world, given, batch)

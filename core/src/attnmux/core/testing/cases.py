@@ -119,12 +119,15 @@ class Case:
     page_size: int = 1
     max_context_len: int = 128
     scaling: float | None = None
-    """None: head_dim ** -0.5."""
+    """Of the first layer; the next has twice that. None: head_dim ** -0.5 in all."""
     windows: tuple[int | None, ...] = (None, None)
     """The sliding window of each layer."""
     attention_chunk: int | None = None
     """Of every other layer."""
     logit_cap: float | None = None
+    """Of the first layer; the next has twice that."""
+    kv_scales: tuple[float, float] | None = None
+    """k_scale and v_scale that a checkpoint brings; no pool of a case divides by them."""
     sinks: bool = False
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a custom mask."""

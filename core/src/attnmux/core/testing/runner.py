@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
@@ -79,7 +79,8 @@ def run_case(
     """Run the case where the selector admits it; else it is refused, with the reasons.
 
     All steps run on one backend instance. What a step read and wrote is compared after it:
-    output and LSE with the reference, the KV pool bit by bit.
+    output and LSE with the reference, the KV pool bit by bit. What it was given is unchanged, and
+    its outputs still are after the steps that follow.
     """
     reasons = candidate.refusals(case.request)
     if reasons:
@@ -99,6 +100,7 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
     world = make_world(case, candidate.platform, candidate.device, seed=seed)
     backend = candidate.build(world.context)
     max_error = 0.0
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, lengths in enumerate(case.steps, start=1):
         step = prepare_step(
             world,
@@ -107,14 +109,43 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
             host_lens=candidate.card.needs_cpu_seq_lens,
         )
         pool = _pool_after(world, step)
+        given_before = [(name, tensor.clone()) for name, tensor in _read_only(world, step)]
         outputs = execution(backend, step, case.lse)
         try:
+            _check_unchanged(given_before, _read_only(world, step))
             _check_pool(world, step, pool)
             for given, output in zip(step.inputs, outputs, strict=True):
                 max_error = max(max_error, _check_output(world, step, given, output))
         except Disagreement as error:
             raise Disagreement(f"step {number}, {lengths.mode.name}: {error}") from error
+        real = [output.out[: step.num_real_tokens] for output in outputs]
+        kept += [(out, out.clone()) for out in real]
+    if not all(torch.equal(out, copy) for out, copy in kept):
+        raise Disagreement("an output changed after its step: it is the caller's to keep")
     return max_error
+
+
+def _read_only(world: World, step: PreparedStep) -> list[tuple[str, torch.Tensor]]:
+    """What a backend reads and does not own, by name: the inputs, the batch, the request table."""
+    named: list[tuple[str, object]] = [
+        (f"layer {given.layer.layer_id}: {item.name}", getattr(given, item.name))
+        for given in step.inputs
+        for item in fields(given)
+    ]
+    batch = step.batch
+    for part in (batch, batch.spec_info, batch.multi_item):
+        if part is not None:
+            named += [(item.name, getattr(part, item.name)) for item in fields(part)]
+    named.append(("req_to_token", world.context.req_to_token_pool.req_to_token))
+    return [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+
+
+def _check_unchanged(
+    before: list[tuple[str, torch.Tensor]], after: list[tuple[str, torch.Tensor]]
+) -> None:
+    for (name, copy), (_, tensor) in zip(before, after, strict=True):
+        if not torch.equal(copy, tensor):
+            raise Disagreement(f"{name} was written, and a backend only reads it")
 
 
 def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ...]]:

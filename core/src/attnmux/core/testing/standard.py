@@ -99,6 +99,7 @@ def _speculation(page: int) -> Iterator[Case]:
     yield _case("verify-tree", page, verify(6, 9, page, 2 * page + 1), **tree)
     yield _case("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
     yield _case("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
+    yield _case("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
     catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
     yield _case("draft-extend", page, catching_up, **chain)
 
@@ -117,6 +118,7 @@ def _features(page: int) -> Iterator[Case]:
         "window-sinks": {"windows": (12, None), "sinks": True},
         "window-cap": {"windows": (12, None), "logit_cap": 2.0},
         "kv-in-pool": {"kv_in_pool": True},
+        "kv-scales": {"kv_scales": (0.5, 3.0)},
         "float16": {"dtype": "float16"},
         "float32": {"dtype": "float32"},
         "float32-bfloat16-kv": {"dtype": "float32", "kv_dtype": "bfloat16"},
@@ -125,7 +127,10 @@ def _features(page: int) -> Iterator[Case]:
         yield _case(f"decode-{name}", page, decode(45, 3, 17, 70), **settings)
         yield _case(f"extend-{name}", page, extend((0, 41), (page + 3, 20)), **settings)
     yield _case("decode-lse-of-nothing", page, decode(0, 5), lse=True)
+    yield _case("decode-sinks-lse-of-nothing", page, decode(0, 5), lse=True, sinks=True)
     yield _case("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
+    unsaved = extend((0, 5), (0, 9), (0, 3), encoder=(12, 0, 30))
+    yield _case("extend-cross-unsaved", page, unsaved, save_kv_cache=False)
     yield _case("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
     yield _case("extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2))))
 

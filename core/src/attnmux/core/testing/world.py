@@ -60,10 +60,12 @@ def make_world(
 def make_layers(
     case: Case, device: torch.device, generator: torch.Generator
 ) -> tuple[LayerSpec, ...]:
-    """The case's layers. Ids have gaps; sinks differ; the last layer is the cross attention."""
+    """The case's layers. Ids have gaps; what a layer can have of its own differs where it is set;
+    the last layer is the cross attention."""
     latent = case.kind == "mla"
     rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
     last = len(case.windows) - 1
+    k_scale, v_scale = case.kv_scales or (None, None)
     return tuple(
         LayerSpec(
             layer_id=2 * index + 1,
@@ -72,12 +74,14 @@ def make_layers(
             tp_v_head_num=case.num_kv_heads,
             qk_head_dim=rank + rope if latent else case.head_dim,
             v_head_dim=rank if latent else case.v_head_dim,
-            scaling=case.head_dim**-0.5 if case.scaling is None else case.scaling,
+            scaling=case.head_dim**-0.5 if case.scaling is None else case.scaling * (index + 1),
             kind=case.kind,
-            logit_cap=case.logit_cap or 0.0,
+            logit_cap=(case.logit_cap or 0.0) * (index + 1),
             sliding_window_size=-1 if window is None else window,
             attention_chunk_size=case.attention_chunk or 0 if index % 2 == 0 else 0,
             is_causal=not case.is_encoder,
+            k_scale=k_scale,
+            v_scale=v_scale,
             is_cross_attention=case.cross_attention and index == last,
             sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
             if case.sinks
