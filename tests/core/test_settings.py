@@ -135,6 +135,15 @@ def test_the_user_wins_and_a_base_name_wins_over_configured_phases(tmp_path) -> 
     assert (policy.backend, policy.prefill_backend, policy.decode_backend) == ("triton", "x", "fa3")
 
 
+def test_a_base_name_of_the_environment_wins_over_the_phases_of_the_file(tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text('prefill_backend = "x"\nmm_backend = "y"\n')
+    policy = load(tmp_path, ATTNMUX_BACKEND="fa3").policy()
+    assert (policy.backend, policy.prefill_backend, policy.mm_backend) == ("fa3", None, "y")
+    assert policy.origins == {"backend": "env", "mm_backend": "config"}
+    policy = load(tmp_path, ATTNMUX_PREFILL_BACKEND="fa3").policy()
+    assert (policy.backend, policy.prefill_backend) == (None, "fa3")
+
+
 def test_options_of_the_user_are_laid_over_those_of_the_file(tmp_path) -> None:
     (tmp_path / "attnmux.toml").write_text(FILE + "mode = 'x'\n")
     policy = load(tmp_path).policy(options={"triton": {"splits": "8"}, "a": {"b": "1"}})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attnmux.core.choosing.card import Option, Prior, when
@@ -283,6 +285,28 @@ def test_a_companion_serves_what_a_named_backend_does_not(offer, cpu) -> None:
     assert (change.field, change.old, change.new) == ("backend for extend", "only_decode", "mate")
     with pytest.raises(NoBackend):
         solve(Request(), cpu, cards, Policy(prefill_backend="only_decode"))
+
+
+def test_a_companion_that_is_not_installed_leaves_the_others(offer, cpu) -> None:
+    only_decode = offer("a", phase=one_of("decode"), companions=("absent", "mate"))
+    decision = solve(Request(), cpu, [only_decode, offer("mate")], Policy(backend="a"))
+    assert chosen(decision) == {"extend": "mate", "decode": "a"}
+    with pytest.raises(UnknownBackend, match="a does not serve extend and names it as its comp"):
+        solve(Request(), cpu, [only_decode], Policy(backend="a"))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(mm_backend="nope"),
+        Policy(backend="nope", prefill_backend="a", decode_backend="a"),
+    ],
+)
+def test_a_name_that_no_phase_needs_is_looked_at_too(offer, cpu, policy) -> None:
+    with pytest.raises(UnknownBackend, match="'nope'"):
+        solve(Request(), cpu, [offer("a")], policy)
+    configured = dict.fromkeys(("backend", "mm_backend"), "config")
+    solve(Request(), cpu, [offer("a")], replace(policy, origins=configured))
 
 
 def test_a_user_s_value_is_never_changed_without_leave(offer, cpu) -> None:

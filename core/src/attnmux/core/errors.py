@@ -62,6 +62,7 @@ class UnknownBackend(AttnmuxError):
     def __init__(self, name: str, *, known: Sequence[str] = (), hint: str = "") -> None:
         self.name = name
         self.known = tuple(known)
+        self.hint = hint
         message = f"unknown attention backend {name!r}"
         super().__init__(f"{message}; {hint}" if hint else message)
 

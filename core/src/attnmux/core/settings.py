@@ -21,6 +21,9 @@ from attnmux.core.errors import SettingsError
 
 PREFIX = "ATTNMUX_"
 OPTION_TYPES = (bool, int, float, str)
+BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend")
+ORIGINS = ("user", "env", "config")
+"""Who may name a backend; the first has the last word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,35 +79,36 @@ class Settings:
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of what the user gave (None: nothing), else what was configured.
 
-        A phase's backend that the user named is not overruled by another that was configured for
-        the same phase: naming `backend` unsets the configured prefill and decode backends.
+        A base name unsets the phases' names of those who have less to say: `--backend` those of
+        the environment and the file, the environment's those of the file.
         """
-        names = ("backend", "prefill_backend", "decode_backend", "mm_backend")
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if given.get("backend") is not None:
-            chosen.update(prefill_backend=None, decode_backend=None)
-        origins = {
-            name: "env" if self.sources[name].startswith(PREFIX) else "config"
-            for name, value in chosen.items()
-            if value is not None
-        }
         said = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: said.get(name, getattr(self, name)) for name in BACKENDS}
+        origins = {n: self._origin(n, said) for n, value in chosen.items() if value is not None}
+        base = origins.get("backend", ORIGINS[-1])
+        for name in origins.keys() & {"prefill_backend", "decode_backend"}:
+            if ORIGINS.index(base) < ORIGINS.index(origins[name]):
+                chosen[name] = None
+                del origins[name]
         options: dict[str, Mapping[str, Any]] = dict(self.options)
         for backend, values in said.pop("options", {}).items():
             options[backend] = {**options.get(backend, {}), **values}
         configured = {
-            **chosen,
             "allow": self.allow_backends,
             "deny": self.deny_backends,
             "prefer": self.prefer_backends,
             "allow_coercion": self.allow_coercion,
         }
-        origins.update(dict.fromkeys(said.keys() & set(names), "user"))
         return Policy(
-            **{**configured, **said},
+            **{**configured, **said, **chosen},
             options=FrozenMapping({name: FrozenMapping(v) for name, v in options.items()}),
             origins=FrozenMapping(origins),
         )
+
+    def _origin(self, name: str, given: Mapping[str, Any]) -> str:
+        if name in given:
+            return "user"
+        return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
 
 
 def _file(directory: Path) -> tuple[Path, Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from attnmux.core.choosing.naming import offers_named
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Coercion
+from attnmux.core.errors import UnknownBackend
 
 FOLLOWERS = ("verify", "draft")
 """Phases of speculation: they run on the backend of extend or of decode."""
@@ -40,8 +41,11 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """The requested phases in groups, in the order of ORDER.
 
-    Raises UnknownBackend or InvalidInput for a named backend that is not there or not one.
+    Raises UnknownBackend or InvalidInput for a named backend that is not there or not one; a name
+    that the user gave is looked at even where no requested phase needs it.
     """
+    for name in policy.said_by_user():
+        offers_named(name, offers, libraries)
     leader = "decode" if request.speculative_attention_mode == "decode" else "extend"
     groups = []
     for lead in ORDER:
@@ -62,7 +66,7 @@ def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: 
     companions = tuple(dict.fromkeys(word for offer in meant for word in offer.card.companions))
     if field != "backend" or not companions or any(_declares(o, group.lead) for o in meant):
         return replace(group, offers=meant, named=name)
-    instead = tuple(offer for word in companions for offer in offers_named(word, offers, libraries))
+    instead = _companions(name, group.lead, companions, offers, libraries)
     coercion = Coercion(
         field=f"backend for {group.lead}",
         old=name,
@@ -71,6 +75,23 @@ def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: 
         origin=policy.origins.get(field, "user"),
     )
     return replace(group, offers=instead, named=name, coercion=coercion)
+
+
+def _companions(
+    name: str, lead: str, words: Sequence[str], offers: Sequence[Offer], libraries: Libraries
+) -> tuple[Offer, ...]:
+    """Those of the companions that are installed; UnknownBackend where none is."""
+    found: list[Offer] = []
+    unknown: UnknownBackend | None = None
+    for word in words:
+        try:
+            found += offers_named(word, offers, libraries)
+        except UnknownBackend as error:
+            unknown = unknown or error
+    if not found and unknown is not None:
+        hint = f"{name} does not serve {lead} and names it as its companion; {unknown.hint}"
+        raise UnknownBackend(unknown.name, known=unknown.known, hint=hint) from unknown
+    return tuple(found)
 
 
 def _declares(offer: Offer, phase: str) -> bool:

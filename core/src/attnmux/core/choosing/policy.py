@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from attnmux.core.choosing.card import OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
 
+FIELDS = {
+    "extend": ("prefill_backend", "backend"),
+    "decode": ("decode_backend", "backend"),
+    "encoder": ("mm_backend",),
+}
+"""Which fields name the backend of a leading phase; the first that is set counts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
@@ -42,19 +49,18 @@ class Policy:
 
     def named_for(self, phase: str) -> tuple[str, str] | None:
         """(the field, the backend's name) that the asker gave for a leading phase."""
-        fields = {
-            "extend": ("prefill_backend", "backend"),
-            "decode": ("decode_backend", "backend"),
-            "encoder": ("mm_backend",),
-        }
-        given = {
-            "backend": self.backend,
-            "prefill_backend": self.prefill_backend,
-            "decode_backend": self.decode_backend,
-            "mm_backend": self.mm_backend,
-        }
-        for name in fields[phase]:
-            backend = given[name]
+        for field_name in FIELDS[phase]:
+            backend: str | None = getattr(self, field_name)
             if backend is not None:
-                return name, backend
+                return field_name, backend
         return None
+
+    def said_by_user(self) -> tuple[str, ...]:
+        """The names that the user gave, whether or not a requested phase needs them."""
+        names = dict.fromkeys(name for fields in FIELDS.values() for name in fields)
+        given = {name: getattr(self, name) for name in names}
+        return tuple(
+            backend
+            for name, backend in given.items()
+            if backend is not None and self.origins.get(name, "user") == "user"
+        )
