@@ -41,3 +41,31 @@ def test_tensors_of_a_name_share_its_memory() -> None:
     assert bool((again == 1.5).all())
     assert workspace.tensor("partial", (0, 4), torch.bfloat16).shape == (0, 4)
     assert workspace.nbytes == 60
+
+
+def test_a_tensor_of_an_earlier_shape_is_not_taken_for_the_next() -> None:
+    workspace = Workspace(torch.device("cpu"))
+    small = workspace.tensor("logits", (2, 3), torch.float32)
+    assert workspace.tensor("logits", (2, 3), torch.float32).data_ptr() == small.data_ptr()
+    assert workspace.tensor("logits", (3, 2), torch.float32).shape == (3, 2)
+    assert workspace.tensor("logits", (2, 3), torch.int32).dtype == torch.int32
+    workspace.get("logits", 4096)
+    again = workspace.tensor("logits", (2, 3), torch.float32)
+    assert again.data_ptr() == workspace.get("logits", 1).data_ptr() != small.data_ptr()
+
+
+def test_a_context_that_grows_token_by_token_allocates_seldom() -> None:
+    workspace = Workspace(torch.device("cpu"))
+    addresses = [
+        workspace.tensor("keys", (length, 1024), torch.float32).untyped_storage().data_ptr()
+        for length in range(100, 400)
+    ]
+    assert sum(a != b for a, b in zip(addresses, addresses[1:], strict=False)) < 10
+    assert workspace.nbytes <= 1.25 * 399 * 4096
+
+
+def test_memory_of_inference_mode_may_be_written_outside_of_it() -> None:
+    workspace = Workspace(torch.device("cpu"))
+    with torch.inference_mode():
+        workspace.tensor("out", (4,), torch.float32).fill_(1)
+    workspace.tensor("out", (4,), torch.float32).fill_(2)

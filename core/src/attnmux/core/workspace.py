@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -16,29 +18,37 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, torch.Tensor] = {}
+        # The latest view of each name: every layer of a step asks for the same ones.
+        self._views: dict[str, torch.Tensor] = {}
 
     def get(self, name: str, nbytes: int, *, zeroed: bool = False) -> torch.Tensor:
         """A uint8 buffer of at least `nbytes`.
 
         With `zeroed` it holds zeros when it is made or grown; a kernel that needs zeros at
-        every launch has to leave them behind.
+        every launch has to leave them behind. A buffer grows by a quarter at least, so that a
+        context that grows token by token does not allocate at every step.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
+            if buffer is not None:
+                nbytes = max(nbytes, buffer.numel() * 5 // 4)
             make = torch.zeros if zeroed else torch.empty
             # A tensor made in inference mode could not be written outside of it later.
             with torch.inference_mode(False):
                 buffer = make(nbytes, dtype=torch.uint8, device=self.device)
             self._buffers[name] = buffer
+            self._views.pop(name, None)
         return buffer
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor over the named buffer."""
-        count = 1
-        for extent in shape:
-            count *= extent
-        nbytes = count * dtype.itemsize
-        return self.get(name, nbytes)[:nbytes].view(dtype).view(shape)
+        view = self._views.get(name)
+        if view is None or view.dtype != dtype or view.shape != shape:
+            nbytes = math.prod(shape) * dtype.itemsize
+            buffer = self.get(name, nbytes)
+            with torch.inference_mode(False):
+                view = self._views[name] = buffer[:nbytes].view(dtype).view(shape)
+        return view
 
     @property
     def nbytes(self) -> int:
