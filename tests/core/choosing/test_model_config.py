@@ -75,6 +75,9 @@ EXPECTED = {
 }
 
 
+SMALL = {"num_attention_heads": 8, "hidden_size": 512}
+
+
 def test_every_recorded_config_is_expected() -> None:
     assert {path.parent.name for path in DATA.glob("*/config.json")} == set(EXPECTED)
 
@@ -105,6 +108,9 @@ def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
     del values["torch_dtype"]
     assert from_config(tmp_path, values).dtype is None
     assert from_config(tmp_path, {**values, "dtype": "float16"}).dtype == "float16"
+    silent = {**values, "dtype": None, "torch_dtype": "torch.bfloat16"}
+    assert from_config(tmp_path, silent).dtype == "bfloat16"
+    assert from_config(tmp_path, {**values, "dtype": "auto"}).dtype is None
 
 
 @pytest.mark.parametrize(
@@ -159,12 +165,22 @@ def test_tp_must_divide(name, tp) -> None:
         ({"num_attention_heads": "many", "hidden_size": 8}, "a positive num_attention_heads"),
         ({"num_attention_heads": 4}, "a positive hidden_size"),
         ({"model_type": "llama", "torch_dtype": "complex64"}, "dtype: expected one of"),
+        ("[" * 100_000, "which is not JSON"),
+        ({**SMALL, "num_key_value_heads": 3}, "8 heads over 3 KV heads"),
+        ({**SMALL, "hidden_size": 7}, "hidden_size=7 for 8 heads"),
+        ({**SMALL, "num_attention_heads": [8, 8]}, "num_attention_heads=[8, 8]"),
+        ({**SMALL, "sliding_window": [4096]}, "sliding_window=[4096]"),
+        ({**SMALL, "sliding_window": 4096.0}, "sliding_window=4096.0"),
+        ({**SMALL, "sliding_window": -1}, "sliding_window=-1"),
+        ({**SMALL, "layer_types": 3}, "layer_types=3"),
+        ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
     ],
 )
 def test_unusable_configs(tmp_path, content, said) -> None:
     with pytest.raises(InvalidInput) as caught:
         from_config(tmp_path, content)
     assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_paths_that_are_no_model(tmp_path) -> None:

@@ -62,7 +62,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     latent = values.get("kv_lora_rank") is not None
     return {
         **(_latent_heads if latent else _heads)(values, source, tp),
-        **_layers(values),
+        **_layers(values, source),
         "dtype": _dtype(text) or _dtype(config),
         "sinks": model_type in SINKS,
         "logit_cap": values.get("attn_logit_softcapping"),
@@ -81,7 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise InvalidInput("model", came=came, expected=expected) from None
     except OSError as error:
         raise InvalidInput("model", came=f"{file}: {error.strerror}", expected=expected) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         came = f"{file}, which is not JSON ({error})"
         raise InvalidInput("model", came=came, expected=expected) from None
     if not isinstance(config, dict):
@@ -115,10 +115,16 @@ def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     if kv_heads % tp and tp % kv_heads:
         expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
         raise InvalidInput("tp", came=str(tp), expected=expected)
-    if values.get("head_dim") is None:
-        head_dim = _whole(values, "hidden_size", source) // (q_heads * tp)
-    else:
-        head_dim = _whole(values, "head_dim", source)
+    heads = q_heads * tp
+    if heads % kv_heads:
+        came = f"{heads} heads over {kv_heads} KV heads in {source}"
+        raise InvalidInput("model", came=came, expected="as many heads for each KV head")
+    name = "hidden_size" if values.get("head_dim") is None else "head_dim"
+    dims = _whole(values, name, source)
+    head_dim = dims // heads if name == "hidden_size" else dims
+    if not head_dim:
+        came = f"{name}={dims} for {heads} heads in {source}"
+        raise InvalidInput("model", came=came, expected="at least one dimension a head")
     return {
         "kind": "mha",
         "num_q_heads": q_heads,
@@ -140,18 +146,25 @@ def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, 
     }
 
 
-def _layers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Window and chunk, asked for where at least one layer uses them."""
-    types = values.get("layer_types") or ()
+    types = values.get("layer_types") or []
+    if not isinstance(types, list):
+        came = f"layer_types={types!r} in {source}"
+        raise InvalidInput("model", came=came, expected="a list of layer_types, or none")
     windowed = "sliding_attention" in types if types else _any_layer_windowed(values)
-    window = values.get("sliding_window")
-    chunk = values.get("attention_chunk_size")
     chunked = "chunked_attention" in types if types else True
+    window = _size(values, "sliding_window", source) if windowed else None
     return {
         # transformers counts the query among the n keys that a window shows
-        "sliding_window": window - 1 if windowed and isinstance(window, int) else None,
-        "attention_chunk": chunk if chunked else None,
+        "sliding_window": None if window is None else window - 1,
+        "attention_chunk": _size(values, "attention_chunk_size", source) if chunked else None,
     }
+
+
+def _size(values: Mapping[str, Any], name: str, source: str) -> int | None:
+    """None where the feature is off: absent, null or 0."""
+    return _whole(values, name, source) if values.get(name) else None
 
 
 def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
@@ -163,7 +176,7 @@ def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
     """`torch_dtype` is the name that files older than transformers 5 use."""
-    name = config.get("dtype", config.get("torch_dtype"))
+    name = config.get("dtype") or config.get("torch_dtype")
     return name if isinstance(name, str) else None
 
 

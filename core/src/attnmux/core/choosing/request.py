@@ -156,7 +156,11 @@ class Request:
         Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
         """
         given = read_model(Path(path), tp)
-        return cls(**given, origins=dict.fromkeys(given, "model"))
+        try:
+            return cls(**given, origins=dict.fromkeys(given, "model"))
+        except InvalidInput as error:
+            came = f"{error.came} in {path}"
+            raise InvalidInput(error.argument, came=came, expected=error.expected) from None
 
 
 def parse_fields(text: str) -> dict[str, str]:
