@@ -89,6 +89,24 @@ def test_it_answers_where_torch_cannot_be_imported(without_torch, args) -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize("verb", ["select", "platforms", "backends"])
+def test_it_does_not_import_torch_where_torch_is(verb, tmp_path) -> None:
+    """Also not in a `try`, which the absence of torch would hide."""
+    code = (
+        "import sys; from attnmux.core.cli.verbs import verbs;"
+        f"verbs(['{verb}', '--json'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_command(command) -> None:
     done = command("select", "--json", "--platform", "cpu:x86_64")
     assert done.returncode == 0, done.stderr

@@ -68,6 +68,8 @@ def test_str_is_what_parse_reads(text) -> None:
         ("nvidia:sm90,memory=lots", "141GB"),
         ("nvidia:sm90,memory=3XB", "141GB"),
         ("cpu:x86_64,runtime=3", "one of runtime, features"),
+        ("nvidia:sm٩0", "an architecture of nvidia"),
+        ("nvidia:sm90,cuda=١٢", "a version such as 12.4"),
     ],
 )
 def test_parse_refuses(text, said) -> None:
@@ -87,3 +89,19 @@ def test_a_dict_and_a_pickle_give_it_back() -> None:
 def test_the_table_names_each_vendor_once() -> None:
     assert all(name == row.name for name, row in VENDORS.items())
     assert len({row.distribution for row in VENDORS.values()}) == len(VENDORS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"features": ["amx"]},
+        {"version": "9.0"},
+        {"arch": None},
+        {"arch": ""},
+        {"count": "8"},
+        {"memory_bytes": 1.5e9},
+    ],
+)
+def test_facts_of_other_types_are_refused(given) -> None:
+    with pytest.raises(InvalidInput, match=f"platform, {next(iter(given))}: expected"):
+        Platform(**{"vendor": "acme", "device_type": "cpu", "arch": "v1", **given})

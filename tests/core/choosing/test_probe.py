@@ -66,6 +66,7 @@ def test_the_one_accelerator_is_picked(empty) -> None:
     assert pick_platform(detection) == SM90
     assert pick_platform(detection, "cpu").vendor == "cpu"
     assert pick_platform(detection, "nvidia:sm90") == SM90
+    assert pick_platform(detection, " NVIDIA") == SM90
 
 
 def test_two_kinds_are_an_error_that_names_both(empty) -> None:

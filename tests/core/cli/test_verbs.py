@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core import cli
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
 
@@ -95,6 +98,18 @@ def test_ctrl_c(call, outside, tmp_path, monkeypatch) -> None:
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_ctrl_c_while_the_verbs_are_loaded(monkeypatch, capsys) -> None:
+    def interrupted(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    monkeypatch.setattr(cli, "gc", SimpleNamespace(disable=lambda: None, freeze=lambda: None))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "attnmux: interrupted\n"
 
 
 def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> None:

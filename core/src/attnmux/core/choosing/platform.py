@@ -105,9 +105,21 @@ UNITS: Mapping[str, int] = {
 GRAMMAR = "VENDOR:ARCH[,KEY=VALUE]…, such as nvidia:sm90,cuda=12.4"
 
 
+FIELD_TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("vendor", "device_type", "arch", "runtime", "name"),
+    tuple: ("version",),
+    frozenset: ("features",),
+    int: ("count", "memory_bytes", "core_count"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """One kind of device of one machine. Two kinds in one machine are two platforms."""
+    """One kind of device of one machine. Two kinds in one machine are two platforms.
+
+    Raises InvalidInput for a field of another type, and for a vendor, device type or architecture
+    that is empty.
+    """
 
     vendor: str
     device_type: str
@@ -127,6 +139,17 @@ class Platform:
     """Of one device; 0 unknown."""
     core_count: int = 0
     """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
+
+    def __post_init__(self) -> None:
+        for kind, names in FIELD_TYPES.items():
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind):
+                    expected = f"a value of type {kind.__name__}"
+                    raise InvalidInput(f"platform, {name}", came=repr(value), expected=expected)
+        for name in ("vendor", "device_type", "arch"):
+            if not getattr(self, name):
+                raise InvalidInput(f"platform, {name}", came="nothing", expected="a name")
 
     def __str__(self) -> str:
         """As `parse` reads it (without the product's name and the core count)."""
@@ -211,7 +234,7 @@ def _vendors(vendor: str) -> str:
 
 
 def _arch_version(row: Vendor, arch: str) -> tuple[int, ...]:
-    match = re.fullmatch(row.arch, arch)
+    match = re.fullmatch(row.arch, arch, re.ASCII)
     if match is None:
         expected = f"an architecture of {row.name}, matching {row.arch}"
         raise InvalidInput("platform", came=repr(arch), expected=expected)
@@ -221,7 +244,7 @@ def _arch_version(row: Vendor, arch: str) -> tuple[int, ...]:
 def _read(key: str, value: str, row: Vendor | None) -> tuple[str, Any]:
     runtime = row.runtime if row is not None else ""
     if runtime and key == runtime:
-        if not re.fullmatch(r"\d+(\.\d+)*", value):
+        if not re.fullmatch(r"\d+(\.\d+)*", value, re.ASCII):
             raise InvalidInput(key, came=repr(value), expected="a version such as 12.4")
         return "runtime", f"{key} {value}"
     if key == "runtime" and row is None:

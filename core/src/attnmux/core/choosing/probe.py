@@ -158,6 +158,7 @@ def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
     """
     if wanted is None:
         return _only(detection.accelerators or detection.platforms[-1:])
+    wanted = wanted.strip().lower()
     matching = tuple(p for p in detection.platforms if wanted in (p.vendor, f"{p.vendor}:{p.arch}"))
     if matching:
         return _only(matching)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 
 
 def main() -> None:
@@ -14,5 +15,8 @@ def main() -> None:
     gc.disable()
     try:
         importlib.import_module("attnmux.core.cli.verbs").verbs()
+    except KeyboardInterrupt:  # before the verbs could say so
+        print("attnmux: interrupted", file=sys.stderr)
+        sys.exit(130)
     finally:
         gc.freeze()
