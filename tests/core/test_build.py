@@ -101,6 +101,37 @@ def test_a_pool_of_another_page_size() -> None:
         build(decision, context_of(CASE))
 
 
+def test_a_pool_of_another_dtype() -> None:
+    decision = decided(
+        replace(CASE, kv_dtype="float16"), one={"phases": ("extend", "decode"), "card": {}}
+    )
+    with pytest.raises(InvalidInput, match=r"the decision's KV dtype, float16, got .* bfloat16"):
+        build(decision, context_of(CASE))
+
+
+LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "named"),
+    [
+        ({}, {"head_dim": 64}, "head_dim 64"),
+        ({}, {"v_head_dim": 64}, "v_head_dim 64"),
+        (LATENT, {"kv_lora_rank": 16}, "kv_lora_rank 16"),
+        (LATENT, {"qk_rope_head_dim": 16}, "qk_rope_head_dim 16"),
+        ({}, LATENT, "kind=mla"),
+    ],
+)
+def test_layers_that_the_decision_was_not_made_for(
+    asked: dict[str, object], changes: dict[str, object], named: str
+) -> None:
+    case = replace(CASE, **asked)
+    decision = decided(case, one={"phases": ("extend", "decode"), "card": {}})
+    assert isinstance(build(decision, context_of(case)), AttentionBackend)
+    with pytest.raises(InvalidInput, match=named):
+        build(decision, context_of(replace(case, **changes)))
+
+
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [

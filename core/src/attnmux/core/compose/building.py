@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.compose.hybrid import HybridAttnBackend
+from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput, PluginError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 
     A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
-    did not ask for, or when context and decision disagree on page size; PluginError when a
+    did not ask for or dims that it did not name, or when context and decision disagree on page
+    size or KV dtype; PluginError when a
     chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
@@ -68,7 +70,20 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
             came=f"page size {pool.page_size}",
             expected=f"the decision's page size, {decision.page_size}",
         )
+    if dtype_name(pool.dtype) != decision.kv_dtype:
+        raise InvalidInput(
+            "context.token_to_kv_pool",
+            came=f"a pool of {dtype_name(pool.dtype)}",
+            expected=f"the decision's KV dtype, {decision.kv_dtype}",
+        )
     for layer in context.layers:
+        for argument, has, asked in _dims(layer, decision.request):
+            if asked is not None and has != asked:
+                raise InvalidInput(
+                    f"layer {layer.layer_id}",
+                    came=f"{argument} {has}",
+                    expected=f"{asked}, which the decision was made for",
+                )
         for feature, has, asked in _features(layer, decision.request):
             if has and not asked:
                 raise InvalidInput(
@@ -78,9 +93,25 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
                 )
 
 
+def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | None], ...]:
+    """(request field, the layer's, what was asked for). A request has no field for an encoder's."""
+    if not layer.is_causal:
+        return ()
+    if layer.kind == "mla":
+        return (
+            ("kv_lora_rank", layer.v_head_dim, request.kv_lora_rank),
+            ("qk_rope_head_dim", layer.qk_rope_head_dim, request.qk_rope_head_dim),
+        )
+    return (
+        ("head_dim", layer.qk_head_dim, request.head_dim),
+        ("v_head_dim", layer.v_head_dim, request.v_head_dim or request.head_dim),
+    )
+
+
 def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool], ...]:
     """(request field, whether the layer has it, whether the request asks for it)."""
     return (
+        ("kind=mla", layer.kind == "mla", request.kind not in (None, "mha")),
         ("sliding_window", layer.sliding_window_size >= 0, request.sliding_window is not None),
         ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
         ("cross_attention", layer.is_cross_attention, request.cross_attention),
