@@ -17,7 +17,7 @@ from attnmux.core.testing import (
     prepare_step,
     standard_cases,
 )
-from attnmux.core.testing.cases import decode, extend
+from attnmux.core.testing.cases import decode, extend, verify
 
 
 @pytest.fixture
@@ -37,6 +37,9 @@ def extending():
         ("seq_lens", torch.tensor([8, 1000], dtype=torch.int32)),
         ("seq_lens", torch.tensor([8, -1], dtype=torch.int32)),
         ("seq_lens", torch.tensor([8, 5], dtype=torch.int32)),
+        ("encoder_out_cache_loc", torch.tensor([10_000])),
+        ("seq_lens_cpu", torch.tensor([8, 5], dtype=torch.int32)),
+        ("extend_seq_lens_cpu", torch.tensor([5, 3], dtype=torch.int32)),
         ("encoder_lens", torch.tensor([0, 1000], dtype=torch.int32)),
         ("extend_seq_lens", torch.tensor([5, 5], dtype=torch.int32)),
         ("extend_seq_lens", None),
@@ -47,6 +50,47 @@ def test_names_the_field_that_is_out_of_range(extending, field, value) -> None:
     check_batch(world.context, step.batch)
     with pytest.raises(InvalidInput) as caught:
         check_batch(world.context, replace(step.batch, **{field: value}))
+    assert caught.value.argument == field
+
+
+def test_refuses_a_negative_prefix(extending) -> None:
+    world, step = extending
+    prefix = torch.tensor([3, -4], dtype=torch.int32)
+    seq_lens = torch.tensor([8, 0], dtype=torch.int32)
+    batch = replace(step.batch, extend_prefix_lens=prefix, seq_lens=seq_lens)
+    with pytest.raises(InvalidInput, match="extend_prefix_lens"):
+        check_batch(world.context, batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "changed", "field"),
+    [
+        (decode(3, 5), {}, lambda b: {"out_cache_loc": b.out_cache_loc[:1]}, "out_cache_loc"),
+        (
+            verify(4, 3, 5),
+            {"spec_topk": 4},
+            lambda b: {"spec_info": replace(b.spec_info, custom_mask=b.spec_info.custom_mask[1:])},
+            "spec_info.custom_mask",
+        ),
+        (
+            extend((0, 5), items=((2, 2),)),
+            {},
+            lambda b: {
+                "multi_item": replace(
+                    b.multi_item, token_pos_in_items=b.multi_item.token_pos_in_items[1:]
+                )
+            },
+            "multi_item.token_pos_in_items",
+        ),
+    ],
+    ids=["decode", "mask", "items"],
+)
+def test_refuses_counts_that_contradict_each_other(step, settings, changed, field) -> None:
+    world = make_world(Case(name="debug", steps=(step,), **settings), fake_platform(), "cpu")
+    batch = prepare_step(world, step).batch
+    check_batch(world.context, batch)
+    with pytest.raises(InvalidInput) as caught:
+        check_batch(world.context, replace(batch, **changed(batch)))
     assert caught.value.argument == field
 
 

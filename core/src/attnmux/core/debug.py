@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
-    """Refuse a batch whose indices or lengths point outside the pools.
+    """Refuse a batch whose indices or lengths point outside the pools or contradict each other.
 
     Raises InvalidInput naming the field, the offending range and what was expected.
     """
@@ -27,11 +27,21 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     if batch.encoder_lens is not None:
         _within("encoder_lens", batch.encoder_lens, context.max_context_len + 1)
         lens = lens + batch.encoder_lens
+    if batch.encoder_out_cache_loc is not None:
+        _within("encoder_out_cache_loc", batch.encoder_out_cache_loc, slots)
     if batch.forward_mode.is_target_verify() and batch.extend_seq_lens is not None:
         lens = lens + batch.extend_seq_lens
     _within("seq_lens", lens, context.max_context_len + 1)
+    for field in ("seq_lens", "extend_seq_lens", "extend_prefix_lens"):
+        _check_mirror(field, getattr(batch, field), getattr(batch, f"{field}_cpu"))
     if batch.forward_mode.is_extend():
         _check_extend(batch)
+    elif batch.forward_mode.is_decode() and batch.num_tokens != batch.batch_size:
+        raise InvalidInput(
+            "out_cache_loc",
+            came=f"{batch.num_tokens} slots",
+            expected=f"{batch.batch_size}, one a decoding request",
+        )
 
 
 def _check_extend(batch: ForwardBatch) -> None:
@@ -39,17 +49,49 @@ def _check_extend(batch: ForwardBatch) -> None:
         raise InvalidInput(
             "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
         )
+    _within("extend_seq_lens", batch.extend_seq_lens, batch.num_tokens + 1)
     total = int(batch.extend_seq_lens.sum())
     if total > batch.num_tokens:
         raise InvalidInput(
             "extend_seq_lens", came=f"{total} tokens", expected=f"at most {batch.num_tokens}"
         )
     ends = batch.extend_prefix_lens
+    if bool((ends < 0).any()):
+        raise InvalidInput("extend_prefix_lens", came=ends.tolist(), expected="at least 0")
     if not batch.forward_mode.is_target_verify():
         ends = ends + batch.extend_seq_lens
     if not torch.equal(ends, batch.seq_lens):
         raise InvalidInput(
             "seq_lens", came=batch.seq_lens.tolist(), expected=f"prefix + new = {ends.tolist()}"
+        )
+
+    _check_mask(batch, batch.extend_seq_lens, batch.extend_prefix_lens)
+    items = batch.multi_item
+    if items is not None and items.token_pos_in_items.shape[0] < total:
+        raise InvalidInput(
+            "multi_item.token_pos_in_items",
+            came=f"{items.token_pos_in_items.shape[0]} values",
+            expected=f"{total}, one a new token",
+        )
+
+
+def _check_mask(batch: ForwardBatch, new: torch.Tensor, cached: torch.Tensor) -> None:
+    mask = None if batch.spec_info is None else batch.spec_info.custom_mask
+    size = int((new.long() * (cached + new)).sum())
+    if mask is not None and mask.numel() != size:
+        raise InvalidInput(
+            "spec_info.custom_mask",
+            came=f"{mask.numel()} values",
+            expected=f"{size}, new tokens * keys of each request",
+        )
+
+
+def _check_mirror(field: str, values: torch.Tensor | None, mirror: torch.Tensor | None) -> None:
+    if mirror is not None and (values is None or not torch.equal(values.cpu(), mirror)):
+        raise InvalidInput(
+            f"{field}_cpu",
+            came=mirror.tolist(),
+            expected=f"{None if values is None else values.tolist()}, as on the device",
         )
 
 

@@ -111,7 +111,7 @@ def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | Non
 def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool], ...]:
     """(request field, whether the layer has it, whether the request asks for it)."""
     return (
-        ("kind=mla", layer.kind == "mla", request.kind not in (None, "mha")),
+        ("kind=mla", layer.kind == "mla", request.latent),
         ("sliding_window", layer.sliding_window_size >= 0, request.sliding_window is not None),
         ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
         ("cross_attention", layer.is_cross_attention, request.cross_attention),
