@@ -127,6 +127,23 @@ def test_tokens_that_meet_outside_of_attention_are_found():
         )
 
 
+def test_a_model_that_counts_positions_its_own_way_is_refused():
+    """RoBERTa's first token is at position 2: at 0 it would answer, and answer wrongly."""
+    config = transformers.RobertaConfig(**SMALL, intermediate_size=48, is_decoder=True)
+    with pytest.raises(InvalidInput, match="position"):
+        record(config)
+
+
+def test_a_model_that_does_not_look_at_the_positions_it_is_given_is_refused():
+    model = make(transformers.LlamaConfig(**LLAMA_LIKE))
+    rotary = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotary(
+        x, torch.arange(x.shape[1])[None]
+    )
+    with pytest.raises(InvalidInput, match="position"):
+        record_layers(model, max_context_len=64)
+
+
 LENGTH = 40
 
 

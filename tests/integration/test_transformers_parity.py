@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from attnmux.transformers import SequenceState
+from attnmux.core.errors import InvalidInput
+from attnmux.transformers import Generator, SequenceState
+from attnmux.transformers.checkpoint import quiet_transformers
 
 ARCHITECTURES = (
     "llama",
@@ -84,6 +87,44 @@ def test_a_prompt_in_chunks(tiny, run_on, sequences, architecture, page_size):
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other[-len(mine) :])
     runner.release(states)
+
+
+def test_a_model_that_scales_by_place_in_the_row_runs_in_short_rows(tmp_path, run_on):
+    """Llama 4's attention temperature steps at its floor_scale: two prompts would cross it."""
+    config = Llama4TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        max_position_embeddings=128,
+        no_rope_layers=[0, 0],
+        floor_scale=16,
+        attn_scale=5.0,
+        eos_token_id=None,
+    )
+    with quiet_transformers(progress=False):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+        model.save_pretrained(tmp_path)
+    prompts = [list(range(1, 12)), list(range(20, 31))]
+    with pytest.raises(InvalidInput, match="at most 15"):
+        run_on(tmp_path, max_context_len=16)
+    runner = run_on(tmp_path, max_context_len=15)
+    generated = Generator(runner).generate(prompts, max_new_tokens=4).results
+    for ids, result in zip(prompts, generated, strict=True):
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0].tolist()
+        assert list(result.token_ids) == whole[len(ids) :]
+    states = [SequenceState(token_ids=ids) for ids in prompts]
+    with pytest.raises(InvalidInput, match="at most 15"):
+        runner.extend(states)
+    assert all(state.row is None for state in states)
 
 
 def test_the_reference_behind_the_contract_agrees_too(tiny, run_on, sequences):

@@ -37,7 +37,13 @@ def by_layer_type():
     return transformers.Gemma3TextConfig(**SMALL, head_dim=8, max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(("config", "limit"), [(dynamic(), 64), (long_rope(), 32)])
+def by_place_in_the_row():
+    return transformers.Llama4TextConfig(**SMALL, floor_scale=16, attn_temperature_tuning=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"), [(dynamic(), 64), (long_rope(), 32), (by_place_in_the_row(), 15)]
+)
 def test_the_context_ends_where_rescaling_begins(config, limit):
     assert fixed_rotary_len(config) == limit
     check_rotary(config, limit)

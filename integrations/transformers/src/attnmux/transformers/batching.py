@@ -43,9 +43,17 @@ class Step:
 class StepBuilder:
     """Makes steps: takes rows and slots for the new tokens and writes the request table."""
 
-    def __init__(self, req_to_token_pool: ReqToTokenPool, allocator: PagedAllocator) -> None:
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        allocator: PagedAllocator,
+        *,
+        max_step_tokens: int | None = None,
+    ) -> None:
+        """max_step_tokens: T of the largest step that the model can run; None for any."""
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
+        self.max_step_tokens = max_step_tokens
 
     def extend(self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None) -> Step:
         """A step over the next `num_new` pending tokens of each request; None means all of them.
@@ -160,6 +168,12 @@ class StepBuilder:
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         if len(set(states)) != len(states):
             raise InvalidInput("states", came="a request twice", expected="each request once")
+        if self.max_step_tokens is not None and sum(counts) > self.max_step_tokens:
+            raise InvalidInput(
+                "num_new",
+                came=f"{sum(counts)} tokens in one step",
+                expected=f"at most {self.max_step_tokens}, the longest row that the model can read",
+            )
         longest = self.req_to_token_pool.max_context_len
         for state, count in zip(states, counts, strict=True):
             if not 1 <= count <= state.num_pending:

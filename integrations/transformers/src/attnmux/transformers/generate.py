@@ -93,7 +93,8 @@ class Generator:
         self.runner = runner
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self.max_prefill_tokens = max_prefill_tokens
+        most = runner.steps.max_step_tokens or max_prefill_tokens
+        self.max_prefill_tokens = min(most, max_prefill_tokens)
 
     def generate(
         self,

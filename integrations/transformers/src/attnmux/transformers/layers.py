@@ -24,6 +24,9 @@ from attnmux.core.layer import LayerSpec
 from attnmux.transformers.attention import AttentionCall, no_mask, read_call
 from attnmux.transformers.masks import MaskFunction, Reach, read_reach
 
+POSITION_TOLERANCE = 0.02
+"""Share of the largest value: far above rounding in any dtype, far below one position's turn."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Recorder:
@@ -103,6 +106,7 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
             "way, or that attends twice, cannot be served",
         )
     _check_packable(model)
+    _check_positions(model)
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
     return tuple(_layer(call, recorder.reach_of(call, max_context_len)) for call in calls)
 
@@ -164,6 +168,38 @@ def _check_packable(model: PreTrainedModel) -> None:
             came="tokens that reach other requests' tokens outside of attention",
             expected="a model in which only attention mixes the tokens of a row",
         )
+
+
+def _check_positions(model: PreTrainedModel) -> None:
+    """Refuse a model that does not count each request's tokens from 0 by the positions given.
+
+    The same token thrice: positions 0, 1, 2 must change nothing against the model's own count, and
+    position 0 for each must make them equal, as first tokens of three requests are.
+    """
+    own, given, first = (
+        _attended(model, positions) for positions in (None, [[0, 1, 2]], [[0, 0, 0]])
+    )
+    for name, tokens, expected in (
+        ("another count", given, own),
+        ("places in the row, not the positions given", first, [one[:1] for one in given]),
+    ):
+        for ours, theirs in zip(tokens, expected, strict=True):
+            if float((ours - theirs).abs().max()) > POSITION_TOLERANCE * float(ours.abs().max()):
+                raise InvalidInput(
+                    type(model).__name__,
+                    came=f"positions by {name}",
+                    expected="a model that counts a request's tokens from 0 by its position_ids",
+                )
+
+
+def _attended(model: PreTrainedModel, positions: list[list[int]] | None) -> list[torch.Tensor]:
+    """[3, heads, dim] each: the queries and keys of all layers for one token repeated."""
+    zeros = torch.zeros((1, 3), dtype=torch.long, device=model.device)
+    position_ids = None if positions is None else torch.tensor(positions, device=model.device)
+    recorder = Recorder()
+    with _recording(model, recorder):
+        model(input_ids=zeros, position_ids=position_ids, use_cache=False)
+    return [part.float() for call in recorder.calls for part in (call.q, call.k)]
 
 
 def _poison_first(

@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the longest request of a step."""
+"""What a model does at a position, where that hangs on the other requests of a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_rotary(config: PreTrainedConfig, max_context_len: int) -> None:
         raise InvalidInput(
             "context",
             came=f"{max_context_len} tokens",
-            expected=f"at most {limit}: beyond it the model's rotary embedding is rescaled by the "
-            "longest request of a step, and requests would not be independent",
+            expected=f"at most {limit}: beyond it the model scales rotary embeddings or queries by "
+            "the longest request or row of a step, and requests would not be independent",
         )
 
 
@@ -38,7 +38,20 @@ def fixed_rotary_len(config: PreTrainedConfig) -> int | None:
         for rope in _ropes(getattr(text, "rope_parameters", None) or {})
         if rope.get("rope_type") in RESCALING
     ]
-    return min(limits, default=None)
+    row = fixed_row_len(config)
+    return min(limits if row is None else [*limits, row], default=None)
+
+
+def fixed_row_len(config: PreTrainedConfig) -> int | None:
+    """Tokens of a step's row up to which no token's place in it matters; None for any number.
+
+    Llama 4 scales queries by log1p(floor((place + 1) / floor_scale)), and takes for the place that
+    in the row, since it sees no cache. `fixed_rotary_len` keeps the positions below it as well.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "attn_temperature_tuning", False):
+        return None
+    return int(text.floor_scale) - 1
 
 
 def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
 from attnmux.transformers.batching import SequenceState, Step, StepBuilder
+from attnmux.transformers.rotary import fixed_row_len
 
 
 class ModelRunner:
@@ -74,7 +75,11 @@ class ModelRunner:
             debug=debug,
         )
         self.backend: AttentionBackend = build(decision, self.context)
-        self.steps = StepBuilder(table, PagedAllocator(size, page_size, device))
+        self.steps = StepBuilder(
+            table,
+            PagedAllocator(size, page_size, device),
+            max_step_tokens=fixed_row_len(model.config),
+        )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def extend(
