@@ -45,9 +45,8 @@ def test_the_readme_has_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_succeeds(command: str) -> None:
     program = [sys.executable, "-c", "from attnmux.core.cli import main; main()"]
-    done = subprocess.run(
-        [*program, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
-    )
+    words = shlex.split(command, comments=True)
+    done = subprocess.run([*program, *words[1:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     if "?S" in command:
         assert done.stdout.strip() == "3051"
