@@ -167,6 +167,14 @@ def test_no_plugins(call, monkeypatch) -> None:
     result = call("--platform", HERE)
     assert result.exit_code == 3
     assert "no plugin offers one" in result.stderr
+    assert "no plugin is loaded: no_plugins (ATTNMUX_NO_PLUGINS) admits none" in result.stderr
+
+
+def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:
+    (tmp_path / "attnmux.toml").write_text('allow_plugins = ["cpuu"]\n')
+    result = call("--platform", HERE)
+    assert result.exit_code == 3
+    assert f"allow_plugins ({tmp_path / 'attnmux.toml'}) admits none" in result.stderr
 
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8")

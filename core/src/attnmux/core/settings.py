@@ -16,14 +16,13 @@ from typing import Any
 
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.request import ORIGINS
 from attnmux.core.choosing.values import FALSE, TRUE
 from attnmux.core.errors import SettingsError
 
 PREFIX = "ATTNMUX_"
 OPTION_TYPES = (bool, int, float, str)
 BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend")
-ORIGINS = ("user", "env", "config")
-"""Who may name a backend; the first has the last word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

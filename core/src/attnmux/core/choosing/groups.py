@@ -32,9 +32,6 @@ class Group:
     coercion: Coercion | None = None
     """Set where a companion stands in for a named backend that does not serve the phase."""
 
-    def serves_together(self) -> str:
-        return " and ".join(self.phases)
-
 
 def groups_of(
     request: Request, policy: Policy, offers: Sequence[Offer], libraries: Libraries

@@ -68,5 +68,5 @@ def _how_to_get(backend: str, distribution: str, libraries: Libraries) -> str:
         return f"{backend} comes with {distribution}: pip install {distribution}"
     return (
         f"{backend} belongs to {distribution}, but the installed version {version} does not offer "
-        "it, or failed to load (`attnmux backends` says which)"
+        "it, failed to load (`attnmux backends` says so), or is excluded by the configuration"
     )

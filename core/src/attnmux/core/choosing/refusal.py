@@ -43,7 +43,8 @@ def refusal(
     where = platform.name or str(platform)
     if not candidates:
         line = f"pip install {VENDORS['cpu'].distribution}"
-        return NoBackend(f"no attention backend for {where}: no plugin offers one ({line})")
+        hint = f"{line}, unless it is there and did not load or is not allowed"
+        return NoBackend(f"no attention backend for {where}: no plugin offers one ({hint})")
     failing = [group for group in groups if not _is_served(group, candidates)]
     named = sorted({group.named for group in failing if group.named})
     who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"

@@ -15,6 +15,7 @@ from attnmux.core.choosing.values import PHASES, READERS
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
+"""Who may set a value; the earlier has the last word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,10 @@ class Run:
             plugins.offers()
         for failure in plugins.failures:
             self.warn(str(failure))
+        allowed, _ = settings.plugin_filter()
+        if allowed is not None and not plugins.loaded:
+            limit = "no_plugins" if settings.no_plugins else "allow_plugins"
+            self.warn(f"no plugin is loaded: {limit} ({settings.sources[limit]}) admits none")
         return plugins
 
     def detect(self, plugins: Plugins) -> Detection:

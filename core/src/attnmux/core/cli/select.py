@@ -10,7 +10,6 @@ import click
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import GRAMMAR, Platform
 from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import pick_platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import solve
@@ -69,7 +68,7 @@ def select(
     except NoBackend as refusal:
         _show_refusal(run, as_json, device, request, refusal)
         raise
-    _show(run, as_json, decision, policy)
+    _show(run, as_json, decision)
 
 
 def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
@@ -107,7 +106,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _show(run: Run, as_json: bool, decision: Decision, policy: Policy) -> None:
+def _show(run: Run, as_json: bool, decision: Decision) -> None:
     if as_json:
         echo_json({**decision.to_dict(), "warnings": run.warnings})
         return
