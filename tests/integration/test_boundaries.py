@@ -75,6 +75,12 @@ def test_a_member_is_typed(member: Path) -> None:
     assert (member / "src/attnmux" / name / "py.typed").is_file()
 
 
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_a_member_ships_the_licence(member: Path) -> None:
+    """The build takes it from the member's own folder."""
+    assert (member / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
 def test_core_names_no_vendor_outside_the_platform_table() -> None:
     """Identifiers and string constants of core; prose in docstrings and comments is free."""
     for path in sources(ROOT / "core"):
