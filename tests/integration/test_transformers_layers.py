@@ -127,6 +127,16 @@ def test_tokens_that_meet_outside_of_attention_are_found():
         )
 
 
+@pytest.mark.parametrize("where", ["norm", "layers.1.self_attn.k_proj"])
+def test_weights_that_are_not_numbers_are_called_that(where):
+    """They look like tokens that reach each other: what comes out is not finite either."""
+    model = make(transformers.LlamaConfig(**LLAMA_LIKE))
+    with torch.no_grad():
+        model.model.get_submodule(where).weight[0] = torch.nan
+    with pytest.raises(InvalidInput, match="not numbers"):
+        record_layers(model, max_context_len=64)
+
+
 def test_a_model_that_counts_positions_its_own_way_is_refused():
     """RoBERTa's first token is at position 2: at 0 it would answer, and answer wrongly."""
     config = transformers.RobertaConfig(**SMALL, intermediate_size=48, is_decoder=True)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.transformers.attention import AttentionCall, no_mask, read_call
@@ -93,7 +94,7 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
     recorder = Recorder()
     zero = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with _recording(model, recorder):
-        model(input_ids=zero, position_ids=zero, use_cache=False)
+        logits = model(input_ids=zero, position_ids=zero, use_cache=False).logits
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
     if expected < 1:
@@ -105,6 +106,8 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
             expected=f"one in each of {expected} layers: a layer that mixes tokens in another "
             "way, or that attends twice, cannot be served",
         )
+    # First of all: not a number is what the check behind it looks for.
+    _check_numbers(model, [logits, *(part for call in recorder.calls for part in (call.q, call.k))])
     _check_packable(model)
     _check_positions(model)
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
@@ -147,6 +150,15 @@ def _recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
         model.set_attn_implementation(before)
         AttentionInterface._global_mapping.pop(name)  # there is no public way to unregister
         AttentionMaskInterface._global_mapping.pop(name)
+
+
+def _check_numbers(model: PreTrainedModel, values: list[torch.Tensor]) -> None:
+    if not all(bool(torch.isfinite(value).all()) for value in values):
+        raise InvalidInput(
+            type(model).__name__,
+            came=f"values that are not numbers, in {dtype_name(model.dtype)}",
+            expected="weights that are not damaged, in a dtype that is wide enough for them",
+        )
 
 
 def _check_packable(model: PreTrainedModel) -> None:
