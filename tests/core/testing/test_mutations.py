@@ -220,6 +220,13 @@ class EncoderRowsOfTheTokens(FakeBackend):
         return super().forward_extend(q, k, v, layer, batch, save_kv_cache, **given)
 
 
+class SplitsOfTheBatch(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        """Add up in an order that follows from how many requests there are."""
+        out, lse = super().attend(q, k, v, keep, layer)
+        return out * (1 + 2.0**-7 * (self.full is not None and len(self.full.new) > 1)), lse
+
+
 CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     OffByOnePage: ("decode-page-boundaries", "extend-page-boundaries", "extend-max-length"),
     WindowOneTooWide: ("decode-window", "extend-window", "decode-two-windows"),
@@ -248,6 +255,7 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     RowsBesideEachOther: ("decode-uneven", "extend-one-request"),
     SinkLostWithoutKeys: ("decode-sinks-lse-of-nothing",),
     MaskInsteadOfChunk: ("verify-tree-chunk",),
+    SplitsOfTheBatch: ("decode-deterministic", "extend-deterministic"),
     EncoderRowsOfTheTokens: ("extend-cross-unsaved",),
 }
 """The cases, at page size 16 where they have pages, that each fault fails."""

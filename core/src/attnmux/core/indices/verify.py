@@ -36,6 +36,7 @@ def mask_indptr(
     """[B + 1]: where each request's q_len · kv_len values begin in a flat custom mask.
 
     q_lens: [B] int32, or one number for all, d in verify. kv_lens: [B] int32, in verify seq + d.
+    Kernels take these offsets as int32, so the mask has to have less than 2**31 values.
     """
     batch_size = check_lens("kv_lens", kv_lens)
     if isinstance(q_lens, torch.Tensor):

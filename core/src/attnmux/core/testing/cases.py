@@ -135,6 +135,8 @@ class Case:
     kv_in_pool: bool = False
     """K and V were written before the call, which passes neither."""
     save_kv_cache: bool = True
+    deterministic: bool = False
+    """A request's result must have the same bits whatever else is in the batch."""
     is_encoder: bool = False
     """The layers are an encoder's: not causal, and without a KV cache."""
 
@@ -184,4 +186,5 @@ class Case:
             custom_mask=self.custom_mask,
             multi_item=self.multi_item,
             lse=self.lse,
+            deterministic=self.deterministic,
         )

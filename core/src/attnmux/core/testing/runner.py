@@ -10,6 +10,7 @@ import torch
 
 from attnmux.core import reference
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.testing.alone import alone
 from attnmux.core.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
 from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Case
@@ -118,11 +119,32 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
                 max_error = max(max_error, _check_output(world, step, given, output))
         except Disagreement as error:
             raise Disagreement(f"step {number}, {lengths.mode.name}: {error}") from error
+        if case.deterministic:
+            _check_alone(backend, step, outputs, execution)
         real = [output.out[: step.num_real_tokens] for output in outputs]
         kept += [(out, out.clone()) for out in real]
     if not all(torch.equal(out, copy) for out, copy in kept):
         raise Disagreement("an output changed after its step: it is the caller's to keep")
     return max_error
+
+
+def _check_alone(
+    backend: AttentionBackend,
+    step: PreparedStep,
+    outputs: list[LayerOutput],
+    execution: Execution,
+) -> None:
+    """Each request gives the same bits without the others."""
+    for request in range(step.batch.batch_size):
+        part, tokens = alone(step, request)
+        for given, output, whole in zip(
+            step.inputs, execution(backend, part, False), outputs, strict=True
+        ):
+            if not torch.equal(output.out, whole.out[tokens]):
+                raise Disagreement(
+                    f"layer {given.layer.layer_id}: request {request} has other bits alone than "
+                    "in its batch, and the decision was for deterministic results"
+                )
 
 
 def _read_only(world: World, step: PreparedStep) -> list[tuple[str, torch.Tensor]]:

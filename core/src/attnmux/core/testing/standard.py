@@ -87,6 +87,10 @@ def _batches(page: int) -> Iterator[Case]:
     # Long enough for kernels that cut the keys of one request into parts.
     far = max(longest, 1152)
     yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
+    alone: dict[str, Any] = {"kv_in_pool": True, "deterministic": True}
+    yield _case(
+        "decode-long-deterministic", page, decode(1100, 5, 700), max_context_len=far, **alone
+    )
     yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
 
 
@@ -118,6 +122,7 @@ def _features(page: int) -> Iterator[Case]:
         "window-sinks": {"windows": (12, None), "sinks": True},
         "window-cap": {"windows": (12, None), "logit_cap": 2.0},
         "kv-in-pool": {"kv_in_pool": True},
+        "deterministic": {"kv_in_pool": True, "deterministic": True},
         "kv-scales": {"kv_scales": (0.5, 3.0)},
         "float16": {"dtype": "float16"},
         "float32": {"dtype": "float32"},
