@@ -125,10 +125,3 @@ def test_dtype_names() -> None:
     assert all(canonical_dtype(name) == name for name in DTYPES)
     assert all(canonical_dtype(alias) in DTYPES for alias in ALIASES)
     assert canonical_dtype("torch.bfloat16") == "bfloat16"
-
-
-@pytest.mark.parametrize("heads", ["num_q_heads=4,num_kv_heads=8", "num_q_heads=7,num_kv_heads=2"])
-def test_kv_heads_are_shared_evenly(heads) -> None:
-    with pytest.raises(InvalidInput, match="num_q_heads: expected a multiple of num_kv_heads"):
-        Request.parse(heads)
-    assert Request.parse(f"kind=linear,{heads}").kind == "linear"

@@ -26,8 +26,7 @@ class Request:
     of the expanded heads (192 and 128 in DeepSeek-V3), `num_kv_heads` is 1, the latent, and what
     the absorbed kernels see follows from `kv_lora_rank` and `qk_rope_head_dim`.
 
-    Raises InvalidInput for a value that its field cannot hold, and for query heads that KV heads
-    cannot share evenly; aliases are replaced ("bf16").
+    Raises InvalidInput for a value that its field cannot hold; aliases are replaced ("bf16").
     """
 
     kind: str = "mha"
@@ -83,9 +82,6 @@ class Request:
                 origins.pop(item.name, None)
             else:
                 origins.setdefault(item.name, "default")
-        if self.kind != "linear" and (self.num_q_heads or 0) % (self.num_kv_heads or 1):
-            came = f"{self.num_q_heads} over num_kv_heads={self.num_kv_heads}"
-            raise InvalidInput("num_q_heads", came=came, expected="a multiple of num_kv_heads")
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
