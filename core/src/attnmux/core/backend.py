@@ -5,8 +5,8 @@ T tokens and B requests of a step. `q [T, Hq, D]`, `k, v [T, Hkv, D]`, `out [T, 
 included; a row without keys has LSE -inf and output 0. MLA is called absorbed: `q [T, Hq, rank]`,
 `q_rope [T, Hq, rope]`, `k [T, 1, rank]`, `k_rope [T, 1, rope]`, `v` None, `out [T, Hq, rank]`.
 
-Tokens of `q`, `k` and `v` may be any distance apart, as slices of one projection are; the heads of a
-token lie together.
+Tokens of `q`, `k` and `v` may be any distance apart, as slices of one projection are; the heads of
+a token lie together.
 """
 
 from __future__ import annotations
