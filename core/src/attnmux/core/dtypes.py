@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attnmux.core.choosing.dtypes import DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 _TORCH_DTYPES = {
@@ -14,7 +15,6 @@ _TORCH_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "fp4_e2m1": torch.float4_e2m1fn_x2,
 }
-_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -22,12 +22,9 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a canonical name ("bfloat16", "fp8_e4m3", …) or of its alias ("bf16").
 
     "fp4_e2m1" is torch's packed dtype: an element holds two values.
-    Raises InvalidInput for a name that is not in the table.
+    Raises InvalidInput for a name that is neither.
     """
-    try:
-        return _TORCH_DTYPES[_ALIASES.get(name, name)]
-    except KeyError:
-        raise InvalidInput("dtype", came=repr(name), expected=_choices()) from None
+    return _TORCH_DTYPES[canonical_dtype(name)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,8 +35,4 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _NAMES[dtype]
     except KeyError:
-        raise InvalidInput("dtype", came=dtype, expected=_choices()) from None
-
-
-def _choices() -> str:
-    return f"one of {', '.join([*_TORCH_DTYPES, *_ALIASES])}"
+        raise InvalidInput("dtype", came=dtype, expected=f"one of {', '.join(DTYPES)}") from None
