@@ -45,7 +45,7 @@ TORCH_NATIVE = BackendCard(
         Prior(
             rank=50,
             when=when(vendor=one_of("cpu")),
-            source="benchmarks/results/torch_native-cpu.md: a third of the memory's bandwidth at best",
+            source="benchmarks/results/torch_native-cpu.md: at best a third of the bandwidth",
         ),
         Prior(rank=900, source="gathers K and V before it multiplies, which a GPU kernel does not"),
     ),
