@@ -19,7 +19,7 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     Raises InvalidInput naming the field, the offending range and what was expected.
     """
     table = context.req_to_token_pool.req_to_token
-    slots = context.token_to_kv_pool.size + context.token_to_kv_pool.page_size
+    slots = context.token_to_kv_pool.num_slots
     _within("req_pool_indices", batch.req_pool_indices, table.shape[0])
     _within("out_cache_loc", batch.out_cache_loc, slots)
     _within("req_to_token", table[batch.req_pool_indices], slots)
@@ -64,7 +64,6 @@ def _check_extend(batch: ForwardBatch) -> None:
         raise InvalidInput(
             "seq_lens", came=batch.seq_lens.tolist(), expected=f"prefix + new = {ends.tolist()}"
         )
-
     _check_mask(batch, batch.extend_seq_lens, batch.extend_prefix_lens)
     items = batch.multi_item
     if items is not None and items.token_pos_in_items.shape[0] < total:
@@ -77,8 +76,10 @@ def _check_extend(batch: ForwardBatch) -> None:
 
 def _check_mask(batch: ForwardBatch, new: torch.Tensor, cached: torch.Tensor) -> None:
     mask = None if batch.spec_info is None else batch.spec_info.custom_mask
+    if mask is None:
+        return
     size = int((new.long() * (cached + new)).sum())
-    if mask is not None and mask.numel() != size:
+    if mask.numel() != size:
         raise InvalidInput(
             "spec_info.custom_mask",
             came=f"{mask.numel()} values",

@@ -22,8 +22,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
     did not ask for or dims that it did not name, or when context and decision disagree on page
-    size or KV dtype; PluginError when a
-    chosen backend cannot be imported or made.
+    size or KV dtype; PluginError when a chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)

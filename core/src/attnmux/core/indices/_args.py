@@ -30,12 +30,6 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
     return req_pool_indices.shape[0]
 
 
-def check_positive(argument: str, value: int) -> None:
-    """Raise InvalidInput below 1."""
-    if value < 1:
-        raise InvalidInput(argument, came=value, expected="at least 1")
-
-
 def front(
     out: torch.Tensor | None, length: int, like: torch.Tensor, dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive
+from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core.sizes import check_positive
 
 
 class ChunkBatches(NamedTuple):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive, check_table
+from attnmux.core.indices._args import check_lens, check_table
 from attnmux.core.indices._pages import page_counts, page_numbers
 from attnmux.core.indices._segments import lay_out, store
 from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core.sizes import check_positive
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 

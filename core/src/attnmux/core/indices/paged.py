@@ -7,8 +7,9 @@ import math
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices._args import check_lens, check_positive, check_table
+from attnmux.core.indices._args import check_lens, check_table
 from attnmux.core.indices._pages import page_numbers
+from attnmux.core.sizes import check_positive
 
 
 def page_table(

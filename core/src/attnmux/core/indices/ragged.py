@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive, front
+from attnmux.core.indices._args import check_lens, front
 from attnmux.core.indices._segments import lay_out, store
+from attnmux.core.sizes import check_positive
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

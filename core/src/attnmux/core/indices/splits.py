@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive
+from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import store
+from attnmux.core.sizes import check_positive
 
 
 def num_kv_splits(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive
+from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import store
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr
+from attnmux.core.sizes import check_positive
 
 
 def verify_qo_indptr(

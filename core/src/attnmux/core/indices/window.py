@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_positive
+from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import store
+from attnmux.core.sizes import check_positive
 
 
 class KVView(NamedTuple):

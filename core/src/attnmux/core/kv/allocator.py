@@ -10,6 +10,7 @@ import torch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.free_list import FreeList
 from attnmux.core.kv.placement import check_extend, place_decode, place_extend
+from attnmux.core.sizes import check_whole_pages
 
 
 class PagedAllocator:
@@ -33,12 +34,7 @@ class PagedAllocator:
         debug: bool | None = None,
     ) -> None:
         """Raises InvalidInput unless `size` is whole pages."""
-        if page_size < 1:
-            raise InvalidInput("page_size", came=page_size, expected="at least 1")
-        if size < page_size or size % page_size:
-            raise InvalidInput(
-                "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
-            )
+        check_whole_pages(size, page_size)
         self.size = size
         self.page_size = page_size
         self.device = torch.device(device)

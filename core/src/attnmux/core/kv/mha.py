@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.pool import (
     HasLayerId,
@@ -16,6 +15,7 @@ from attnmux.core.kv.pool import (
     word_dtype,
     write_rows,
 )
+from attnmux.core.sizes import check_positive
 
 
 class MHATokenToKVPool(KVPool):
@@ -43,13 +43,9 @@ class MHATokenToKVPool(KVPool):
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for argument, value in (
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("v_head_dim", v_head_dim),
-        ):
-            if value < 1:
-                raise InvalidInput(argument, came=value, expected="at least 1")
+        check_positive("num_kv_heads", num_kv_heads)
+        check_positive("head_dim", head_dim)
+        check_positive("v_head_dim", v_head_dim)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim

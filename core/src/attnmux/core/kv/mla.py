@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.pool import (
     HasLayerId,
@@ -16,6 +15,7 @@ from attnmux.core.kv.pool import (
     word_dtype,
     write_rows,
 )
+from attnmux.core.sizes import check_positive
 
 
 class MLATokenToKVPool(KVPool):
@@ -43,12 +43,8 @@ class MLATokenToKVPool(KVPool):
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
-        for argument, value in (
-            ("kv_lora_rank", kv_lora_rank),
-            ("qk_rope_head_dim", qk_rope_head_dim),
-        ):
-            if value < 1:
-                raise InvalidInput(argument, came=value, expected="at least 1")
+        check_positive("kv_lora_rank", kv_lora_rank)
+        check_positive("qk_rope_head_dim", qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self._buffers = allocate_zeroed(

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.sizes import check_whole_pages
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that a pool stores unscaled, and that activations come in."""
@@ -40,12 +41,7 @@ class KVPool(ABC):
         layer_ids: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        if page_size < 1:
-            raise InvalidInput("page_size", came=page_size, expected="at least 1")
-        if size < page_size or size % page_size:
-            raise InvalidInput(
-                "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
-            )
+        check_whole_pages(size, page_size)
         if dtype not in STORABLE_DTYPES:
             names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
             raise InvalidInput("dtype", came=dtype, expected=f"one of {names}")

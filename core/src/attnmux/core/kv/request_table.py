@@ -8,6 +8,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
+from attnmux.core.sizes import check_positive
 
 
 class ReqToTokenPool:
@@ -23,9 +24,8 @@ class ReqToTokenPool:
 
         Raises InvalidInput for a size below 1 and PoolExhausted when memory does not suffice.
         """
-        for argument, value in (("size", size), ("max_context_len", max_context_len)):
-            if value < 1:
-                raise InvalidInput(argument, came=value, expected="at least 1")
+        check_positive("size", size)
+        check_positive("max_context_len", max_context_len)
         self.size = size
         self.max_context_len = max_context_len
         self.device = torch.device(device)
