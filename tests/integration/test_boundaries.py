@@ -56,6 +56,7 @@ def test_choosing_and_plugin_modules_import_no_torch() -> None:
     files = [
         *(ROOT / "core/src/attnmux/core/choosing").rglob("*.py"),
         *ROOT.glob("plugins/*/src/attnmux/*/plugin.py"),
+        *ROOT.glob("plugins/*/src/attnmux/*/cards/*.py"),
     ]
     assert len(files) > 6
     for path in files:

@@ -8,6 +8,7 @@ AttnmuxError
 ├── AmbiguousPlatform  several kinds of accelerator are present and none was named
 ├── GraphUnsupported   a backend without graph capture was asked to capture
 ├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
+│   └── BackendFailed  a backend whose library does not load or whose kernels do not compile
 └── SettingsError      a configuration file or environment variable that cannot be used
 """
 
@@ -77,6 +78,18 @@ class GraphUnsupported(AttnmuxError):
 
 class PluginError(AttnmuxError):
     """A plugin that cannot be loaded or that breaks the plugin contract."""
+
+
+class BackendFailed(PluginError):
+    """A backend that was chosen and cannot run here: a library that does not load, a kernel that
+    does not compile. An automatic choice goes on to the next candidate."""
+
+    def __init__(self, address: str, reason: str, *, hint: str = "") -> None:
+        self.address = address
+        self.reason = reason
+        self.hint = hint
+        message = f"{address} cannot run here: {reason}"
+        super().__init__(f"{message}; {hint}" if hint else message)
 
 
 class SettingsError(AttnmuxError):

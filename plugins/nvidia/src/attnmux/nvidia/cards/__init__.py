@@ -1,0 +1,7 @@
+"""The cards of NVIDIA's backends, as data, one module each."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard
+
+CARDS: tuple[BackendCard, ...] = ()
