@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.compose.building import build
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.kv import MHATokenToKVPool, PagedAllocator, ReqToTokenPool
+from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
 from attnmux.transformers.batching import SequenceState, Step, StepBuilder
+from attnmux.transformers.pools import make_pool
 from attnmux.transformers.rotary import fixed_row_len
 
 
@@ -51,16 +51,7 @@ class ModelRunner:
         page_size = decision.page_size
         part_filled = max_batch_size if page_size > 1 else 0
         size = (max_total_tokens // page_size + part_filled) * page_size
-        pool = MHATokenToKVPool(
-            size=size,
-            page_size=page_size,
-            dtype=torch_dtype(decision.kv_dtype),
-            layer_ids=[layer.layer_id for layer in layers],
-            num_kv_heads=layers[0].tp_k_head_num,
-            head_dim=layers[0].qk_head_dim,
-            v_head_dim=layers[0].v_head_dim,
-            device=device,
-        )
+        pool = make_pool(layers, decision, size=size, device=device)
         table = ReqToTokenPool(max_batch_size, max_context_len, device)
         self.context = BackendContext(
             request=decision.request,
