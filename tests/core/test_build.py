@@ -11,7 +11,7 @@ from attnmux.core import AttentionBackend, BackendContext, Decision, HybridAttnB
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import one_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.errors import BackendFailed, InvalidInput, PluginError
 from attnmux.core.testing import Case, FakeBackend, fake_card, fake_platform, make_world
 from attnmux.core.testing.cases import decode, extend
 
@@ -78,7 +78,39 @@ def test_a_planned_backend_is_not_built() -> None:
 @pytest.mark.parametrize("factory", ["no.such.module:Backend", "attnmux.core.batch:Nothing"])
 def test_a_backend_that_cannot_be_imported(factory: str) -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {"factory": factory}})
-    with pytest.raises(PluginError, match=f"fakes/one cannot be imported from {factory}"):
+    with pytest.raises(BackendFailed, match=f"fakes/one cannot run here: {factory}: .*Error"):
+        build(decision, context_of(CASE))
+
+
+def does_not_compile(context: BackendContext, options: object) -> object:
+    raise RuntimeError("\nninja failed\nand a page of output")
+
+
+def says_what_to_do(context: BackendContext, options: object) -> object:
+    raise BackendFailed("some/name", "no nvcc", hint="install the CUDA toolkit")
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("does_not_compile", "fakes/one cannot run here: .*: RuntimeError: ninja failed$"),
+        ("says_what_to_do", "fakes/one cannot run here: no nvcc; install the CUDA toolkit$"),
+    ],
+)
+def test_a_backend_whose_kernels_do_not_compile(factory: str, said: str) -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": factory_of(factory)})
+    with pytest.raises(BackendFailed, match=said):
+        build(decision, context_of(CASE))
+
+
+def refuses_its_input(context: BackendContext, options: object) -> object:
+    raise InvalidInput("options", came="x", expected="y")
+
+
+def test_bad_input_is_no_failure_of_the_machine() -> None:
+    card = factory_of("refuses_its_input")
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": card})
+    with pytest.raises(InvalidInput, match="options"):
         build(decision, context_of(CASE))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import Decision, Policy, solve
     from attnmux.core.compose import HybridAttnBackend
     from attnmux.core.compose.building import build
+    from attnmux.core.compose.fallback import make_first
     from attnmux.core.layer import LayerSpec
     from attnmux.core.op import forward_context
     from attnmux.core.radix_attention import RadixAttention
@@ -46,6 +47,7 @@ _MODULES = {
     "forward_context": "op",
     "hookimpl": "choosing.plugins",
     "load_plugins": "choosing.plugins",
+    "make_first": "compose.fallback",
     "pick_platform": "choosing.probe",
     "solve": "choosing.solver",
 }
@@ -74,6 +76,7 @@ __all__ = [
     "forward_context",
     "hookimpl",
     "load_plugins",
+    "make_first",
     "pick_platform",
     "solve",
 ]

@@ -8,7 +8,13 @@ from typing import Literal
 from attnmux.core.choosing.axes import Question, admits
 from attnmux.core.choosing.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.explaining import shortcomings
-from attnmux.core.choosing.libraries import Libraries, assumed, installed_version, missing
+from attnmux.core.choosing.libraries import (
+    Libraries,
+    assumed,
+    install_hint,
+    installed_version,
+    missing,
+)
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
@@ -28,7 +34,7 @@ def prior_rank(card: BackendCard, question: Question) -> int:
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
-    """What keeps a card out whatever is asked: contract, status, policy, libraries."""
+    """What keeps a card out whatever is asked: contract, status, policy, failures, libraries."""
     card = offer.card
     reasons = []
     if not any(within(version, card.contract) for version in CONTRACTS):
@@ -42,6 +48,13 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
     ):
         wanted, offered = "a backend that the configuration allows", card.name
         reasons.append(Reason(code="DENIED", axis="policy", wanted=wanted, offered=offered))
+    failure = policy.failed.get(offer.address)
+    if failure is not None:
+        hint = failure.hint or install_hint(card, offer.distribution)
+        wanted, offered = "kernels that load and compile", failure.reason
+        reasons.append(
+            Reason(code="FAILED", axis="kernels", wanted=wanted, offered=offered, hint=hint)
+        )
     return reasons + missing(card, libraries, offer.distribution)
 
 

@@ -111,17 +111,27 @@ def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> 
         parsed = [parsed_requirement(text) for text in alternatives]
         if any(_met(requirement, libraries) for requirement in parsed):
             continue
-        extra = f"{distribution}[{card.extra}]" if distribution and card.extra else alternatives[0]
         reasons.append(
             Reason(
                 code="LIBRARY",
                 axis="requires",
                 wanted=" or ".join(alternatives),
                 offered=", ".join(_found(requirement, libraries) for requirement in parsed),
-                hint=f"pip install '{extra}'",
+                hint=install_hint(card, distribution, alternatives[0]),
             )
         )
     return reasons
+
+
+def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
+    """The line that installs what the card requires; empty where it requires nothing.
+
+    It names the extra of the card's own distribution, else `requirement` or the first of the card.
+    """
+    if not requirement and card.requires:
+        requirement = card.requirements()[0][0]
+    wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
+    return f"pip install '{wanted}'" if wanted else ""
 
 
 def _met(requirement: Requirement, libraries: Libraries) -> bool:

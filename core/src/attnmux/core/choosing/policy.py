@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from attnmux.core.choosing.card import OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.errors import BackendFailed
 
 FIELDS = {
     "extend": ("prefill_backend", "backend"),
@@ -44,6 +45,8 @@ class Policy:
     as there, and a runtime that the platform does not state counts as new enough."""
     without: frozenset[str] = frozenset()
     """Distributions that count as not installed."""
+    failed: Mapping[str, BackendFailed] = field(default_factory=FrozenMapping)
+    """By `plugin/name`: backends that were tried in this process and could not be made."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Who named the backends, by field; "user" where absent."""
 

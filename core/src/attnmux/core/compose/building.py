@@ -5,10 +5,12 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING
 
+import torch
+
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.compose.hybrid import HybridAttnBackend
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.request import Request
@@ -22,7 +24,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
     did not ask for or dims that it did not name, or when context and decision disagree on page
-    size or KV dtype; PluginError when a chosen backend cannot be imported or made.
+    size or KV dtype; BackendFailed when a chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
@@ -46,13 +48,22 @@ def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
     if choice.factory is None:
         raise PluginError(f"{name} is planned: it has a card and no implementation yet")
     try:
-        factory = pkgutil.resolve_name(choice.factory)
-    except (ImportError, AttributeError, OSError) as error:
-        raise PluginError(f"{name} cannot be imported from {choice.factory}: {error}") from error
-    backend = factory(context, choice.options)
+        backend = pkgutil.resolve_name(choice.factory)(context, choice.options)
+    except BackendFailed as failure:
+        raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
+    except (AttnmuxError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a library or a compiler raises
+        reason = f"{choice.factory}: {type(error).__name__}: {_first_line(error)}"
+        raise BackendFailed(name, reason) from error
     if not isinstance(backend, AttentionBackend):
         raise PluginError(f"{name}: {choice.factory} made a {type(backend).__name__}")
     return backend
+
+
+def _first_line(error: Exception) -> str:
+    """A compiler's error can be pages long; the whole of it is the cause."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:
