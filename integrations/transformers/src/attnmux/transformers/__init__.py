@@ -4,7 +4,7 @@ Importing this package registers the attention implementation "attnmux" with tra
 """
 
 from attnmux.transformers.attention import IMPLEMENTATION
-from attnmux.transformers.batching import SequenceState, Step, StepBuilder
+from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpoint
 from attnmux.transformers.generate import Generation, GenerationResult, Generator, Timings
 from attnmux.transformers.layers import record_layers
@@ -13,6 +13,7 @@ from attnmux.transformers.prompts import encode_prompts
 from attnmux.transformers.request import request_of
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import Sampler, SamplingParams
+from attnmux.transformers.sequence import SequenceState, Step
 
 __all__ = [
     "IMPLEMENTATION",

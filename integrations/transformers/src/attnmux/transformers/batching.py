@@ -1,43 +1,16 @@
-"""Requests with their place in the KV cache, and the steps that are made of them."""
+"""Steps of the model, made of requests: rows and slots for the new tokens, and the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class SequenceState:
-    """The tokens of one request, and how many of them have K and V in the cache."""
-
-    token_ids: list[int]
-    """The prompt, then what was generated."""
-    row: int | None = None
-    """Of the request table, from its first step to its release."""
-    num_cached: int = 0
-    """Leading tokens whose slots the row holds."""
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that no step has run yet."""
-        return len(self.token_ids) - self.num_cached
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Step:
-    """One pass of the model over B requests with T new tokens, packed into one row."""
-
-    batch: ForwardBatch
-    input_ids: torch.Tensor
-    """[T] int64"""
-    last_indices: torch.Tensor
-    """[B] int64: each request's last new token among the T."""
+from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.sequence import SequenceState, Step
 
 
 class StepBuilder:
@@ -55,11 +28,17 @@ class StepBuilder:
         self.allocator = allocator
         self.max_step_tokens = max_step_tokens
 
-    def extend(self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None) -> Step:
+    def extend(
+        self,
+        states: Sequence[SequenceState],
+        num_new: Sequence[int] | None = None,
+        *,
+        forward_mode: ForwardMode = ForwardMode.EXTEND,
+    ) -> Step:
         """A step over the next `num_new` pending tokens of each request; None means all of them.
 
         A request's earlier tokens are its cached prefix, so a prompt may come in chunks, and a
-        request with a single pending token may be among them.
+        request with a single pending token may be among them; where it decodes, the mode is MIXED.
         Raises PoolExhausted, changing nothing, when rows or slots do not suffice, and
         InvalidInput for counts that are not pending or do not fit into the context.
         """
@@ -88,7 +67,7 @@ class StepBuilder:
         for state, end in zip(states, ends, strict=True):
             state.num_cached = end
         batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
+            forward_mode=forward_mode,
             batch_size=len(states),
             req_pool_indices=rows,
             seq_lens=seq_lens.to(torch.int32),
@@ -110,6 +89,13 @@ class StepBuilder:
         Raises PoolExhausted, changing nothing, when slots do not suffice, and InvalidInput for
         requests that were not extended, that have more to run, or whose context is full.
         """
+        return self.decode_batch(states).step()
+
+    def decode_batch(self, states: Sequence[SequenceState]) -> DecodeBatch:
+        """For many steps over the same requests; raises InvalidInput as `decode` does.
+
+        That their contexts have room for the steps after the first is the caller's part.
+        """
         for state in states:
             if state.num_pending != 1 or state.row is None:
                 raise InvalidInput(
@@ -118,40 +104,40 @@ class StepBuilder:
                     expected="requests that were extended, each with one pending token",
                 )
         self._check_new(states, [1] * len(states))
-        ends = [state.num_cached + 1 for state in states]
-        last_tokens = [state.token_ids[-1] for state in states]
-        host = torch.tensor([[state.row for state in states], ends, last_tokens])
-        rows, seq_lens, input_ids = host.to(self.allocator.device).unbind()
-        positions = seq_lens - 1
-        slots = self.allocator.alloc_decode(
-            seq_lens, self._last_loc(rows, positions), seq_lens_cpu=host[1]
-        )
-        self.req_to_token_pool.write(rows, positions, None, slots)
-        for state, end in zip(states, ends, strict=True):
-            state.num_cached = end
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(states),
-            req_pool_indices=rows,
-            seq_lens=seq_lens.to(torch.int32),
-            out_cache_loc=slots,
-            positions=positions,
-            seq_lens_cpu=host[1].to(torch.int32),
-            seq_lens_sum=sum(ends),
-        )
-        last_indices = torch.arange(len(states), device=rows.device)
-        return Step(batch=batch, input_ids=input_ids, last_indices=last_indices)
+        return DecodeBatch(states, self.req_to_token_pool, self.allocator)
+
+    def adopt(self, state: SequenceState, slots: torch.Tensor) -> None:
+        """Give a new request a row that begins with the shared slots [n] int64, whole pages.
+
+        Raises PoolExhausted, changing nothing, without a free row.
+        """
+        self._take_rows([state])
+        state.num_cached = state.num_shared = slots.shape[0]
+        self.rewrite(state, 0, slots)
+
+    def rewrite(self, state: SequenceState, start: int, slots: torch.Tensor) -> None:
+        """Let the request's tokens from `start` on lie at slots [n] that hold the same K and V."""
+        if slots.shape[0]:
+            row = self.req_to_token_pool.req_to_token[state.row]
+            row[start : start + slots.shape[0]] = slots.to(row.dtype)
+
+    def slots(self, state: SequenceState, start: int, end: int) -> torch.Tensor:
+        """[end - start] int64: where the request's tokens from start to end lie."""
+        return self.req_to_token_pool.req_to_token[state.row, start:end].long()
 
     def release(self, states: Sequence[SequenceState]) -> None:
-        """Free the rows and slots of requests, all at once; those without a row are left alone."""
+        """Free the rows and slots of requests, all at once; those without a row are left alone.
+
+        Shared slots stay with their owner.
+        """
         held = [state for state in states if state.row is not None]
         table = self.req_to_token_pool.req_to_token
         with self.allocator.free_group():
             for state in held:
-                self.allocator.free(table[state.row, : state.num_cached])
+                self.allocator.free(table[state.row, state.num_shared : state.num_cached])
         self._give_rows(held)
         for state in held:
-            state.num_cached = 0
+            state.num_cached = state.num_shared = 0
 
     def _tokens(
         self, states: Sequence[SequenceState], starts: Sequence[int], ends: Sequence[int]

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.transformers.batching import SequenceState
 from attnmux.transformers.detokenize import TextStream
 from attnmux.transformers.prompts import check_prompt
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
+from attnmux.transformers.sequence import SequenceState
 
 MAX_PREFILL_TOKENS = 8192
 """Tokens of one prefill step: longer prompts come in chunks, which bounds the activations."""

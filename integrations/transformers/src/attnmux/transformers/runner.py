@@ -15,9 +15,10 @@ from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
-from attnmux.transformers.batching import SequenceState, Step, StepBuilder
+from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.pools import make_pool
 from attnmux.transformers.rotary import fixed_row_len
+from attnmux.transformers.sequence import SequenceState, Step
 
 
 class ModelRunner:

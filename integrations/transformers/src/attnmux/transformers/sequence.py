@@ -1,0 +1,40 @@
+"""A request's tokens with their place in the KV cache, and one pass of the model over some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.batch import ForwardBatch
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SequenceState:
+    """The tokens of one request, and how many of them have K and V in the cache."""
+
+    token_ids: list[int]
+    """The prompt, then what was generated."""
+    row: int | None = None
+    """Of the request table, from its first step to its release."""
+    num_cached: int = 0
+    """Leading tokens whose slots the row holds."""
+    num_shared: int = 0
+    """Leading tokens whose slots belong to somebody else, such as a prefix tree: whole pages, which
+    the request reads and its release leaves alone."""
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no step has run yet."""
+        return len(self.token_ids) - self.num_cached
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """One pass of the model over B requests with T new tokens, packed into one row."""
+
+    batch: ForwardBatch
+    input_ids: torch.Tensor
+    """[T] int64"""
+    last_indices: torch.Tensor
+    """[B] int64: each request's last new token among the T."""
