@@ -43,6 +43,7 @@ def pool_of(k: torch.Tensor, v: torch.Tensor | None = None) -> SimpleNamespace:
         get_key_buffer=lambda _: k,
         get_value_buffer=lambda _: v,
         read_scales=lambda k_scale, v_scale: (1.0, 1.0),
+        translate=lambda slots, layer_id: slots,
     )
 
 
@@ -325,6 +326,17 @@ def test_what_was_never_quantised_has_no_scale() -> None:
     slots = table[1, :2].long()
     unsaved, _ = attention(q, spec, step, table, pool_of(k, v), k=k[slots], v=v[slots])
     torch.testing.assert_close(unsaved, stored)
+
+
+def test_slots_are_those_of_the_layers_buffer() -> None:
+    k, v = random(NUM_SLOTS, 2, 8, seed=0), random(NUM_SLOTS, 2, 6, seed=1)
+    q, table = random(2, 4, 8, seed=2), scattered_table(1)
+    step, elsewhere = batch(ForwardMode.EXTEND, [4], [2]), torch.randperm(NUM_SLOTS)
+    moved = pool_of(torch.empty_like(k), torch.empty_like(v))
+    moved.get_key_buffer(0)[elsewhere], moved.get_value_buffer(0)[elsewhere] = k, v
+    moved.translate = lambda slots, layer_id: elsewhere[slots]
+    expected, _ = attention(q, layer(), step, table, pool_of(k, v))
+    torch.testing.assert_close(attention(q, layer(), step, table, moved)[0], expected)
 
 
 def test_unsaved_keys_of_an_encoder_are_cut_by_its_lengths() -> None:

@@ -71,7 +71,7 @@ def test_translate_is_the_identity(pool):
         ("size", {"size": 0}),
         ("size", {"size": 30}),
         ("dtype", {"dtype": torch.int32}),
-        ("dtype", {"dtype": torch.float8_e4m3fn}),
+        ("dtype", {"dtype": torch.float8_e8m0fnu}),
         ("layer_ids", {"layer_ids": [1, 1]}),
     ],
 )
@@ -154,6 +154,15 @@ def test_slices_of_a_fused_projection_are_written():
     pool.set_kv_buffer(Layer(5), torch.tensor([4, 5, 6]), k, v)
     assert torch.equal(pool.get_key_buffer(5)[4:7], k)
     assert torch.equal(pool.get_value_buffer(5)[4:7], v)
+
+
+def test_a_row_that_begins_in_the_middle_of_a_word_is_written():
+    pool = mha(v_head_dim=6)
+    fused = torch.randn(1, 25)
+    k, v = fused[:, 1:13].view(1, 2, 6), fused[:, 13:].view(1, 2, 6)
+    pool.set_kv_buffer(Layer(5), torch.tensor([4]), k, v)
+    assert torch.equal(pool.get_key_buffer(5)[4:5], k)
+    assert torch.equal(pool.get_value_buffer(5)[4:5], v)
 
 
 def test_nothing_is_written_when_one_tensor_lies_elsewhere():

@@ -138,7 +138,7 @@ class AttentionBackend(ABC):
                 "encoder_out_cache_loc", came=None, expected="slots for the encoder's K and V"
             )
         if k_rope is not None:
-            pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+            pool.set_mla_kv_buffer(layer, loc, k, k_rope, layer.k_scale)
         elif v is not None:
             pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         else:

@@ -203,8 +203,8 @@ def _slots(
 def _read_pool(
     layer: LayerSpec, pool: KVPool, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the slots, in float64, de-quantised."""
-    slots = slots.long()
+    """K and V of the slots of the request table, in float64, de-quantised."""
+    slots = pool.translate(slots.long(), layer.layer_id)
     k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
     keys = pool.get_key_buffer(layer.layer_id)[slots].double() * k_scale
     if layer.kind == "mla":

@@ -15,6 +15,7 @@ from attnmux.core.kv.pool import (
     word_dtype,
     write_rows,
 )
+from attnmux.core.kv.quantise import quantise
 from attnmux.core.sizes import check_positive
 
 
@@ -102,8 +103,9 @@ class MHATokenToKVPool(KVPool):
         num_tokens = check_loc(loc)
         check_rows("k", k, (num_tokens, self.num_kv_heads, self.head_dim), loc)
         check_rows("v", v, (num_tokens, self.num_kv_heads, self.v_head_dim), loc)
-        write_rows(self._k_words[index], loc, k.to(self.dtype))
-        write_rows(self._v_words[index], loc, v.to(self.dtype))
+        k, v = quantise(k, self.dtype, k_scale), quantise(v, self.dtype, v_scale)
+        write_rows(self._k_words[index], loc, k)
+        write_rows(self._v_words[index], loc, v)
 
 
 def _word_view(buffer: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from attnmux.core.kv.pool import (
     word_dtype,
     write_rows,
 )
+from attnmux.core.kv.quantise import quantise
 from attnmux.core.sizes import check_positive
 
 
@@ -81,12 +82,23 @@ class MLATokenToKVPool(KVPool):
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
 
+    def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
+        scale, _ = super().read_scales(k_scale, None)
+        return scale, scale
+
     def set_mla_kv_buffer(
-        self, layer: HasLayerId, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
+        self,
+        layer: HasLayerId,
+        loc: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_rope: torch.Tensor,
+        k_scale: float | None = None,
     ) -> None:
         index = self._layer_index(layer.layer_id)
         num_tokens = check_loc(loc)
         check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
         check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
-        write_rows(self._nope_words[index], loc, k_nope.to(self.dtype))
-        write_rows(self._rope_words[index], loc, k_rope.to(self.dtype))
+        nope = quantise(k_nope, self.dtype, k_scale)
+        rope = quantise(k_rope, self.dtype, k_scale)
+        write_rows(self._nope_words[index], loc, nope)
+        write_rows(self._rope_words[index], loc, rope)

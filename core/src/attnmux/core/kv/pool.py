@@ -9,10 +9,13 @@ from typing import Protocol
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.quantise import (
+    ACTIVATION_DTYPES,
+    FP8_DTYPES,
+    STORABLE_DTYPES,
+    checked_scale,
+)
 from attnmux.core.sizes import check_whole_pages
-
-STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that a pool stores unscaled, and that activations come in."""
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -97,22 +100,28 @@ class KVPool(ABC):
     ) -> None:
         """Write K [T, Hkv, D] and V [T, Hkv, Dv] to slots loc [T] int64.
 
-        Both are cast to the pool's dtype. The scales are what a quantised pool divides by
-        before it rounds; a pool that stores values as they are does not use them.
+        A pool of 8-bit floats divides by the scales, rounds and saturates (see `quantise`); None
+        is 1. A pool that stores values as they are casts them to its dtype and uses no scale.
+        Does not synchronise.
         Raises InvalidInput, before anything is written, for shapes, dtypes or devices that do not
-        fit.
+        fit, and for scales that are not positive where they are used.
         """
         raise InvalidInput(
             "layer", came=f"K and V for {type(self).__name__}", expected="an MLA latent"
         )
 
     def set_mla_kv_buffer(
-        self, layer: HasLayerId, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
+        self,
+        layer: HasLayerId,
+        loc: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_rope: torch.Tensor,
+        k_scale: float | None = None,
     ) -> None:
         """Write latents [T, 1, rank] and rotary keys [T, 1, rope] to slots loc [T] int64.
 
-        Raises InvalidInput, before anything is written, for shapes, dtypes or devices that do not
-        fit.
+        One scale serves the whole row, so that one factor de-quantises a logit, and V is part of
+        the row. Else as `set_kv_buffer`.
         """
         raise InvalidInput(
             "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
@@ -122,8 +131,13 @@ class KVPool(ABC):
         """What K and V read from the buffers are multiplied by, for a layer with these scales.
 
         Both are 1 in a pool that stores values as they are, whatever scales a checkpoint brings.
+        A pool of 8-bit floats gives back the scales, 1 for None; an MLA pool gives k_scale for
+        both, since V is part of K.
+        Raises InvalidInput for a scale that is used and not positive.
         """
-        return 1.0, 1.0
+        if self.dtype not in FP8_DTYPES:
+            return 1.0, 1.0
+        return checked_scale(k_scale), checked_scale(v_scale)
 
     def translate(self, slots: torch.Tensor, layer_id: int) -> torch.Tensor:
         """Slots of the request table as slots of the buffer that holds `layer_id`.
@@ -156,7 +170,7 @@ def check_rows(
     """Raise InvalidInput unless rows has that shape, a dtype of activations, and loc's device."""
     if rows.shape != shape:
         raise InvalidInput(argument, came=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
-    if rows.dtype not in STORABLE_DTYPES:
+    if rows.dtype not in ACTIVATION_DTYPES:
         raise InvalidInput(argument, came=rows.dtype, expected="bfloat16, float16 or float32")
     if rows.device != loc.device:
         raise InvalidInput(
@@ -175,5 +189,7 @@ def word_dtype(*row_bytes: int) -> torch.dtype:
 
 def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy rows [T, …], already of the stored dtype, to words[loc], a [slots, n] word view."""
-    flat = rows.detach().flatten(1).contiguous()
+    flat = rows.flatten(1).contiguous()
+    if flat.storage_offset() * flat.itemsize % words.itemsize:
+        flat = flat.clone()  # a slice that begins in the middle of a word
     words.index_copy_(0, loc, flat.view(words.dtype))

@@ -1,0 +1,46 @@
+"""What a pool stores: values as they are, or 8-bit floats with a scale."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that activations come in, and that a pool stores unscaled."""
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes that a pool stores scaled."""
+
+STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
+
+
+def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
+    """`rows`, of a dtype of activations, as a pool of `dtype` stores them.
+
+    An 8-bit float is `rows / scale`, in float32 where the scale is not 1, rounded to the nearest,
+    ties to even, and saturated: an infinity or a value beyond the largest finite one (448 in
+    e4m3, 57344 in e5m2) becomes that one, and only NaN is NaN. torch's own cast gives NaN or an
+    infinity there, depending on version and dtype. Other dtypes take no scale.
+    Raises InvalidInput for a scale that is not a positive number.
+    """
+    rows = rows.detach()
+    if dtype not in FP8_DTYPES:
+        return rows.to(dtype)
+    divisor = checked_scale(scale)
+    if divisor != 1:
+        rows = rows.float() / divisor
+    # Every dtype of activations represents both limits exactly.
+    largest = torch.finfo(dtype).max
+    return rows.clamp(-largest, largest).to(dtype)
+
+
+def checked_scale(scale: float | None) -> float:
+    """The scale, 1 for None. Raises InvalidInput unless it is a positive, finite number."""
+    if scale is None:
+        return 1.0
+    if not (scale > 0 and math.isfinite(scale)):
+        raise InvalidInput("scale", came=scale, expected="a positive, finite number")
+    return scale
