@@ -143,7 +143,7 @@ def run_on() -> Callable[..., ModelRunner]:
 
     def make(folder: Path, backend: str = "torch_native", **changes: object) -> ModelRunner:
         given = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, **changes}
-        options = RunnerOptions(debug=True, **given)
+        options = RunnerOptions(**{"debug": True, **given})
         if backend == "fake":
             return load_runner(open_checkpoint(folder), fake_platform(), [fake], options)
         offers = [offer for offer in load_plugins().offers() if offer.card.name == backend]

@@ -136,14 +136,6 @@ def test_the_reference_behind_the_contract_agrees_too(tiny, run_on, sequences):
     assert_same(ours, torch.stack([logits[-1] for logits in eager_logits(model, sequences)]))
 
 
-def test_deepseek_runs_expanded(tiny, run_on):
-    runner = run_on(tiny("deepseek-v3")[1])
-    request = runner.decision.request
-    assert (request.kind, request.num_kv_heads) == ("mha", 4)
-    assert (request.head_dim, request.v_head_dim) == (24, 16)
-    assert request.origins["v_head_dim"] == "model"
-
-
 def test_bfloat16_weights_run_in_bfloat16(tiny, run_on, sequences):
     model, folder = tiny("llama")
     runner = run_on(folder, dtype="bf16")

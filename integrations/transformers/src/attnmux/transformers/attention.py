@@ -151,24 +151,30 @@ def attention_forward(
     have, and for a layer that is not as it was when the backend's layers were recorded.
     """
     call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
-    if call.mask is not None:
-        raise InvalidInput(
-            "attention_mask",
-            came=_shown(call.mask),
-            expected="None: lengths and positions of the packed requests say what is visible",
-        )
+    refuse_mask(call)
     if torch.compiler.is_compiling():
         out = call.q.new_empty((*call.q.shape[:2], call.v.shape[-1]))
         attention_with_output(call.q, call.k, call.v, None, None, out, None, call.layer_id, True)
         return out.unsqueeze(0), None
     step = current_forward_context()
     layer = step.backend.context.layer(call.layer_id)
-    _check_recorded(call, layer)
+    check_recorded(call, layer)
     out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
     return out.unsqueeze(0), None
 
 
-def _check_recorded(call: AttentionCall, layer: LayerSpec) -> None:
+def refuse_mask(call: AttentionCall) -> None:
+    """Raise InvalidInput for a call that brings a mask."""
+    if call.mask is not None:
+        raise InvalidInput(
+            "attention_mask",
+            came=_shown(call.mask),
+            expected="None: lengths and positions of the packed requests say what is visible",
+        )
+
+
+def check_recorded(call: AttentionCall, layer: LayerSpec) -> None:
+    """Raise InvalidInput for a layer that is not as it was when it was recorded."""
     # A window that only the model's mask imposes is not passed here.
     window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size
     now = (call.scaling, window, call.logit_cap, call.sinks is not None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import ERROR
@@ -121,11 +122,22 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
     return Checkpoint(source=source, config=config, tokenizer=tokenizer, tokenizer_error=error)
 
 
+def warn_in_python(text: str) -> None:
+    """As a UserWarning, for callers that have no channel of their own."""
+    warnings.warn(text, stacklevel=3)
+
+
 def load_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = False,
+    warn: Callable[[str], None] = warn_in_python,
 ) -> PreTrainedModel:
     """Load the weights, with attention through attnmux.
 
+    warn: told of tensors that the model has no place for.
     Raises InvalidInput for weights that are absent, unreadable or incomplete: a missing tensor
     would otherwise run with random values. Raises AttnmuxError when the device has no room.
     """
@@ -155,6 +167,8 @@ def load_model(
             came=f"{source} with {'; '.join(problems)}",
             expected="a checkpoint with every tensor of its model",
         )
+    if unexpected := sorted(info["unexpected_keys"]):
+        warn(f"{source} holds tensors that its model does not read: {_shown(unexpected)}")
     try:
         model.to(device)
     except torch.OutOfMemoryError as error:

@@ -7,80 +7,19 @@ transformers passes to each layer. Nothing is known about any model by its name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.transformers.attention import AttentionCall, no_mask, read_call
-from attnmux.transformers.masks import MaskFunction, Reach, read_reach
+from attnmux.transformers.attention import AttentionCall
+from attnmux.transformers.masks import Reach
+from attnmux.transformers.probe import Recorder, recording
 
 POSITION_TOLERANCE = 0.02
 """Share of the largest value: far above rounding in any dtype, far below one position's turn."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Recorder:
-    """Attention and mask function of one probe.
-
-    A mask is stood in for by a tensor [1, 1, 1, 1] that holds its number, so that each layer
-    shows which mask it was given. Attention of a sequence's first token is its own V: what a
-    layer returns here is right up to its sinks.
-    """
-
-    calls: list[AttentionCall] = field(default_factory=list)
-    masks: list[MaskFunction] = field(default_factory=list)
-    reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
-    """What was read off the masks: many layers share one."""
-
-    def attention(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, None]:
-        call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
-        self.calls.append(call)
-        group = call.q.shape[1] // call.v.shape[1]
-        return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
-
-    def mask(
-        self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
-    ) -> torch.Tensor:
-        no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
-        self.masks.append(mask_function)
-        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
-
-    def reach_of(self, call: AttentionCall, max_context_len: int) -> Reach:
-        """What the layer of `call` sees, by what it was told and by the mask it was given."""
-        told = Reach(sliding_window_size=call.sliding_window_size)
-        if call.mask is None:
-            return told
-        number = int(call.mask) if call.mask.numel() == 1 else -1
-        if not 0 <= number < len(self.masks):
-            raise InvalidInput(
-                f"layer {call.layer_id}",
-                came=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
-                expected="a mask from transformers' mask functions, unchanged",
-            )
-        if (number, told) not in self.reaches:
-            self.reaches[number, told] = read_reach(
-                self.masks[number], told, max_context_len=max_context_len, device=call.q.device
-            )
-        return self.reaches[number, told]
 
 
 @torch.inference_mode()
@@ -93,7 +32,7 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
     check_servable(type(model), model.config)
     recorder = Recorder()
     zero = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with _recording(model, recorder):
+    with recording(model, recorder):
         logits = model(input_ids=zero, position_ids=zero, use_cache=False).logits
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
@@ -136,22 +75,6 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         )
 
 
-@contextmanager
-def _recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
-    """Run the model on the recorder, under a name that no other probe uses."""
-    name = f"attnmux_probe_{id(recorder)}"
-    before = model.config._attn_implementation
-    AttentionInterface.register(name, recorder.attention)
-    AttentionMaskInterface.register(name, recorder.mask)
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(name)  # there is no public way to unregister
-        AttentionMaskInterface._global_mapping.pop(name)
-
-
 def _check_numbers(model: PreTrainedModel, values: list[torch.Tensor]) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in values):
         raise InvalidInput(
@@ -170,7 +93,7 @@ def _check_packable(model: PreTrainedModel) -> None:
     zeros = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     poison = model.get_input_embeddings().register_forward_hook(_poison_first)
     try:
-        with _recording(model, Recorder()):
+        with recording(model, Recorder()):
             logits = model(input_ids=zeros, position_ids=zeros, use_cache=False).logits
     finally:
         poison.remove()
@@ -209,7 +132,7 @@ def _attended(model: PreTrainedModel, positions: list[list[int]] | None) -> list
     zeros = torch.zeros((1, 3), dtype=torch.long, device=model.device)
     position_ids = None if positions is None else torch.tensor(positions, device=model.device)
     recorder = Recorder()
-    with _recording(model, recorder):
+    with recording(model, recorder):
         model(input_ids=zeros, position_ids=position_ids, use_cache=False)
     return [part.float() for call in recorder.calls for part in (call.q, call.k)]
 

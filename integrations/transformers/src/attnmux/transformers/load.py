@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from attnmux.core.choosing.card import Offer
@@ -15,11 +17,15 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
+from attnmux.core.compose.fallback import make_first
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import InvalidInput
-from attnmux.transformers.checkpoint import Checkpoint, load_model
+from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
+from attnmux.core.layer import LayerSpec
+from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
+from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
 from attnmux.transformers.layers import record_layers
-from attnmux.transformers.request import check_against_config, request_of
+from attnmux.transformers.pools import bytes_per_token
+from attnmux.transformers.request import check_against_config, latent_request, request_of
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
 
@@ -36,6 +42,9 @@ class RunnerOptions:
     """Tokens of all requests together, for which the KV pool has room."""
     dtype: str | None = None
     kv_dtype: str | None = None
+    mla: Literal["absorbed", "expanded"] | None = None
+    """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
+    K and V. None: absorbed where a backend serves it."""
     page_size: int | None = None
     device: str | None = None
     """torch's name, such as "cuda:1"; None takes the platform's current device."""
@@ -51,11 +60,14 @@ def load_runner(
     options: RunnerOptions,
     *,
     progress: bool = False,
+    warn: Callable[[str], None] = warn_in_python,
 ) -> ModelRunner:
     """Load a checkpoint's weights and build its runner on the backend that fits.
 
     The backend is chosen for the layers that the model shows when it runs; config.json is asked
     first, so that what cannot work is refused before any weight is read.
+    warn: told, in a sentence, of what the model runs without: tensors of the checkpoint that it
+    has no place for, latent attention where it runs expanded, a backend that could not be made.
     Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made,
     InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory.
     """
@@ -63,23 +75,101 @@ def load_runner(
     dtype = checkpoint.dtype(options.dtype)
     stated = stated_request(checkpoint)
     if stated is not None:
-        expanded = stated.expanded() if stated.latent else stated
-        decide(expanded.replace(origin="model", dtype=dtype_name(dtype)), platform, offers, options)
+        known = stated.replace(origin="model", dtype=dtype_name(dtype))
+        decide_first(_stated_ways(known, options), platform, offers, options)
     device = torch.device(options.device or platform.device_type)
-    model = load_model(checkpoint, dtype=dtype, device=device, progress=progress)
+    model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     layers = record_layers(model, max_context_len=options.max_context_len)
     request = request_of(layers, dtype)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
+    latent = None if options.mla == "expanded" else absorbed_layers(model, layers)
+    ways = [] if latent is None else [latent_request(request, latent)]
+    if options.mla == "absorbed" and latent is None:
+        raise InvalidInput(
+            "mla",
+            came=f"absorbed, for {type(model).__name__}",
+            expected="expanded: its K and V are not made by a plain linear kv_b_proj",
+        )
+    if options.mla != "absorbed":
+        ways.append(request)
+
+    def make(decision: Decision) -> ModelRunner:
+        if latent is None or not decision.request.latent:
+            return _make(model, layers, decision, options)
+        absorb(model, layers)
+        try:
+            return _make(model, latent, decision, options)
+        except BaseException:
+            expand(model, layers)
+            raise
+
+    runner = make_first(
+        lambda failed: decide_first(ways, platform, offers, _without(failed, options)),
+        make,
+        lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
+    )
+    if stated is not None and stated.latent and options.mla is None:
+        _warn_if_expanded(runner, latent, warn)
+    return runner
+
+
+def _stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
+    """How the model may run by its config.json, the way that is preferred first."""
+    if stated.kind != "mla" or options.mla == "expanded":
+        return [stated.expanded() if stated.latent else stated]
+    return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]
+
+
+def _without(failed: Mapping[str, BackendFailed], options: RunnerOptions) -> RunnerOptions:
+    return replace(options, policy=replace(options.policy, failed=failed))
+
+
+def _make(
+    model: PreTrainedModel, layers: Sequence[LayerSpec], decision: Decision, options: RunnerOptions
+) -> ModelRunner:
     return ModelRunner(
         model,
         layers,
-        decide(request, platform, offers, options),
+        decision,
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
         debug=options.debug,
     )
+
+
+def _warn_if_expanded(
+    runner: ModelRunner, latent: Sequence[LayerSpec] | None, warn: Callable[[str], None]
+) -> None:
+    if runner.decision.request.latent:
+        return
+    takes = f"{bytes_per_token(runner.context.layers, runner.decision):,} bytes of KV cache"
+    if latent is None:
+        reason = "its K and V are not made by a plain linear kv_b_proj"
+    else:
+        absorbed = bytes_per_token(latent, runner.decision)
+        reason = f"no backend that may be chosen serves its latent attention, with {absorbed:,}"
+    warn(f"the model runs expanded, with {takes} a token: {reason}")
+
+
+def decide_first(
+    requests: Sequence[Request],
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+) -> Decision:
+    """The decision for the first of the requests that is served.
+
+    Raises what `decide` raises for the first of them where none is.
+    """
+    refusals = []
+    for request in requests:
+        try:
+            return decide(request, platform, offers, options)
+        except NoBackend as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 def decide(

@@ -38,11 +38,24 @@ def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
     return Request().replace(origin="model", **given)
 
 
+def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
+    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them."""
+    rank, rope_dim = _common(layers, lambda layer: (layer.v_head_dim, layer.qk_rope_head_dim))
+    return expanded.replace(
+        origin="model",
+        kind="mla",
+        num_kv_heads=1,
+        v_head_dim=expanded.v_head_dim or expanded.head_dim,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope_dim,
+    )
+
+
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
     """Refuse a model that does not do what its config.json says.
 
-    recorded: from `request_of`. config: from `Request.from_model`; a latent model runs expanded
-    here and is compared as such. A feature that config.json does not mention is no contradiction
+    recorded: from `request_of`. config: from `Request.from_model`; a latent model is recorded
+    expanded and compared as such. A feature that config.json does not mention is no contradiction
     (what runs is what was recorded), nor is a window or chunk that the context never fills.
     Raises InvalidInput naming the field.
     """

@@ -1,0 +1,245 @@
+"""Latent attention (MLA) on the latent itself: the KV cache holds what DeepSeek's models compress.
+
+A model that expands its latent with a linear `kv_b_proj` into every head's K and V runs absorbed
+instead: K's half of that matrix is multiplied into Q and V's half into the output, so that
+attention meets one latent head and the cache holds rank + rope values a token and layer, in
+DeepSeek-V3 576 where the expanded heads take 40,960 (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+The model's own code still runs, its rotary embeddings, norms and low-rank Q included. `kv_b_proj`
+alone is given another forward, which passes the latent on in the shape of a few heads; its weight
+is read in place. Nothing is known about any model by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.nn.functional import linear, pad
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from attnmux.core.layer import LayerSpec
+from attnmux.core.op import attention_with_output, current_forward_context
+from attnmux.transformers.attention import (
+    IMPLEMENTATION,
+    AttentionCall,
+    check_recorded,
+    no_mask,
+    read_call,
+    refuse_mask,
+)
+from attnmux.transformers.probe import Recorder, recording
+
+ABSORBED = "attnmux_absorbed"
+"""The attention implementation that transformers knows absorbed layers by."""
+
+TOLERANCE = 0.02
+"""Share of the largest value by which expanded K and V may differ in the probe: far above
+rounding in any dtype, far below what another order of rows or heads would do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UpProjection:
+    """The weight [H * (nope + v), rank] that makes every head's K and V from the latent."""
+
+    weight: torch.Tensor
+    num_heads: int
+    v_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Rows of a head: its K without the rotary part, then its V."""
+        return self.weight.shape[0] // self.num_heads
+
+    @property
+    def nope_dim(self) -> int:
+        return self.head_dim - self.v_head_dim
+
+    @property
+    def rank(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def w_uk(self) -> torch.Tensor:
+        """[H, nope, rank], a view of the weight."""
+        return self._by_head()[:, : self.nope_dim]
+
+    @property
+    def w_uv(self) -> torch.Tensor:
+        """[H, v, rank], a view of the weight."""
+        return self._by_head()[:, self.nope_dim :]
+
+    def latent_of(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """(latent [T, 1, rank], rotary K [T, 1, rope]) of a call whose latent was passed on."""
+        rows = torch.cat([call.k[..., : self.nope_dim], call.v], dim=-1).flatten(1)
+        return rows[:, None, : self.rank], call.k[:, :1, self.nope_dim :]
+
+    def _by_head(self) -> torch.Tensor:
+        return self.weight.view(self.num_heads, self.head_dim, self.rank)
+
+
+@torch.inference_mode()
+def absorbed_layers(
+    model: PreTrainedModel, layers: Sequence[LayerSpec]
+) -> tuple[LayerSpec, ...] | None:
+    """The layers of `record_layers` as MLA layers; None where the model cannot run absorbed.
+
+    It can where every layer has a plain linear `kv_b_proj` and where a probe finds Q, K and V to
+    be what follows from the latent and this matrix. The model is left as it was.
+    """
+    by_layer = _linears(model)
+    if any(not _divides(by_layer.get(layer.layer_id), layer) for layer in layers):
+        return None
+    projections = {layer.layer_id: _of_layer(by_layer[layer.layer_id], layer) for layer in layers}
+    expanded = _probe(model, Recorder())
+    absorb(model, layers)
+    try:
+        absorbed = _probe(model, _LatentRecorder(projections=projections))
+    finally:
+        expand(model, layers)
+    if not all(map(_agree, expanded, absorbed)):
+        return None
+    return tuple(_latent_layer(layer, projections[layer.layer_id]) for layer in layers)
+
+
+def absorb(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
+    """Have the model run absorbed from here on.
+
+    layers: those of `record_layers`, which `absorbed_layers` found fit for it.
+    """
+    by_layer = _linears(model)
+    for layer in layers:
+        _pass_latent(by_layer[layer.layer_id], _of_layer(by_layer[layer.layer_id], layer))
+    model.set_attn_implementation(ABSORBED)
+
+
+def expand(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
+    """Undo `absorb`."""
+    by_layer = _linears(model)
+    for layer in layers:
+        del by_layer[layer.layer_id].forward  # what the class has comes back
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def absorbed_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of an absorbed layer in the running step.
+
+    query: [1, H, T, nope + rope]. key and value: the latent as `_pass_latent` shaped it.
+    Returns ([1, T, H, v], None), and raises as `attention_forward` does.
+    """
+    call = read_call(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # checked there
+    refuse_mask(call)
+    projection = UpProjection(
+        weight=module.get_submodule("kv_b_proj").weight,  # type: ignore[arg-type]  # a parameter
+        num_heads=call.q.shape[1],
+        v_head_dim=call.v.shape[2],
+    )
+    latent, k_rope = projection.latent_of(call)
+    q_by_head = call.q.transpose(0, 1)
+    q_nope = torch.bmm(q_by_head[..., : projection.nope_dim], projection.w_uk)
+    q = q_nope.transpose(0, 1).contiguous()
+    q_rope = call.q[..., projection.nope_dim :].contiguous()
+    if torch.compiler.is_compiling():
+        out = torch.empty_like(q)
+        attention_with_output(q, latent, None, q_rope, k_rope, out, None, call.layer_id, True)
+    else:
+        step = current_forward_context()
+        layer = step.backend.context.layer(call.layer_id)
+        check_recorded(call, layer)
+        out = step.backend.forward(q, latent, None, layer, step.batch, q_rope=q_rope, k_rope=k_rope)
+    expanded = torch.bmm(out.transpose(0, 1), projection.w_uv.transpose(1, 2))
+    return expanded.transpose(0, 1).unsqueeze(0), None
+
+
+def _linears(model: PreTrainedModel) -> dict[int, torch.nn.Linear]:
+    """`kv_b_proj` by layer, where it is a plain linear map: no quantised one, no adapter."""
+    found: dict[int, torch.nn.Linear] = {}
+    for module in model.modules():
+        inner, layer_id = getattr(module, "kv_b_proj", None), getattr(module, "layer_idx", None)
+        if type(inner) is torch.nn.Linear and inner.bias is None and isinstance(layer_id, int):
+            found[layer_id] = inner
+    return found
+
+
+def _divides(found: torch.nn.Linear | None, layer: LayerSpec) -> bool:
+    if found is None or layer.tp_k_head_num != layer.tp_q_head_num:
+        return False
+    head_dim, rest = divmod(found.out_features, layer.tp_q_head_num)
+    nope_dim = head_dim - layer.v_head_dim
+    return not rest and 0 < nope_dim < layer.qk_head_dim
+
+
+def _of_layer(found: torch.nn.Linear, layer: LayerSpec) -> UpProjection:
+    return UpProjection(
+        weight=found.weight, num_heads=layer.tp_q_head_num, v_head_dim=layer.v_head_dim
+    )
+
+
+def _latent_layer(layer: LayerSpec, projection: UpProjection) -> LayerSpec:
+    return replace(
+        layer,
+        kind="mla",
+        tp_k_head_num=1,
+        tp_v_head_num=1,
+        qk_head_dim=projection.rank + layer.qk_head_dim - projection.nope_dim,
+        v_head_dim=projection.rank,
+    )
+
+
+def _pass_latent(found: torch.nn.Linear, projection: UpProjection) -> None:
+    """Give `kv_b_proj` a forward that returns its input, filled up to whole heads.
+
+    The model divides what it gets by head, so few heads carry the latent: two in DeepSeek-V3.
+    """
+    fill = -projection.rank % projection.head_dim
+    found.forward = partial(_filled_up, fill)  # type: ignore[method-assign]  # of this instance
+
+
+def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
+    return pad(latent, (0, fill)) if fill else latent
+
+
+def _probe(model: PreTrainedModel, recorder: Recorder) -> list[AttentionCall]:
+    """What the layers ask for when three tokens run, in the order of the layers."""
+    tokens = torch.arange(3, device=model.device).unsqueeze(0)
+    with recording(model, recorder):
+        model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    return sorted(recorder.calls, key=lambda call: call.layer_id)
+
+
+@dataclass(kw_only=True, slots=True)
+class _LatentRecorder(Recorder):
+    """Expands what was passed on, so that later layers see what they saw expanded."""
+
+    projections: Mapping[int, UpProjection]
+
+    def read(self, call: AttentionCall) -> AttentionCall:
+        projection = self.projections[call.layer_id]
+        latent, k_rope = projection.latent_of(call)
+        heads = linear(latent.squeeze(1), projection.weight)
+        heads = heads.view(-1, projection.num_heads, projection.head_dim)
+        k_nope, v = heads.tensor_split([projection.nope_dim], dim=-1)
+        k = torch.cat([k_nope, k_rope.expand(-1, projection.num_heads, -1)], dim=-1)
+        return replace(call, k=k, v=v)
+
+
+def _agree(expanded: AttentionCall, absorbed: AttentionCall) -> bool:
+    pairs = ((expanded.q, absorbed.q), (expanded.k, absorbed.k), (expanded.v, absorbed.v))
+    return all(
+        ours.shape == theirs.shape
+        and float((ours - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
+        for theirs, ours in pairs
+    )
+
+
+AttentionInterface.register(ABSORBED, absorbed_forward)
+AttentionMaskInterface.register(ABSORBED, no_mask)

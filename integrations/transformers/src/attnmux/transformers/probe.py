@@ -1,0 +1,88 @@
+"""Running a model to see what it asks of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from attnmux.core.errors import InvalidInput
+from attnmux.transformers.attention import AttentionCall, no_mask, read_call
+from attnmux.transformers.masks import MaskFunction, Reach, read_reach
+
+
+@dataclass(kw_only=True, slots=True)
+class Recorder:
+    """Attention and mask function of one probe.
+
+    A mask is stood in for by a tensor [1, 1, 1, 1] that holds its number, so that each layer
+    shows which mask it was given. Attention of a sequence's first token is its own V: what a
+    layer returns here is right up to its sinks.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    masks: list[MaskFunction] = field(default_factory=list)
+    reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
+    """What was read off the masks: many layers share one."""
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        call = self.read(read_call(module, query, key, value, attention_mask, **kwargs))  # type: ignore[arg-type]  # checked there
+        self.calls.append(call)
+        group = call.q.shape[1] // call.v.shape[1]
+        return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
+
+    def read(self, call: AttentionCall) -> AttentionCall:
+        """The call as it is kept, with a V of as many dims as the layer's output."""
+        return call
+
+    def mask(
+        self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
+    ) -> torch.Tensor:
+        no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
+        self.masks.append(mask_function)
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+
+    def reach_of(self, call: AttentionCall, max_context_len: int) -> Reach:
+        """What the layer of `call` sees, by what it was told and by the mask it was given."""
+        told = Reach(sliding_window_size=call.sliding_window_size)
+        if call.mask is None:
+            return told
+        number = int(call.mask) if call.mask.numel() == 1 else -1
+        if not 0 <= number < len(self.masks):
+            raise InvalidInput(
+                f"layer {call.layer_id}",
+                came=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
+                expected="a mask from transformers' mask functions, unchanged",
+            )
+        if (number, told) not in self.reaches:
+            self.reaches[number, told] = read_reach(
+                self.masks[number], told, max_context_len=max_context_len, device=call.q.device
+            )
+        return self.reaches[number, told]
+
+
+@contextmanager
+def recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
+    """Run the model on the recorder, under a name that no other probe uses."""
+    name = f"attnmux_probe_{id(recorder)}"
+    before = model.config._attn_implementation
+    AttentionInterface.register(name, recorder.attention)
+    AttentionMaskInterface.register(name, recorder.mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name)  # there is no public way to unregister
+        AttentionMaskInterface._global_mapping.pop(name)

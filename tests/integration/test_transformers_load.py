@@ -1,0 +1,84 @@
+"""What loading a checkpoint says of what it leaves out, and what becomes of a failing backend."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior
+from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.probe import probe_cpu
+from attnmux.core.errors import NoBackend
+from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
+
+CLAUSE = Clause(
+    vendor=ANY,
+    phase=one_of("extend", "decode"),
+    kind=one_of("mha", "mla"),
+    **dict.fromkeys(
+        ("dtype", "kv_dtype", "page_size", "head_dim", "v_head_dim", "kv_lora_rank"), ANY
+    ),
+    qk_rope_head_dim=ANY,
+)
+
+
+def offer(name, factory, rank):
+    card = BackendCard(
+        name=name,
+        summary="for a test",
+        factory=factory,
+        clauses=(CLAUSE,),
+        priors=(Prior(rank=rank, source="made up"),),
+    )
+    return Offer(card=card, plugin="some", distribution="attnmux-some", version="1.0")
+
+
+GOOD = offer("good", "attnmux.cpu.torch_native:TorchNativeBackend", 90)
+BROKEN = offer("broken", "attnmux.cpu.nothing_of_the_kind:Backend", 10)
+
+
+def load(folder, *offers, **changes):
+    warned = []
+    given = {"max_batch_size": 2, "max_context_len": 64, "max_total_tokens": 128, **changes}
+    runner = load_runner(
+        open_checkpoint(folder), probe_cpu(), offers, RunnerOptions(**given), warn=warned.append
+    )
+    return runner, warned
+
+
+def test_tensors_that_the_model_does_not_read_are_named(tiny, tmp_path):
+    folder = tiny("llama")[1]
+    assert not load(folder, GOOD)[1]
+    more = shutil.copytree(folder, tmp_path / "more")
+    tensors = load_file(more / "model.safetensors")
+    for index in range(5):
+        tensors[f"adapter.{index}.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, more / "model.safetensors", metadata={"format": "pt"})
+    (warning,) = load(more, GOOD)[1]
+    assert "adapter.0.weight, adapter.1.weight, adapter.2.weight and 2 more" in warning
+    assert str(more) in warning
+    with pytest.warns(UserWarning, match=r"adapter\.0\.weight"):
+        load_runner(
+            open_checkpoint(more),
+            probe_cpu(),
+            [GOOD],
+            RunnerOptions(max_batch_size=2, max_context_len=64, max_total_tokens=128),
+        )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])
+def test_a_backend_that_cannot_be_made_is_replaced_and_the_failure_is_told(tiny, architecture):
+    folder = tiny(architecture)[1]
+    runner, (warning,) = load(folder, GOOD, BROKEN)
+    assert {choice.backend for choice in runner.decision.phases.values()} == {"good"}
+    assert "some/broken" in warning
+    assert "good" in warning
+    runner.extend([SequenceState(token_ids=[1, 2, 3])])
+
+
+def test_a_backend_that_was_named_is_not_replaced(tiny):
+    with pytest.raises(NoBackend, match="nothing_of_the_kind"):
+        load(tiny("deepseek-v3")[1], GOOD, BROKEN, policy=Policy(backend="broken"))
