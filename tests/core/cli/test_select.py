@@ -73,7 +73,7 @@ def test_nothing_fits(call) -> None:
 
 
 def test_nothing_fits_without_json(call) -> None:
-    result = call("--platform", HERE, "--request", "kv_dtype=fp8_e4m3")
+    result = call("--platform", HERE, "--request", "kv_dtype=fp4_e2m1")
     assert result.exit_code == 3
     assert result.stdout == ""
     assert "kv_dtype=bfloat16" in result.stderr

@@ -227,6 +227,67 @@ class SplitsOfTheBatch(FakeBackend):
         return out * (1 + 2.0**-7 * (self.full is not None and len(self.full.new) > 1)), lse
 
 
+class ScalesLeftOut(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().read(replace(layer, k_scale=None, v_scale=None), slots)
+
+
+class ScalesOfTheFirstLayer(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.context.layers[0]
+        return super().read(replace(layer, k_scale=first.k_scale, v_scale=first.v_scale), slots)
+
+
+class LatentValuesByVScale(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().read(layer, slots)
+        if layer.kind == "mla" and layer.k_scale and layer.v_scale:
+            values = values / layer.k_scale * layer.v_scale
+        return keys, values
+
+
+class WrittenWithoutScale(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        super().save_kv(k, v, replace(layer, k_scale=None, v_scale=None), batch, k_rope=k_rope)
+
+
+class OverflowIsNaN(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        """Round with a cast that has no limit."""
+        limit = torch.finfo(self.context.token_to_kv_pool.dtype).max
+        k = k.masked_fill(k.abs() / (layer.k_scale or 1) > limit, torch.nan)
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+
+
+class NewTokensUnrounded(FakeBackend):
+    """Attends to the new tokens' own K and V instead of what the pool holds of them."""
+
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+        self.new = {int(slot): row for row, slot in enumerate(batch.out_cache_loc)}, k, v
+
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().read(layer, slots)
+        rows, k, v = self.new
+        for place, slot in enumerate(slots.tolist()):
+            if slot in rows:
+                keys[place], values[place] = k[rows[slot]].double(), v[rows[slot]].double()
+        return keys, values
+
+
+class ProductsOfEightBits(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        """Round the softmax's weights to the pool's dtype, relative to each row's largest."""
+        kv_dtype = self.context.token_to_kv_pool.dtype
+        logits = torch.einsum("thd,shd->ths", q.double(), k.repeat_interleave(4, dim=1))
+        logits = (logits * layer.scaling).masked_fill(~keep.unsqueeze(1), -torch.inf)
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+        total = weights.sum(-1)
+        rounded = weights.float().to(kv_dtype).double()
+        out = torch.einsum("ths,shd->thd", rounded, v.repeat_interleave(4, dim=1))
+        return out / total.unsqueeze(-1), torch.logsumexp(logits, -1)
+
+
 CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     OffByOnePage: ("decode-page-boundaries", "extend-page-boundaries", "extend-max-length"),
     WindowOneTooWide: ("decode-window", "extend-window", "decode-two-windows"),
@@ -257,6 +318,13 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     MaskInsteadOfChunk: ("verify-tree-chunk",),
     SplitsOfTheBatch: ("decode-deterministic", "extend-deterministic"),
     EncoderRowsOfTheTokens: ("extend-cross-unsaved",),
+    ScalesLeftOut: ("decode-fp8_e4m3-scales", "extend-fp8_e5m2-scales", "mla-decode-fp8_e4m3"),
+    ScalesOfTheFirstLayer: ("decode-fp8_e4m3-scales", "mla-extend-fp8_e5m2"),
+    LatentValuesByVScale: ("mla-decode-fp8_e4m3", "mla-verify-fp8_e5m2"),
+    WrittenWithoutScale: ("extend-fp8_e4m3-scales", "mla-extend-fp8_e4m3"),
+    OverflowIsNaN: ("extend-fp8_e4m3-saturated", "decode-fp8_e5m2-saturated"),
+    NewTokensUnrounded: ("extend-fp8_e4m3", "extend-fp8_e5m2-scales", "decode-fp8_e4m3"),
+    ProductsOfEightBits: ("decode-fp8_e4m3", "extend-fp8_e5m2"),
 }
 """The cases, at page size 16 where they have pages, that each fault fails."""
 
@@ -276,6 +344,16 @@ def test_catches(fault: type[FakeBackend], name: str) -> None:
     assert outcome.status == "failed"
     assert isinstance(outcome.error, Disagreement), outcome.message
     assert run_case(whole, case).status == "passed"
+
+
+@pytest.mark.parametrize("name", ["decode-fp8_e4m3", "extend-fp8_e5m2", "extend-fp8_e4m3-scales"])
+def test_a_card_may_say_that_products_are_of_eight_bits(name: str) -> None:
+    card = replace(fake_card(), fp8_products=True)
+    case = CASES[f"{name}-page16"]
+    candidate = Candidate(card=card, platform=fake_platform(), factory=ProductsOfEightBits)
+    assert run_case(candidate, case).status == "passed"
+    careless = Candidate(card=card, platform=fake_platform(), factory=ScaleOfTheHeadDim)
+    assert run_case(careless, replace(case, scaling=0.3)).status == "failed"
 
 
 def test_reports_an_exception_as_a_failure() -> None:

@@ -184,6 +184,9 @@ class BackendCard:
     """Backends that serve the phases which this one does not, when a user names this one alone."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
+    fp8_products: bool = False
+    """Whether Q and the softmax's weights are rounded to KV's dtype where that is an 8-bit float,
+    as 8-bit matrix units want. The conformance suite allows such a backend the rounding."""
 
     def __post_init__(self) -> None:
         self._check_types()

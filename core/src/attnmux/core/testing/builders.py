@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.batch import ForwardBatch, MultiItem
+from attnmux.core.kv.quantise import FP8_DTYPES, quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.core.spec import SpecInput, tree_mask
 from attnmux.core.testing.cases import Step
-from attnmux.core.testing.placement import Placed, buffers, fill_pool, place
+from attnmux.core.testing.placement import (
+    Placed,
+    buffers,
+    fill_pool,
+    place,
+    put,
+    stored_rows,
+)
 from attnmux.core.testing.world import World
 
 UNREAD_ITEM_POSITION = 9999
@@ -73,10 +81,11 @@ def kv_rows(
     loc = batch.encoder_out_cache_loc if given.layer.is_cross_attention else batch.out_cache_loc
     if given.k is None or loc is None or not world.case.save_kv_cache:
         return batch.out_cache_loc[:0], ()
-    dtype = world.context.token_to_kv_pool.dtype
     if given.k_rope is not None:
-        return loc, (torch.cat([given.k, given.k_rope], dim=-1).to(dtype),)
-    return loc, tuple(tensor.to(dtype) for tensor in (given.k, given.v) if tensor is not None)
+        rows = [torch.cat([given.k, given.k_rope], dim=-1)]
+    else:
+        rows = [tensor for tensor in (given.k, given.v) if tensor is not None]
+    return loc, stored_rows(world, given.layer, rows)
 
 
 def _make_batch(world: World, step: Step, requests: list[Placed], host_lens: bool) -> ForwardBatch:
@@ -170,21 +179,27 @@ def _multi_item(step: Step, device: torch.device) -> MultiItem:
 
 def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: bool) -> LayerInput:
     """Random tensors; with `fused` the rows of Q, K and V are parts of longer rows, as they come
-    out of one projection.
+    out of one projection. Over KV of 8-bit floats Q has values of their format, so that a kernel
+    may round it there.
     """
+    kv_dtype = world.context.token_to_kv_pool.dtype
 
     def draw(count: int, heads: int, width: int) -> torch.Tensor:
         columns = heads * width
         made = world.random(count, columns + 64 if fused else columns)
         return made[:, made.shape[1] - columns :].view(count, heads, width)
 
+    def draw_q(width: int) -> torch.Tensor:
+        drawn = draw(num_tokens, layer.tp_q_head_num, width)
+        return drawn.copy_(quantise(drawn, kv_dtype, None)) if kv_dtype in FP8_DTYPES else drawn
+
     num_tokens, rope = batch.num_tokens, layer.qk_rope_head_dim
     dim = layer.qk_head_dim - rope
     num_keys = num_tokens
     if layer.is_cross_attention and batch.encoder_out_cache_loc is not None:
         num_keys = len(batch.encoder_out_cache_loc)
-    q = draw(num_tokens, layer.tp_q_head_num, dim)
-    q_rope = draw(num_tokens, layer.tp_q_head_num, rope) if rope else None
+    q = draw_q(dim)
+    q_rope = draw_q(rope) if rope else None
     if layer.is_cross_attention and not num_keys:
         return LayerInput(layer=layer, q=q)
     given = LayerInput(
@@ -198,6 +213,6 @@ def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: b
     if world.case.kv_in_pool:
         loc, rows = kv_rows(world, given, batch)
         for buffer, new in zip(buffers(world, layer.layer_id), rows, strict=True):
-            buffer[loc] = new
+            put(buffer, loc, new)
         return LayerInput(layer=layer, q=q, q_rope=q_rope)
     return given

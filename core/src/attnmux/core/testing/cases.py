@@ -127,7 +127,8 @@ class Case:
     logit_cap: float | None = None
     """Of the first layer; the next has twice that."""
     kv_scales: tuple[float, float] | None = None
-    """k_scale and v_scale that a checkpoint brings; no pool of a case divides by them."""
+    """k_scale and v_scale of the first layer that a checkpoint brings; the next has twice those.
+    Only a pool of 8-bit floats divides by them."""
     sinks: bool = False
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a custom mask."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attnmux.core.kv.quantise import FP8_DTYPES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
@@ -24,12 +26,32 @@ OUTPUT_TOLERANCE = {
     torch.float32: Tolerance(atol=2e-5, rtol=1e-4),
 }
 
+FP8_WEIGHTS_TOLERANCE = {
+    # Weights of the values are rounded to the format, each by half a unit in its last place at
+    # most, 2^-4 or 2^-3; the suite's values are of about 1, and its Q has values of the format.
+    dtype: Tolerance(atol=torch.finfo(dtype).eps / 2, rtol=torch.finfo(dtype).eps / 2)
+    for dtype in FP8_DTYPES
+}
+
 LSE_TOLERANCE = {
     # Logits of up to about 4 may be rounded to bfloat16 before the sum: 2^-7 each.
     torch.bfloat16: Tolerance(atol=1.6e-2, rtol=4e-3),
     torch.float16: Tolerance(atol=2e-3, rtol=1e-3),
     torch.float32: Tolerance(atol=2e-5, rtol=1e-5),
 }
+
+
+def output_tolerance(dtype: torch.dtype, kv_dtype: torch.dtype, *, fp8_products: bool) -> Tolerance:
+    """What the output of `dtype` may differ by, over KV of `kv_dtype`.
+
+    K and V that were quantised are the same for the reference, so they leave the tolerance as it
+    is, unless the products are of 8-bit floats too.
+    """
+    tolerance = OUTPUT_TOLERANCE[dtype]
+    if not fp8_products or kv_dtype not in FP8_WEIGHTS_TOLERANCE:
+        return tolerance
+    wider = FP8_WEIGHTS_TOLERANCE[kv_dtype]
+    return Tolerance(atol=tolerance.atol + wider.atol, rtol=tolerance.rtol + wider.rtol)
 
 
 class Disagreement(Exception):

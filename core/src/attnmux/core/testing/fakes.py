@@ -16,6 +16,7 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.reference import dense_attention, visibility
 
 _DTYPES = one_of("bfloat16", "float16", "float32")
+_KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 
 def fake_platform() -> Platform:
@@ -38,7 +39,7 @@ def fake_card(**changes: Condition) -> BackendCard:
             "kind": one_of("mha", "mla"),
             "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
             "dtype": _DTYPES,
-            "kv_dtype": _DTYPES,
+            "kv_dtype": _KV_DTYPES,
             "chunked_prefix": NONE,
             "graph": NONE,
             **changes,

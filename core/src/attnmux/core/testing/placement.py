@@ -8,11 +8,14 @@ load a whole page and give what lies behind the request's end weight 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from attnmux.core.batch import ForwardMode
+from attnmux.core.kv.quantise import quantise
+from attnmux.core.layer import LayerSpec
 from attnmux.core.testing.cases import Step
 from attnmux.core.testing.world import World, pages_of
 
@@ -103,8 +106,31 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
         slots = encoder if layer.is_cross_attention else cached
         for buffer in buffers(world, layer.layer_id):
             buffer.fill_(torch.nan)
-            buffer[in_owned_pages] = LEFT_OVER
-            buffer[slots] = world.random(len(slots), *buffer.shape[1:]).to(buffer.dtype)
+            left_over = torch.full((len(in_owned_pages), *buffer.shape[1:]), LEFT_OVER)
+            put(buffer, in_owned_pages, left_over.to(device=buffer.device, dtype=buffer.dtype))
+        drawn = tuple(
+            world.random(len(slots), *buffer.shape[1:]) for buffer in buffers(world, layer.layer_id)
+        )
+        for buffer, rows in zip(
+            buffers(world, layer.layer_id), stored_rows(world, layer, drawn), strict=True
+        ):
+            put(buffer, slots, rows)
+
+
+def stored_rows(
+    world: World, layer: LayerSpec, rows: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """What the layer's `buffers` hold of such rows: those of K and V, or of MLA's whole row."""
+    dtype = world.context.token_to_kv_pool.dtype
+    scales = (layer.k_scale, layer.v_scale)
+    return tuple(
+        quantise(values, dtype, scale) for values, scale in zip(rows, scales, strict=False)
+    )
+
+
+def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows of the buffer's dtype, byte by byte: torch knows that for every dtype."""
+    buffer.view(torch.uint8)[slots] = rows.contiguous().view(torch.uint8)
 
 
 def buffers(world: World, layer_id: int) -> tuple[torch.Tensor, ...]:

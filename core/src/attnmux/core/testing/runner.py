@@ -16,12 +16,12 @@ from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.comparison import (
     LSE_TOLERANCE,
-    OUTPUT_TOLERANCE,
     Disagreement,
     compare,
+    output_tolerance,
 )
 from attnmux.core.testing.outcome import Outcome
-from attnmux.core.testing.placement import buffers
+from attnmux.core.testing.placement import buffers, put
 from attnmux.core.testing.world import World, make_world
 
 
@@ -116,9 +116,12 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
             _check_unchanged(given_before, _read_only(world, step))
             _check_pool(world, step, pool)
             for given, output in zip(step.inputs, outputs, strict=True):
-                max_error = max(max_error, _check_output(world, step, given, output))
-        except Disagreement as error:
-            raise Disagreement(f"step {number}, {lengths.mode.name}: {error}") from error
+                error = _check_output(
+                    world, step, given, output, fp8_products=candidate.card.fp8_products
+                )
+                max_error = max(max_error, error)
+        except Disagreement as fault:
+            raise Disagreement(f"step {number}, {lengths.mode.name}: {fault}") from fault
         if case.deterministic:
             _check_alone(backend, step, outputs, execution)
         real = [output.out[: step.num_real_tokens] for output in outputs]
@@ -177,7 +180,7 @@ def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ..
         loc, rows = kv_rows(world, given, step.batch)
         copies = tuple(buffer.clone() for buffer in buffers(world, given.layer.layer_id))
         for copy, new in zip(copies, rows, strict=False):
-            copy[loc] = new
+            put(copy, loc, new)
         pools.append(copies)
     return pools
 
@@ -206,7 +209,12 @@ def _check_pool(world: World, step: PreparedStep, expected: list[tuple[torch.Ten
 
 
 def _check_output(
-    world: World, step: PreparedStep, given: LayerInput, output: LayerOutput
+    world: World,
+    step: PreparedStep,
+    given: LayerInput,
+    output: LayerOutput,
+    *,
+    fp8_products: bool,
 ) -> float:
     """The largest error of the real rows; padding has to be finite."""
     layer, context = given.layer, world.context
@@ -228,7 +236,9 @@ def _check_output(
         **({} if step.save_kv_cache else unsaved),
     )
     real = slice(0, step.num_real_tokens)
-    tolerance = OUTPUT_TOLERANCE[given.q.dtype]
+    tolerance = output_tolerance(
+        given.q.dtype, context.token_to_kv_pool.dtype, fp8_products=fp8_products
+    )
     max_error = compare(f"{name}, output", output.out[real], expected[real], tolerance)
     if output.lse is not None:
         tolerance = LSE_TOLERANCE[given.q.dtype]

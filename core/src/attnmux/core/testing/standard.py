@@ -14,6 +14,16 @@ ODD_PAGE_SIZES = (3, 48)
 """No powers of two: for backends that take any page size."""
 
 
+_EXPANDED: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
+_LATENT: dict[str, Any] = {
+    **_EXPANDED,
+    "kind": "mla",
+    "num_kv_heads": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+
+
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     """Every case of the suite, in all of the page sizes."""
     cases: list[Case] = []
@@ -23,6 +33,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += _features(page)
         cases += _shapes(page)
         cases += _mla(page)
+        cases += _fp8(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
@@ -155,15 +166,40 @@ def _shapes(page: int) -> Iterator[Case]:
         yield _case(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
 
 
+def _fp8(page: int) -> Iterator[Case]:
+    """KV in 8-bit floats. Every token attends to what the pool holds, the new ones too."""
+    scales: dict[str, Any] = {"kv_scales": (0.5, 3.0)}
+    for kv_dtype, largest in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "-dim-64": {"head_dim": 64, "v_head_dim": 64},
+            "-scales": scales,
+            "-scales-lse": {**scales, "lse": True},
+            # Of the first layer's K and V all beyond 2 and 1.5 is.
+            "-saturated": {"kv_scales": (2 / largest, 1.5 / largest)},
+            "-kv-in-pool": {**scales, "kv_in_pool": True},
+            "-window": {**scales, "windows": (8, None)},
+            "-float16": {**scales, "dtype": "float16"},
+        }
+        for name, settings in variants.items():
+            of_case: dict[str, Any] = {"kv_dtype": kv_dtype, **settings}
+            yield _case(f"decode-{kv_dtype}{name}", page, decode(45, 3, 17, 70), **of_case)
+            yield _case(
+                f"extend-{kv_dtype}{name}", page, extend((0, 41), (page + 3, 20)), **of_case
+            )
+        scaled: dict[str, Any] = {"kv_dtype": kv_dtype, **scales}
+        chain, tree = verify(4, 9, page, 2 * page + 1), verify(6, 9, page)
+        yield _case(f"verify-{kv_dtype}", page, chain, kv_dtype=kv_dtype, spec_topk=1)
+        yield _case(f"verify-{kv_dtype}-scales", page, chain, spec_topk=1, **scaled)
+        yield _case(f"verify-{kv_dtype}-tree", page, tree, spec_topk=4, **scaled)
+        latent: dict[str, Any] = {**_LATENT, **scaled}
+        yield _case(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
+        yield _case(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
+        yield _case(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)
+
+
 def _mla(page: int) -> Iterator[Case]:
-    expanded: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
-    latent: dict[str, Any] = {
-        **expanded,
-        "kind": "mla",
-        "num_kv_heads": 1,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-    }
+    expanded, latent = _EXPANDED, _LATENT
     yield _case("mla-decode", page, decode(45, 3, 17, page), **latent)
     yield _case("mla-decode-lse", page, decode(45, 3), lse=True, **latent)
     yield _case("mla-decode-128-heads", page, decode(30, 5), **{**latent, "num_q_heads": 128})

@@ -65,7 +65,6 @@ def make_layers(
     latent = case.kind == "mla"
     rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
     last = len(case.windows) - 1
-    k_scale, v_scale = case.kv_scales or (None, None)
     return tuple(
         LayerSpec(
             layer_id=2 * index + 1,
@@ -80,8 +79,8 @@ def make_layers(
             sliding_window_size=-1 if window is None else window,
             attention_chunk_size=case.attention_chunk or 0 if index % 2 == 0 else 0,
             is_causal=not case.is_encoder,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=case.kv_scales[0] * (index + 1) if case.kv_scales else None,
+            v_scale=case.kv_scales[1] * (index + 1) if case.kv_scales else None,
             is_cross_attention=case.cross_attention and index == last,
             sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
             if case.sinks

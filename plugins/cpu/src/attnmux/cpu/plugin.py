@@ -10,6 +10,7 @@ from attnmux.core.choosing.conditions import ANY, one_of
 from attnmux.core.choosing.plugins import hookimpl
 
 DTYPES = one_of("bfloat16", "float16", "float32")
+KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 TORCH_NATIVE = BackendCard(
     name="torch_native",
@@ -23,7 +24,7 @@ TORCH_NATIVE = BackendCard(
             phase=one_of("extend", "decode", "verify", "draft", "encoder"),
             kind=one_of("mha", "mla"),
             dtype=DTYPES,
-            kv_dtype=DTYPES,
+            kv_dtype=KV_DTYPES,
             page_size=ANY,
             head_dim=ANY,
             v_head_dim=ANY,

@@ -155,7 +155,10 @@ def _rows_of_heads(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _product_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
-    """The dtype that Q, K, V and the softmax's weights are multiplied in."""
-    dtype = torch.promote_types(queries, keys)
+    """The dtype that Q, K, V and the softmax's weights are multiplied in.
+
+    An 8-bit float is a bfloat16 and a float16 as well, so it leaves Q's dtype as it is.
+    """
+    dtype = queries if keys.itemsize == 1 else torch.promote_types(queries, keys)
     # An unscaled logit may overflow fp16, and a CPU multiplies it ten times slower than fp32.
     return torch.float32 if dtype == torch.float16 else dtype
