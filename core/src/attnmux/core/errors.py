@@ -7,6 +7,7 @@ AttnmuxError
 ├── UnknownBackend     a name that no installed plugin advertises
 ├── AmbiguousPlatform  several kinds of accelerator are present and none was named
 ├── GraphUnsupported   a backend without graph capture was asked to capture
+│   └── GraphViolation a captured step did what a replay would not repeat
 ├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
 │   └── BackendFailed  a backend whose library does not load or whose kernels do not compile
 └── SettingsError      a configuration file or environment variable that cannot be used
@@ -74,6 +75,18 @@ class AmbiguousPlatform(AttnmuxError):
 
 class GraphUnsupported(AttnmuxError):
     """The backend cannot be captured in a device graph."""
+
+
+class GraphViolation(GraphUnsupported):
+    """A captured step did what a replay would not repeat; names the method and the operation."""
+
+    def __init__(self, method: str, operation: str, reason: str, *, hint: str = "") -> None:
+        self.method = method
+        self.operation = operation
+        self.reason = reason
+        self.hint = hint
+        message = f"{method}: {operation} {reason}"
+        super().__init__(f"{message}; {hint}" if hint else message)
 
 
 class PluginError(AttnmuxError):

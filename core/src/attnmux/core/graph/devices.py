@@ -1,0 +1,143 @@
+"""Device graphs behind one small interface, and the ones of CUDA and HIP."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from attnmux.core.errors import GraphUnsupported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GraphStep:
+    """What a graph is made of."""
+
+    prepare: Callable[[], None]
+    """`init_forward_metadata_in_graph`: static shapes, no synchronisation, no allocation."""
+    forward: Callable[[], Any]
+    """The model's call. What it allocates belongs to the graph."""
+    host_tensors: tuple[torch.Tensor, ...] = ()
+    """Tensors on the host that change between replays; a graph cannot read them."""
+
+    def run(self) -> Any:  # noqa: ANN401  # a tensor or a container of tensors
+        """Both parts. Returns what the model's call did."""
+        self.prepare()
+        return self.forward()
+
+
+class CapturedGraph(ABC):
+    """A step that can be launched again."""
+
+    outputs: Any
+    """What the step returned; each replay overwrites it."""
+    nbytes: int
+    """Memory that the graph takes on the device."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Run the captured step on what its buffers now hold."""
+
+
+class DeviceGraphs(ABC):
+    """The graphs of one device. All of them share a memory pool, so one runs at a time."""
+
+    @abstractmethod
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Open around warm-ups and captures."""
+
+    @abstractmethod
+    def warm_up(self, step: GraphStep) -> None:
+        """Run the step once, as it will be captured."""
+
+    @abstractmethod
+    def capture(self, step: GraphStep) -> CapturedGraph:
+        """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
+
+
+class CudaGraph(CapturedGraph):
+    """A `torch.cuda.CUDAGraph` with its outputs."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: object, nbytes: int) -> None:
+        self.outputs = outputs
+        self.nbytes = nbytes
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaGraphs(DeviceGraphs):
+    """Graphs of CUDA, and of HIP, which torch calls by the same name.
+
+    capture_error_mode: see `torch.cuda.graph`; "thread_local" lets other threads go on using the
+    device while a graph is captured.
+    """
+
+    def __init__(self, device: torch.device, *, capture_error_mode: str = "thread_local") -> None:
+        self._device = device
+        self._capture_error_mode = capture_error_mode
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def warm_up(self, step: GraphStep) -> None:
+        torch.cuda.synchronize(self._device)
+        step.run()
+        torch.cuda.synchronize(self._device)
+
+    def capture(self, step: GraphStep) -> CapturedGraph:
+        graph = torch.cuda.CUDAGraph()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        try:
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode=self._capture_error_mode,
+            ):
+                outputs = step.run()
+        except RuntimeError as error:
+            raise GraphUnsupported(
+                f"the step cannot be captured: {error}; a captured step must not synchronise, "
+                "read from the device, or copy from pageable host memory"
+            ) from error
+        left, _ = torch.cuda.mem_get_info(self._device)
+        return CudaGraph(graph, outputs, max(free - left, 0))
+
+
+NO_OTHERS: Mapping[str, Callable[[torch.device], DeviceGraphs]] = MappingProxyType({})
+
+
+def device_graphs(
+    device: torch.device,
+    *,
+    others: Mapping[str, Callable[[torch.device], DeviceGraphs]] = NO_OTHERS,
+) -> DeviceGraphs:
+    """The graphs of a device.
+
+    others: for device types beside "cuda", by torch's word for the type.
+    Raises GraphUnsupported for a device without graphs.
+    """
+    if device.type in others:
+        return others[device.type](device)
+    if device.type == "cuda":
+        return CudaGraphs(device)
+    known = ", ".join(sorted({"cuda", *others}))
+    raise GraphUnsupported(
+        f"no graphs for {device.type!r} devices, only for {known}: run eagerly, or pass "
+        "RecordingGraphs() to test a step without such a device"
+    )

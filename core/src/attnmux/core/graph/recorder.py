@@ -1,0 +1,170 @@
+"""Notes the operations of a step and refuses those that a replay would not repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnmux.core.errors import GraphViolation
+from attnmux.core.graph.tape import Operation, Outside, Tape, identity, tensors
+from attnmux.core.op import attention_with_output
+
+aten = torch.ops.aten
+
+UNINITIALISED = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+BY_INDEX = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
+MASK_DTYPES = (torch.bool, torch.uint8)
+SCRIBBLED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Runs and notes what is called while it is entered.
+
+    method: names the part of the step in errors. host_tensors: change between replays, where a
+    device graph cannot follow; what is computed from them alone stays as it was.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        method: str,
+        host_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._tape = tape
+        self._method = method
+        self._on_host = {identity(tensor): tensor for tensor in host_tensors}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  # whatever the operation returns
+        """Raises GraphViolation for an operation that a graph cannot hold."""
+        kwargs = kwargs or {}
+        with self:
+            whole = _from_parts(func, args, kwargs)
+        if whole is not NotImplemented:
+            return whole
+        given = tensors((args, kwargs))
+        if given and all(identity(tensor) in self._on_host for tensor in given):
+            results = func(*args, **kwargs)
+            self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
+            return results
+        self._refuse(func, args, kwargs, given)
+        # Before the call, which may change an argument's shape.
+        frozen_args, frozen_kwargs = pytree.tree_map_only(
+            torch.Tensor, self._freeze, (args, kwargs)
+        )
+        known = {identity(tensor) for tensor in given}
+        results = func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            self._tape.keep(args[0], str(func))
+            return results
+        kept = tuple(self._keep(func, result, known) for result in tensors(results))
+        if func in UNINITIALISED:
+            self._scribble(results)
+        elif _changes_values(func) or any(result is not None for result in kept):
+            self._note(func, frozen_args, frozen_kwargs, kept)
+        return results
+
+    def _note(
+        self,
+        func: OpOverload[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        kept: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        operation = Operation(
+            method=self._method, name=str(func), func=func, args=args, kwargs=kwargs, results=kept
+        )
+        self._tape.operations.append(operation)
+
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
+        """A number on the host is part of a kernel's launch: it stays what it was."""
+        return tensor.clone() if identity(tensor) in self._on_host else self._tape.freeze(tensor)
+
+    def _keep(
+        self, func: OpOverload[..., Any], result: torch.Tensor, known: set[int]
+    ) -> torch.Tensor | None:
+        """The result where its memory is new; None for a view or an argument."""
+        if identity(result) in known:
+            return None
+        self._tape.keep(result, str(func))
+        return result
+
+    def _scribble(self, result: torch.Tensor) -> None:
+        """Memory of a graph's pool holds whatever another part of it left there."""
+        if result.dtype in SCRIBBLED:
+            result.fill_(torch.nan)
+            self._note(aten.fill_.Scalar, (result, torch.nan), {}, (None,))
+
+    def _refuse(
+        self,
+        func: OpOverload[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+    ) -> None:
+        reason, hint = "", ""
+        if torch.Tag.data_dependent_output in func.tags:
+            reason = "synchronises with the device"
+            hint = "read values on the host in init_forward_metadata_out_graph"
+        elif _depends_on_values(func, args, kwargs):
+            reason, hint = "has a shape that depends on values", "keep shapes static and mask"
+        elif func is aten.lift_fresh.default and given[0].dim():
+            reason, hint = "copies from the host", "make constants in init_cuda_graph_state"
+        elif any(tensor.dim() and identity(tensor) in self._on_host for tensor in given):
+            reason = "reads a tensor of the host, which a graph cannot follow"
+            hint = "copy it to a device buffer in init_forward_metadata_out_graph"
+        elif len({tensor.device for tensor in given if tensor.dim()}) > 1:
+            reason, hint = "copies between devices", "do it in init_forward_metadata_out_graph"
+        if reason:
+            raise GraphViolation(self._method, str(func), reason, hint=hint)
+
+
+def _from_parts(
+    func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:  # noqa: ANN401  # whatever the operation returns
+    """Run an operation by what it is made of; NotImplemented for a basic one.
+
+    In inference mode a composite operation comes whole. The op of attention is Python, which a
+    device graph does not hold but for the kernels that it launches.
+    """
+    if func is attention_with_output.default:
+        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
+
+
+def _changes_values(func: OpOverload[..., Any]) -> bool:
+    writes = any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
+    )
+    return writes and torch.Tag.inplace_view not in func.tags
+
+
+def _depends_on_values(
+    func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the values of tensors, on the device, decide on the result's shape."""
+    if func in BY_INDEX:
+        return any(index.dtype in MASK_DTYPES for index in args[1] if index is not None)
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return torch.Tag.dynamic_output_shape in func.tags

@@ -1,0 +1,218 @@
+"""Captures a model's step for many batch sizes, and replays the one that a batch fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.graph.buffers import FixedBuffers
+from attnmux.core.graph.config import Forward, GraphConfig, ModelInput
+from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.core.graph.progress import show_progress
+from attnmux.core.graph.sizes import padded_size
+from attnmux.core.op import forward_context
+
+NUM_WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and libraries set up in the first, and what they
+then allocate once is settled in the second."""
+
+NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
+NO_MODEL_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
+
+Progress: TypeAlias = Callable[[Sequence[int]], Iterable[int]]
+"""Goes through the batch sizes and shows how far it is."""
+CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Opens what a communication group needs around captures, on the capture's stream."""
+
+
+class _Captured:
+    """A graph with its batch, and the leaves of what the model's call returned."""
+
+    def __init__(self, graph: CapturedGraph, batch: ForwardBatch, num_tokens: int) -> None:
+        self.graph = graph
+        self.batch = batch
+        self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
+        for leaf in self._leaves:
+            rows = leaf.shape[:1] if isinstance(leaf, torch.Tensor) else None
+            if rows != (num_tokens,):
+                came = type(leaf).__name__ if rows is None else f"a tensor of {tuple(leaf.shape)}"
+                raise InvalidInput(
+                    "forward", came=f"{came} as output", expected=f"tensors of {num_tokens} rows"
+                )
+
+    def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
+        """What it returned, its first rows."""
+        return pytree.tree_unflatten([leaf[:num_tokens] for leaf in self._leaves], self._spec)
+
+
+class GraphRunner:
+    """Runs a model's step from device graphs.
+
+    It owns the tensors that the graphs read. `replay` copies a batch there, pads it to a captured
+    size, lets the backend prepare its metadata outside of the graph, and launches the graph, in
+    which the backend's other half of the preparation and the model's call were captured.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        forward: Forward,
+        config: GraphConfig,
+        *,
+        devices: DeviceGraphs,
+        inputs: Mapping[str, ModelInput] = NO_MODEL_INPUTS,
+        collectives: Sequence[CaptureContext] = (),
+        progress: Progress = show_progress,
+        rank: int = 0,
+    ) -> None:
+        """forward: called with the padded batch and inputs, inside `forward_context`.
+
+        inputs: what only the model reads, by name. collectives: opened around all captures.
+        progress: shown on rank 0 only.
+        Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
+        """
+        if backend.context.debug:
+            raise GraphUnsupported("the checks of debug mode synchronise: capture without debug")
+        self.config = config
+        self._backend = backend
+        self._forward = forward
+        self._compiled = config.compile(forward) if config.compile else forward
+        self._devices = devices
+        self._collectives = collectives
+        self._progress = progress
+        self._rank = rank
+        self._buffers = FixedBuffers(
+            config,
+            inputs,
+            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            max_context_len=backend.context.max_context_len,
+            device=backend.context.device,
+        )
+        self._captured: dict[int, _Captured] = {}
+        self._sizes: tuple[int, ...] = ()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sizes that were captured, ascending."""
+        return self._sizes
+
+    @property
+    def memory_bytes(self) -> Mapping[int, int]:
+        """Memory that each graph took when it was captured, by batch size. Graphs share a pool,
+        so the first and largest takes most of it."""
+        return {size: self._captured[size].graph.nbytes for size in self.batch_sizes}
+
+    def capture(
+        self,
+        batch: ForwardBatch | None = None,
+        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
+    ) -> None:
+        """Capture every size, from large to small.
+
+        batch: what the buffers hold meanwhile, in the sizes that it fits; else, and in the other
+        sizes, all rows are padding and what is written lands in slot 0.
+        Raises GraphUnsupported for a backend that cannot be captured.
+        """
+        config = self.config
+        self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
+        sizes = config.batch_sizes[::-1]
+        captured = {}
+        with ExitStack() as stack, torch.no_grad():
+            stack.enter_context(self._devices.session())
+            for collective in self._collectives:
+                stack.enter_context(collective())
+            for size in self._progress(sizes) if self._rank == 0 else sizes:
+                padded, fixed_inputs = self._buffers.views(size)
+                self._buffers.clear()
+                if batch is not None and batch.batch_size <= size:
+                    padded = self._buffers.load(batch, inputs, padded)
+                captured[size] = self._capture(padded, fixed_inputs)
+        self._buffers.clear()
+        self._captured = captured
+        self._sizes = tuple(sorted(captured))
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether a captured graph serves the batch."""
+        return self._refusal(batch) is None
+
+    def replay(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor] = NO_INPUTS) -> Any:  # noqa: ANN401  # as the model's call returns it
+        """Run a step. Returns what the model's call did for the batch's own T tokens; the next
+        replay overwrites it.
+
+        Raises InvalidInput for a batch that `can_run` refuses, and for tensors of other shapes or
+        dtypes than at capture.
+        """
+        refusal = self._refusal(batch)
+        if refusal is not None:
+            raise refusal
+        captured = self._captured[self._sizes[bisect_left(self._sizes, batch.batch_size)]]
+        padded = self._buffers.load(batch, inputs, captured.batch)
+        self._backend.init_forward_metadata_out_graph(padded)
+        captured.graph.replay()
+        return captured.outputs(batch.num_tokens)
+
+    def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
+        config = self.config
+        is_small = batch.batch_size <= config.compile_max_batch_size
+        forward = self._compiled if is_small else self._forward
+
+        def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
+            with forward_context(self._backend, batch):
+                return forward(batch, inputs)
+
+        step = GraphStep(
+            prepare=lambda: self._backend.init_forward_metadata_in_graph(batch),
+            forward=run_model,
+            host_tensors=self._buffers.host_tensors,
+        )
+        self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        for _ in range(NUM_WARM_UPS):
+            self._devices.warm_up(step)
+        graph = self._devices.capture(step)
+        return _Captured(graph, batch, batch.num_tokens)
+
+    def _refusal(self, batch: ForwardBatch) -> InvalidInput | None:
+        """Why no graph serves the batch."""
+        config, size = self.config, batch.batch_size
+        if batch.forward_mode is not config.forward_mode:
+            return InvalidInput(
+                "forward_mode", came=batch.forward_mode.name, expected=config.forward_mode.name
+            )
+        fitting = padded_size(size, self._sizes)
+        if size < 1 or fitting is None or (fitting != size and not config.padding):
+            return InvalidInput("batch_size", came=size, expected=f"a captured size: {self._sizes}")
+        if batch.num_tokens != size * config.tokens_per_request:
+            return InvalidInput(
+                "out_cache_loc",
+                came=f"{batch.num_tokens} tokens",
+                expected=f"{config.tokens_per_request} for each of {size} requests",
+            )
+        return self._other_fields(batch)
+
+    def _other_fields(self, batch: ForwardBatch) -> InvalidInput | None:
+        """Why the batch's optional fields are not those that were captured."""
+        config, spec, encoder = self.config, batch.spec_info, batch.encoder_out_cache_loc
+        has_mask = spec is not None and spec.custom_mask is not None
+        for name, came, expected in (
+            ("seq_lens_cpu", batch.seq_lens_cpu is not None, config.host_lens or None),
+            ("encoder_lens", batch.encoder_lens is not None, config.encoder),
+            ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
+            ("spec_info.custom_mask", has_mask, config.custom_mask),
+            ("multi_item", batch.multi_item is not None, False),
+        ):
+            if expected is not None and came is not expected:
+                return InvalidInput(
+                    name,
+                    came="a value" if came else None,
+                    expected="a value, as at capture" if expected else "None, as at capture",
+                )
+        return None

@@ -1,0 +1,147 @@
+"""Operations that can be run again on the tensors that they were first run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from attnmux.core.errors import GraphViolation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outside:
+    """A tensor that was there before the capture. A device graph keeps its address and nothing
+    else, so the memory is not kept alive."""
+
+    storage: StorageWeakRef
+    address: int
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Outside:
+        storage = tensor.untyped_storage()
+        return cls(
+            storage=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch's own
+            address=storage.data_ptr(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor; None where its memory was freed or moved."""
+        new: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
+        storage = new(self.storage.cdata)
+        if storage is None or storage.data_ptr() != self.address:
+            return None
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Operation:
+    """One call of an operation."""
+
+    method: str
+    """Of the step, that it was called in."""
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[torch.Tensor | None, ...]
+    """What a new result is written to; None for those that are views or arguments."""
+
+    def run(self) -> None:
+        args, kwargs = pytree.tree_map_only(Outside, self._now, (self.args, self.kwargs))
+        results = self.func(*args, **kwargs)
+        for kept, new in zip(self.results, tensors(results), strict=True):
+            if kept is not None:
+                if kept.shape != new.shape:
+                    raise GraphViolation(
+                        self.method,
+                        self.name,
+                        f"gave shape {tuple(kept.shape)} when captured, now {tuple(new.shape)}",
+                    )
+                kept.copy_(new)
+
+    def _now(self, outside: Outside) -> torch.Tensor:
+        tensor = outside.tensor()
+        if tensor is None:
+            raise GraphViolation(
+                self.method,
+                self.name,
+                f"read a tensor of {outside.dtype} and shape {outside.size} when captured, whose "
+                "memory has been freed or moved since",
+                hint="keep what a graph reads in buffers that init_cuda_graph_state made",
+            )
+        return tensor
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Tape:
+    """The operations of a step, and the memory that they made."""
+
+    operations: list[Operation] = field(default_factory=list)
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By storage: keeps it alive, as a graph's private pool does."""
+    makers: dict[int, str] = field(default_factory=dict)
+    """The operation that made each."""
+    seen: dict[int, StorageWeakRef] = field(default_factory=dict)
+    """Storages from before. A weak reference keeps another from getting the same identity."""
+
+    def keep(self, tensor: torch.Tensor, maker: str) -> None:
+        """Hold memory that the step made."""
+        self.made[identity(tensor)] = tensor
+        self.makers[identity(tensor)] = maker
+
+    def held_elsewhere(self) -> list[tuple[str, torch.Tensor]]:
+        """Memory that the step made and that others than the tape hold, with its maker."""
+        with_one_user = torch.empty(1)
+        alone = torch._C._storage_Use_Count(identity(with_one_user))
+        return [
+            (self.makers[key], tensor)
+            for key, tensor in self.made.items()
+            if torch._C._storage_Use_Count(key) > alone
+        ]
+
+    def freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
+        """What an operation holds of an argument."""
+        key = identity(tensor)
+        if key in self.made:
+            return tensor
+        outside = Outside.of(tensor)
+        self.seen[key] = outside.storage
+        return outside
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation made or used the tensor's memory."""
+        return identity(tensor) in self.made or identity(tensor) in self.seen
+
+    def run(self) -> None:
+        for operation in self.operations:
+            operation.run()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.made.values())
+
+
+def identity(tensor: torch.Tensor) -> int:
+    """Of the memory that the tensor is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors(values: object) -> Sequence[torch.Tensor]:
+    """The tensors among arguments or results, in order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
