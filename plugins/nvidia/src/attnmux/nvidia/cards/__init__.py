@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard
+from attnmux.nvidia.cards.fa3 import FA3
 
-CARDS: tuple[BackendCard, ...] = ()
+CARDS: tuple[BackendCard, ...] = (FA3,)

@@ -1,0 +1,84 @@
+"""The card of FlashAttention 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+
+_HOPPER: dict[str, Any] = {
+    "vendor": one_of("nvidia"),
+    # The library builds for SM80 to SM89 too; this backend was only ever run on SM90.
+    "version": versions(">=9.0,<10"),
+    # sgl_kernel.flash_attn.is_fa3_supported
+    "runtime": runtimes("cuda>=12.3"),
+}
+
+
+def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
+    """For queries of one dtype: the kernels take K and V in that dtype, or all in e4m3."""
+    return Clause(
+        **_HOPPER,
+        phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+        kind=one_of("mha"),
+        dtype=one_of(dtype),
+        kv_dtype=one_of(dtype, "fp8_e4m3"),
+        page_size=ANY,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        # A draft tree needs a custom mask, which the kernels do not take.
+        spec_topk=one_of(1),
+        sliding_window=ANY,
+        attention_chunk=ANY,
+        cross_attention=ANY,
+        # They are rounded to bfloat16, which is coarser than float16's tolerance.
+        sinks=ANY if dtype == "bfloat16" else NONE,
+        logit_cap=ANY,
+        deterministic=ANY,
+        graph=ANY,
+        lse=ANY,
+    )
+
+
+FA3 = BackendCard(
+    name="fa3",
+    summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
+    factory="attnmux.nvidia.fa3.factory:make",
+    # Before 0.4, as sgl-kernel, the functions had no `out`.
+    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    extra="fa3",
+    # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.
+    fp8_products=True,
+    options=(
+        Option(
+            name="num_splits",
+            type=int,
+            default=0,
+            summary="parts that the keys of a request are split into; 0 lets the library choose",
+        ),
+    ),
+    clauses=tuple(
+        _clause(dtype, head_dim, v_head_dim)
+        for dtype in ("bfloat16", "float16")
+        for head_dim, v_head_dim in (
+            # Kernels are built for 64, 96, 128, 192 and 256; dims between are padded inside.
+            (one_of(128, 64, 96, 192, 256), NONE),
+            # K and V of different dims: 128 < D <= 192 with 96 < Dv <= 128, flash_api.cpp.
+            (one_of(192), one_of(128)),
+        )
+    ),
+    priors=(
+        Prior(
+            rank=10,
+            when=when(spec_topk=NONE),
+            source="H200, bf16: the fastest kernel of most decode and extend workloads tried",
+        ),
+        Prior(
+            rank=10,
+            when=when(spec_topk=one_of(1), page_size=one_of(1)),
+            source="as without speculation: a chain of drafts is causal",
+        ),
+        Prior(rank=30, source="speculation over larger pages goes to flashinfer first"),
+    ),
+)

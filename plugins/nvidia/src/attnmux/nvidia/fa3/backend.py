@@ -1,0 +1,214 @@
+"""FlashAttention 3: one call of the library for each layer, over the pool's own pages.
+
+Its conventions and ours: LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm, as ours;
+a window of w keys before a token is (w, 0); causality counts from the end of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.nvidia.fa3.calls import LayerCall, aligned, is_aligned
+from attnmux.nvidia.fa3.metadata import KeyGroup, Keys, Step, fixed_buffers
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+    from attnmux.nvidia.fa3.kernels import Kernels
+
+
+class FA3Backend(AttentionBackend):
+    """MHA and GQA on Hopper GPUs."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+    ) -> None:
+        """Raises InvalidInput for layers and pools that the kernels do not serve."""
+        super().__init__(context, options)
+        self._kernels = kernels
+        num_splits = 1 if context.request.deterministic else int(str(options.get("num_splits", 0)))
+        self._calls = {
+            layer.layer_id: LayerCall.of(layer, context, num_splits=num_splits)
+            for layer in context.layers
+        }
+        groups = (call.group for call in self._calls.values() if call.group is not None)
+        self._groups: tuple[KeyGroup, ...] = tuple(dict.fromkeys(groups))
+        self._fixed: dict[KeyGroup, Keys] = {}
+        self._step: Step | None = None
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Decide the step's shape on the host; nothing is launched."""
+        self._step = None
+        if batch.forward_mode is not ForwardMode.IDLE:
+            self._step = Step.of(batch, self.context, self._fixed if in_capture else {})
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Build page tables and lengths on the device: at replay from what the batch then holds."""
+        if self._step is not None:
+            self._step.fill(batch, self._groups, self.context)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._fixed = fixed_buffers(self._groups, max_bs, self.context)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attend(q, None, None, layer, batch, out, lse)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        in_call = not save_kv_cache
+        return self._attend(
+            q, k if in_call else None, v if in_call else None, layer, batch, out, lse
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over k and v where they are given, else over the pool."""
+        step = self._step
+        if step is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        call = self._calls[layer.layer_id]
+        no_keys = k is not None and not k.shape[0]
+        if not q.shape[0] or no_keys:
+            return _nothing(q, layer, out, lse)
+        into = None if out is None or not is_aligned(out) else out
+        if k is not None and v is not None:
+            result = self._in_call(q, k, v, call, step, batch, into, lse)
+        else:
+            result = self._paged(q, call, step, into, lse)
+        if lse is not None and layer.sinks is not None:
+            # Without keys the kernel leaves the sink out of LSE.
+            lse.copy_(torch.where(lse.isneginf(), layer.sinks, lse))
+        return result
+
+    def _paged(
+        self,
+        q: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        keys, dtype = step.keys[call.required_group()], q.dtype
+        q = aligned(q if call.quantised is None else call.quantised.queries(q))
+        into = out if call.quantised is None or call.quantised.writes(out) else None
+        arguments: dict[str, Any] = {}
+        each = step.queries_each
+        if each is None:
+            arguments["cu_seqlens_q"] = step.query_bounds(q.device)
+            arguments["max_seqlen_q"] = step.max_seqlen_q
+        else:
+            q = q.view(step.batch_size, each, *q.shape[1:])
+            into = None if into is None else into.view(step.batch_size, each, *into.shape[1:])
+        if call.quantised is not None:
+            arguments.update(call.quantised.descales(step.batch_size))
+        result = self._kernels.flash_attn_with_kvcache(
+            q,
+            call.k_cache,
+            call.v_cache,
+            cache_seqlens=keys.lens,
+            page_table=keys.page_table,
+            return_softmax_lse=lse is not None,
+            out=into,
+            **arguments,
+            **call.arguments,
+        )
+        if lse is not None:
+            result, kernels_lse, *_ = result
+            _store_lse(kernels_lse, lse, each)
+        if into is not None and out is not None:
+            return out
+        attended: torch.Tensor = result.flatten(0, -3)
+        return attended.to(dtype)
+
+    def _in_call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        batch: ForwardBatch,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over the call's own K and V, the encoder's in cross attention; there is no prefix."""
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            raise InvalidInput("k", came=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
+        query_bounds = step.query_bounds(q.device)
+        is_cross = call.layer.is_cross_attention
+        result = self._kernels.flash_attn_varlen_func(
+            aligned(q),
+            aligned(k),
+            aligned(v),
+            query_bounds,
+            step.encoder_bounds(batch) if is_cross else query_bounds,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=k.shape[0] if is_cross else step.max_seqlen_q,
+            return_softmax_lse=lse is not None,
+            out=out,
+            **{**call.arguments, "num_splits": 1},
+        )
+        if lse is not None:
+            result, kernels_lse, *_ = result
+            _store_lse(kernels_lse, lse, None)
+        return result if out is None else out
+
+
+def _store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
+    """[Hq, T], or [B, Hq, Tq] where every request has as many queries, to the caller's [T, Hq]."""
+    if queries_each is None:
+        lse.copy_(source.t())
+    else:
+        lse.view(source.shape[0], queries_each, -1).copy_(source.transpose(1, 2))
+
+
+def _nothing(
+    q: torch.Tensor, layer: LayerSpec, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> torch.Tensor:
+    """The result of queries that have no keys."""
+    if lse is not None:
+        lse.copy_(lse.new_tensor(-torch.inf) if layer.sinks is None else layer.sinks)
+    if out is None:
+        return q.new_zeros((*q.shape[:2], layer.v_head_dim))
+    return out.zero_()

@@ -1,0 +1,133 @@
+"""What the library is told at every call of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.kv.quantise import quantise
+from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3.metadata import KeyGroup
+
+FP8 = torch.float8_e4m3fn
+"""The one 8-bit float that the kernels read."""
+
+ALIGNMENT = 16
+"""Bytes that the kernels load at once: rows of Q, K, V and output begin at multiples of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Quantised:
+    """A layer whose K and V are 8-bit floats: the kernels want Q to be so too."""
+
+    k_descale: torch.Tensor
+    """[1, Hkv] float32: what K in the pool is multiplied by."""
+    v_descale: torch.Tensor
+
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Q as the kernel reads it, unscaled: beyond 448 it saturates."""
+        return quantise(q, FP8, None)
+
+    def writes(self, out: torch.Tensor | None) -> bool:
+        """Whether the kernel can write to `out`: it gives bfloat16 whatever Q was."""
+        return out is not None and out.dtype == torch.bfloat16
+
+    def descales(self, batch_size: int) -> dict[str, torch.Tensor]:
+        return {
+            "k_descale": self.k_descale.expand(batch_size, -1),
+            "v_descale": self.v_descale.expand(batch_size, -1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerCall:
+    """A layer's arguments that no step changes."""
+
+    layer: LayerSpec
+    group: KeyGroup | None
+    """None for a layer whose K and V come with the call alone."""
+    arguments: dict[str, Any]
+    """By the library's names."""
+    k_cache: torch.Tensor | None = None
+    """[pages, page, Hkv, D], the pool's memory."""
+    v_cache: torch.Tensor | None = None
+    quantised: Quantised | None = None
+
+    @classmethod
+    def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
+        """Raises InvalidInput for a latent layer, and for a KV dtype that is neither Q's nor e4m3.
+
+        num_splits: 0 lets the library choose, by shapes alone, so that a captured choice holds.
+        """
+        if layer.kind != "mha":
+            raise InvalidInput(
+                f"layer {layer.layer_id}", came=layer.kind, expected="mha: K and V with heads"
+            )
+        window, causal = layer.sliding_window_size, layer.is_causal and not layer.is_cross_attention
+        arguments: dict[str, Any] = {
+            "softmax_scale": layer.scaling,
+            "causal": causal,
+            "window_size": (window, 0) if window >= 0 and causal else (-1, -1),
+            "attention_chunk": 0 if layer.is_cross_attention else layer.attention_chunk_size,
+            "softcap": layer.logit_cap,
+            "num_splits": num_splits,
+            # The library reads no other dtype.
+            "sinks": None if layer.sinks is None else layer.sinks.to(torch.bfloat16),
+        }
+        pool = context.token_to_kv_pool
+        if layer.layer_id not in pool.layer_ids:
+            return cls(layer=layer, group=None, arguments=arguments)
+        _check_pool(context)
+        group = KeyGroup.of(layer, context)
+        k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
+        return cls(
+            layer=layer,
+            group=group,
+            arguments=arguments,
+            k_cache=k_cache.view(-1, group.page_size, *k_cache.shape[1:]),
+            v_cache=v_cache.view(-1, group.page_size, *v_cache.shape[1:]),
+            quantised=_quantised(layer, context) if pool.dtype == FP8 else None,
+        )
+
+    def required_group(self) -> KeyGroup:
+        """Raises AttnmuxError for a layer that the pool does not store."""
+        if self.group is None:
+            raise AttnmuxError(
+                f"layer {self.layer.layer_id} is not in the KV pool: call it with its own k and v "
+                "and save_kv_cache=False"
+            )
+        return self.group
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether the kernels can load or store the rows [T, H, D] where they are."""
+    size = rows.element_size()
+    return rows.data_ptr() % ALIGNMENT == 0 and rows.stride(0) * size % ALIGNMENT == 0
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows [T, H, D], or a copy that the kernels can load."""
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _quantised(layer: LayerSpec, context: BackendContext) -> Quantised:
+    k_scale, v_scale = context.token_to_kv_pool.read_scales(layer.k_scale, layer.v_scale)
+    shape = (1, layer.tp_k_head_num)
+    return Quantised(
+        k_descale=torch.full(shape, k_scale, dtype=torch.float32, device=context.device),
+        v_descale=torch.full(shape, v_scale, dtype=torch.float32, device=context.device),
+    )
+
+
+def _check_pool(context: BackendContext) -> None:
+    dtype = context.token_to_kv_pool.dtype
+    asked = context.request.dtype
+    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
+        raise InvalidInput(
+            "token_to_kv_pool", came=dtype, expected=f"{asked}, as the queries are, or {FP8}"
+        )

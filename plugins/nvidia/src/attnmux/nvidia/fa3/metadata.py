@@ -1,0 +1,201 @@
+"""What a step is to the kernels: page tables, lengths and where each request's queries begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
+from attnmux.core.layer import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyGroup:
+    """Layers whose keys are in the same places: one page table serves all of them.
+
+    The kernels skip what a window hides, so windows do not tell layers apart.
+    """
+
+    is_cross: bool
+    page_size: int
+    """Of the table. With an encoder, the decoder's keys begin in the middle of a page: then the
+    table names slots, and the pool is seen in pages of one."""
+
+    @classmethod
+    def of(cls, layer: LayerSpec, context: BackendContext) -> KeyGroup:
+        has_encoder = any(other.is_cross_attention for other in context.layers)
+        page_size = context.token_to_kv_pool.page_size
+        return cls(
+            is_cross=layer.is_cross_attention,
+            page_size=1 if has_encoder and not layer.is_cross_attention else page_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Keys:
+    """Where the keys of each request are."""
+
+    page_table: torch.Tensor
+    """[at least B, width] int32."""
+    lens: torch.Tensor
+    """[at least B] int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """A prepared step. What does not come from the host is filled in by `fill`."""
+
+    batch_size: int
+    queries_each: int | None
+    """New tokens of every request where all have as many: decode and verify."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    fixed: dict[KeyGroup, Keys]
+    """Buffers that a graph replays with; empty for an eager step."""
+    keys: dict[KeyGroup, Keys] = field(default_factory=dict)
+    """Rows [B] of the tables and lengths."""
+    bounds: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[B + 1] int32, by whose tokens they bound: see `query_bounds` and `encoder_bounds`."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, context: BackendContext, fixed: dict[KeyGroup, Keys]) -> Step:
+        """The step's shape, from the host alone.
+
+        Without host mirrors, lengths count as the longest that they can be. So they do where
+        results must not depend on the batch: the kernels choose their tiles by the longest request.
+
+        Raises InvalidInput for what the kernels do not serve: a custom mask, many items.
+        """
+        _check_served(batch)
+        longest = context.max_context_len
+        known = not context.request.deterministic and not fixed
+        max_seqlen_k = longest
+        if known and batch.seq_lens_cpu is not None:
+            max_seqlen_k = _largest(batch.seq_lens_cpu)
+        queries_each = _queries_each(batch)
+        if batch.forward_mode.is_target_verify():
+            max_seqlen_k = min(max_seqlen_k + (queries_each or 0), longest)
+        if queries_each is not None:
+            max_seqlen_q = queries_each
+        elif not known:
+            max_seqlen_q = longest
+        elif batch.extend_seq_lens_cpu is not None:
+            max_seqlen_q = _largest(batch.extend_seq_lens_cpu)
+        else:
+            max_seqlen_q = min(batch.num_tokens, longest)
+        return cls(
+            batch_size=batch.batch_size,
+            queries_each=queries_each,
+            max_seqlen_q=max(max_seqlen_q, 1),
+            max_seqlen_k=max(max_seqlen_k, 1),
+            fixed=fixed,
+        )
+
+    def fill(
+        self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
+    ) -> None:
+        """Build what the layers read, by device operations of static shape."""
+        for group in groups:
+            self.keys[group] = self._keys(batch, group, context)
+        if self.queries_each is None and batch.extend_seq_lens is not None:
+            self.bounds["queries"] = cu_seqlens(batch.extend_seq_lens)
+
+    def query_bounds(self, device: torch.device) -> torch.Tensor:
+        """[B + 1] int32: where each request's queries begin."""
+        if "queries" not in self.bounds:
+            self.bounds["queries"] = uniform_indptr(
+                self.batch_size, self.queries_each or 1, device=device
+            )
+        return self.bounds["queries"]
+
+    def encoder_bounds(self, batch: ForwardBatch) -> torch.Tensor:
+        """[B + 1] int32: where each request's encoder tokens begin, among those of the call."""
+        if "encoder" not in self.bounds:
+            self.bounds["encoder"] = cu_seqlens(_encoder_lens(batch))
+        return self.bounds["encoder"]
+
+    def _keys(self, batch: ForwardBatch, group: KeyGroup, context: BackendContext) -> Keys:
+        buffers = self.fixed.get(group)
+        out = None if buffers is None else buffers.page_table[: self.batch_size]
+        lens = batch.seq_lens
+        max_len = self.max_seqlen_k
+        if group.is_cross:
+            lens, max_len = _encoder_lens(batch), context.max_context_len
+        elif batch.forward_mode.is_target_verify() and self.queries_each is not None:
+            into = None if buffers is None else buffers.lens
+            lens = verify_kv_lens(lens, self.queries_each, out=into)
+        table = page_table(
+            context.req_to_token_pool.req_to_token,
+            batch.req_pool_indices,
+            lens,
+            page_size=group.page_size,
+            kv_start=None if group.is_cross else batch.encoder_lens,
+            max_len=max_len if out is None else None,
+            out=out,
+        )
+        return Keys(page_table=table, lens=lens)
+
+
+def fixed_buffers(
+    groups: tuple[KeyGroup, ...], max_batch_size: int, context: BackendContext
+) -> dict[KeyGroup, Keys]:
+    """What graphs of up to max_batch_size requests are captured with."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=context.device)
+
+    return {
+        group: Keys(
+            page_table=zeros(max_batch_size, -(-context.max_context_len // group.page_size)),
+            lens=zeros(max_batch_size),
+        )
+        for group in groups
+    }
+
+
+def _check_served(batch: ForwardBatch) -> None:
+    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+        raise InvalidInput(
+            "custom_mask", came="a mask", expected="None: drafts are chains (spec_topk 1)"
+        )
+    if batch.multi_item is not None:
+        raise InvalidInput("multi_item", came="many items", expected="None")
+
+
+def _queries_each(batch: ForwardBatch) -> int | None:
+    if batch.forward_mode.is_decode():
+        if batch.num_tokens != batch.batch_size:
+            raise InvalidInput(
+                "out_cache_loc",
+                came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                expected="one token a request in decode",
+            )
+        return 1
+    if batch.extend_seq_lens is None:
+        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+    if batch.forward_mode.is_target_verify():
+        if batch.spec_info is None:
+            raise InvalidInput("spec_info", came=None, expected="a SpecInput in TARGET_VERIFY")
+        drafts = batch.spec_info.draft_token_num
+        if batch.num_tokens != batch.batch_size * drafts:
+            raise InvalidInput(
+                "out_cache_loc",
+                came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                expected=f"{drafts} draft tokens a request",
+            )
+        return drafts
+    return None
+
+
+def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:
+    if batch.encoder_lens is None:
+        raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+    return batch.encoder_lens
+
+
+def _largest(lens: torch.Tensor) -> int:
+    return int(lens.max()) if lens.numel() else 0

@@ -1,0 +1,40 @@
+"""One launch before the first step: has the library a kernel for this device and these dims?"""
+
+from __future__ import annotations
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.errors import BackendFailed
+from attnmux.nvidia.fa3.kernels import Kernels
+
+
+def try_kernels(kernels: Kernels, context: BackendContext) -> None:
+    """Attend to one key with the first layer's heads, and wait for it.
+
+    A build for other devices imports, and fails when it is launched.
+    Raises BackendFailed with what the library said.
+    """
+    layer, device = context.layers[0], context.device
+    dtype = torch.bfloat16
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    try:
+        kernels.flash_attn_varlen_func(
+            zeros(1, layer.tp_q_head_num, layer.qk_head_dim),
+            zeros(1, layer.tp_k_head_num, layer.qk_head_dim),
+            zeros(1, layer.tp_v_head_num, layer.v_head_dim),
+            bounds,
+            bounds,
+            max_seqlen_q=1,
+            max_seqlen_k=1,
+            causal=True,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BackendFailed("nvidia/fa3", f"{type(error).__name__}: {reason}") from error
