@@ -21,6 +21,7 @@ from attnmux.core.layer import LayerSpec
 from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.masks import Reach, read_reach
+from attnmux.transformers.probe import Probe
 from attnmux.transformers.request import check_against_config
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -122,8 +123,8 @@ def test_encoder_decoder_models_are_refused():
 def test_tokens_that_meet_outside_of_attention_are_found():
     """Short convolutions would mix the requests of a row, whatever attention does."""
     with pytest.raises(InvalidInput, match="reach other requests"):
-        layers._check_packable(
-            make(transformers.Lfm2Config(**LLAMA_LIKE, layer_types=["conv"] * 3))
+        layers.check_packable(
+            Probe.of(make(transformers.Lfm2Config(**LLAMA_LIKE, layer_types=["conv"] * 3)))
         )
 
 

@@ -30,7 +30,7 @@ from attnmux.transformers.attention import (
     read_call,
     refuse_mask,
 )
-from attnmux.transformers.probe import Recorder, recording
+from attnmux.transformers.probe import Probe, Recorder
 
 ABSORBED = "attnmux_absorbed"
 """The attention implementation that transformers knows absorbed layers by."""
@@ -93,10 +93,13 @@ def absorbed_layers(
     if any(not _divides(by_layer.get(layer.layer_id), layer) for layer in layers):
         return None
     projections = {layer.layer_id: _of_layer(by_layer[layer.layer_id], layer) for layer in layers}
-    expanded = _probe(model, Recorder())
+    probe = Probe.of(model)
+    expanded = _calls(probe)
     absorb(model, layers)
     try:
-        absorbed = _probe(model, _LatentRecorder(projections=projections))
+        absorbed = _calls(
+            replace(probe, recorder=partial(_LatentRecorder, projections=projections))
+        )
     finally:
         expand(model, layers)
     if not all(map(_agree, expanded, absorbed)):
@@ -208,11 +211,9 @@ def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
     return pad(latent, (0, fill)) if fill else latent
 
 
-def _probe(model: PreTrainedModel, recorder: Recorder) -> list[AttentionCall]:
+def _calls(probe: Probe) -> list[AttentionCall]:
     """What the layers ask for when three tokens run, in the order of the layers."""
-    tokens = torch.arange(3, device=model.device).unsqueeze(0)
-    with recording(model, recorder):
-        model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    _, recorder = probe.run([0, 1, 2], [0, 1, 2])
     return sorted(recorder.calls, key=lambda call: call.layer_id)
 
 

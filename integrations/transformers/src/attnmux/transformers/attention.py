@@ -46,9 +46,9 @@ class AttentionCall:
     q: torch.Tensor
     """[T, Hq, D]"""
     k: torch.Tensor
-    """[T, Hkv, D]"""
+    """[T, Hkv, D]; in cross-attention of as many tokens as the encoder's"""
     v: torch.Tensor
-    """[T, Hkv, Dv]"""
+    """[T, Hkv, Dv], likewise"""
     mask: torch.Tensor | None
     """What the model got from the mask function."""
     scaling: float
@@ -64,18 +64,45 @@ def read_call(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> AttentionCall:
+    """Read what transformers passes to an attention function for a decoder's self-attention.
+
+    query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
+    contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise InvalidInput("is_causal", came=False, expected="causal self-attention")
+    if key.shape[2] != query.shape[2]:
+        raise InvalidInput(
+            "query",
+            came=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
+            expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
+            "of transformers (use_cache=False)",
+        )
+    return read_arguments(query, key, value, attention_mask, layer_id=_layer_id(module), **kwargs)  # type: ignore[arg-type]  # checked there
+
+
+def read_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    layer_id: int,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: object,
 ) -> AttentionCall:
-    """Read what transformers passes to an attention function.
+    """Read what transformers passes for any layer: K and V of as many tokens as they come with.
 
-    query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
-    contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`.
+    Raises InvalidInput as `read_call` does.
     """
     for name, passed in kwargs.items():
         if passed is not None and passed is not False and name not in NOT_ATTENTION:
@@ -86,19 +113,14 @@ def read_call(
             )
     if dropout:
         raise InvalidInput("dropout", came=dropout, expected="0: call model.eval() first")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if not is_causal:
-        raise InvalidInput("is_causal", came=False, expected="causal self-attention")
-    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+    if query.shape[0] != 1:
         raise InvalidInput(
             "query",
-            came=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
-            expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
-            "of transformers (use_cache=False)",
+            came=f"query {tuple(query.shape)}",
+            expected="[1, heads, T, dim]: the tokens of all requests in one row",
         )
     return AttentionCall(
-        layer_id=_layer_id(module),
+        layer_id=layer_id,
         q=query[0].transpose(0, 1).contiguous(),
         k=key[0].transpose(0, 1).contiguous(),
         v=value[0].transpose(0, 1).contiguous(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -53,6 +54,10 @@ class Recorder:
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
 
+    def of_tokens(self, call: AttentionCall) -> tuple[torch.Tensor, ...]:
+        """The parts of a call that its new tokens' positions may show in."""
+        return call.q, call.k
+
     def reach_of(self, call: AttentionCall, max_context_len: int) -> Reach:
         """What the layer of `call` sees, by what it was told and by the mask it was given."""
         told = Reach(sliding_window_size=call.sliding_window_size)
@@ -70,6 +75,45 @@ class Recorder:
                 self.masks[number], told, max_context_len=max_context_len, device=call.q.device
             )
         return self.reaches[number, told]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A model that is run to be looked at."""
+
+    model: PreTrainedModel
+    """What names the attention implementation."""
+    call: Callable[..., Any]
+    """Takes input_ids, position_ids and use_cache; what it returns has logits."""
+    embeddings: torch.nn.Module
+    """What makes vectors of the input ids."""
+    recorder: Callable[[], Recorder] = Recorder
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Probe:
+        """Of a decoder model."""
+        return cls(model=model, call=model, embeddings=model.get_input_embeddings())
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    def run(
+        self, token_ids: list[int], position_ids: list[int] | None
+    ) -> tuple[torch.Tensor, Recorder]:
+        """The logits [T, vocabulary] and what was recorded; None takes the model's own positions.
+
+        The logits are of no use but for being numbers: see `Recorder`.
+        """
+        device, recorder = self.model.device, self.recorder()
+        positions = None if position_ids is None else torch.tensor([position_ids], device=device)
+        with recording(self.model, recorder):
+            logits = self.call(
+                input_ids=torch.tensor([token_ids], device=device),
+                position_ids=positions,
+                use_cache=False,
+            ).logits
+        return logits[0], recorder
 
 
 @contextmanager

@@ -1,0 +1,174 @@
+"""Encoder-decoder models: the encoder once a request, the decoder's packed rows on the backend.
+
+Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
+layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
+transformers' own scaled-dot-product attention, one request at a time: it leaves nothing behind but
+its states, from which cross-attention's K and V are made in the request's first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.op import current_forward_context
+from attnmux.transformers.attention import check_recorded, read_arguments, refuse_mask
+
+ENCODER_DECODER = "attnmux_encoder_decoder"
+"""The attention implementation that transformers knows these models' layers by. It has no mask
+function, so that transformers makes no masks: not even those that some decoders ask for."""
+
+LAYER_ID = "attnmux_layer_id"
+"""Attribute of a decoder's attention module. Its own `layer_idx` does not tell self- from
+cross-attention."""
+
+STAND_IN = 4
+"""Encoder states, all zero, of a step in which no request's encoder is new: a decoder layer
+without any would leave cross-attention out. Their K and V are not used. More than the tokens
+of any probe, so that it can tell cross-attention by its number of keys."""
+
+
+class PackedDecoder(torch.nn.Module):
+    """An encoder-decoder model that is called as decoder models are: tokens packed into one row."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.generation_config = model.generation_config
+        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+        self._takes_positions = (
+            "decoder_position_ids" in inspect.signature(model.forward).parameters
+        )
+        self._positions: torch.Tensor | None = None
+        embedding = getattr(decoder, "embed_positions", None)
+        if isinstance(embedding, torch.nn.Module):
+            embedding.register_forward_pre_hook(self._place, with_kwargs=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def width(self) -> int:
+        """Dims of an encoder state."""
+        return int(self.config.hidden_size)
+
+    @torch.inference_mode()
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The encoder's states [E, width] of one request.
+
+        inputs: what the encoder takes, with a batch dimension of 1 and without padding:
+        `input_ids` [1, E], or `input_features` as the model's feature extractor makes them.
+        Raises InvalidInput for other inputs.
+        """
+        given = {name: value.to(self.device) for name, value in inputs.items()}
+        mask = given.pop("attention_mask", None)
+        if mask is not None and not bool(mask.all()):
+            raise InvalidInput(
+                "encoder", came="an attention_mask with padding", expected="inputs without any"
+            )
+        encoder: Any = self.model.get_encoder()
+        taken = inspect.signature(encoder.forward).parameters
+        for name, value in given.items():
+            if name not in taken or value.shape[:1] != (1,):
+                raise InvalidInput(
+                    "encoder",
+                    came=f"{name} of shape {tuple(value.shape)}",
+                    expected=f"some of {', '.join(taken)}, each of one request: [1, …]",
+                )
+            if value.is_floating_point():
+                given[name] = value.to(self.model.dtype)
+        if not given:
+            raise InvalidInput("encoder", came="nothing", expected="the encoder's inputs")
+        states = encoder(**given).last_hidden_state
+        assert isinstance(states, torch.Tensor)
+        return states[0]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        encoder_states: torch.Tensor | None = None,
+        use_cache: bool = False,
+    ) -> Seq2SeqLMOutput:
+        """What the model returns for tokens [1, T] at positions [1, T]; it has logits.
+
+        encoder_states: [E, width] of the requests whose encoder is new, one behind the other.
+        position_ids None: as the model counts by itself.
+        """
+        if encoder_states is None:
+            shape = (STAND_IN, self.width)
+            encoder_states = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        own = {"decoder_position_ids": position_ids} if self._takes_positions else {}
+        self._positions = position_ids
+        try:
+            output: Seq2SeqLMOutput = self.model(
+                decoder_input_ids=input_ids,
+                encoder_outputs=BaseModelOutput(last_hidden_state=encoder_states.unsqueeze(0)),
+                use_cache=use_cache,
+                **own,
+            )
+            return output
+        finally:
+            self._positions = None
+
+    def _place(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give the decoder's embedding the positions of the row instead of the model's count."""
+        if self._positions is None:
+            return None
+        counted = kwargs.get("position_ids")
+        if counted is None:
+            raise InvalidInput(
+                type(self.model).__name__,
+                came="positions that its embedding counts by itself",
+                expected="an embedding that is told position_ids",
+            )
+        return args, {**kwargs, "position_ids": self._positions.view(counted.shape)}
+
+
+def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
+    """Name the decoder's attention modules, in each of which `decoder_forward` reads its layer."""
+    for module, layer_id in modules.items():
+        setattr(module, LAYER_ID, layer_id)
+
+
+def decoder_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of an encoder-decoder model: the decoder's on the backend of the running step.
+
+    K and V of cross-attention are those of the step's new encoder states, and what earlier steps
+    wrote to the pool. A module without a number is the encoder's.
+    """
+    layer_id = getattr(module, LAYER_ID, None)
+    if layer_id is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # as they came
+    kwargs.pop("is_causal", None)
+    call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
+    refuse_mask(call)
+    step = current_forward_context()
+    layer = step.backend.context.layer(layer_id)
+    check_recorded(call, layer)
+    if layer.is_cross_attention and step.batch.encoder_out_cache_loc is None:
+        out = step.backend.forward(call.q, None, None, layer, step.batch)
+    else:
+        out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ENCODER_DECODER, decoder_forward)
