@@ -40,7 +40,7 @@ def test_a_wrong_backend_fails_with_what_is_wrong() -> None:
 
     candidate = Candidate(card=fake_card(), platform=fake_platform(), factory=Doubled)
     with pytest.raises(AssertionError, match=r"step 1, DECODE: layer 1, output: .* worst is row 0"):
-        AttentionBackendTests().test_agrees_with_reference(candidate, candidate.cases()[0], "eager")
+        AttentionBackendTests().test_agrees_with_reference(candidate, candidate.cases()[0])
 
 
 def test_a_backend_for_another_machine_is_skipped_with_the_reason() -> None:

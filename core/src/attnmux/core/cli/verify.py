@@ -27,11 +27,24 @@ FAILED, NOTHING_RAN = 1, 3
 @click.option(
     "--page-size", "page_sizes", type=click.IntRange(min=1), multiple=True, help="Only these."
 )
+@click.option(
+    "--execution",
+    type=click.Choice(["eager", "graph", "all"]),
+    default="all",
+    show_default=True,
+    help="How cases are run. In graphs only where the card declares them.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of the random numbers.")
 @common_options
 @pass_run
 def verify(
-    run: Run, backend: str, device: str, page_sizes: tuple[int, ...], seed: int, as_json: bool
+    run: Run,
+    backend: str,
+    device: str,
+    page_sizes: tuple[int, ...],
+    execution: str,
+    seed: int,
+    as_json: bool,
 ) -> int:
     """Run the conformance suite on BACKEND.
 
@@ -42,7 +55,11 @@ def verify(
     candidate = find_candidate(
         backend, device=device, plugins=plugins, platforms=run.detect(plugins).platforms
     )
-    cases = [case for case in candidate.cases() if not page_sizes or case.page_size in page_sizes]
+    cases = [
+        case
+        for case in candidate.cases()
+        if (not page_sizes or case.page_size in page_sizes) and execution in (case.execution, "all")
+    ]
     trials = _trials(candidate, cases, seed)
     if as_json:
         outcomes = list(trials)

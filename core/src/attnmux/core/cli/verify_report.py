@@ -37,18 +37,26 @@ def report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[O
     if refused:
         console.print(_refusals(refused))
     ran = [outcome for outcome in outcomes if outcome.status != "refused"]
-    passed = sum(outcome.status == "passed" for outcome in ran)
+    counts = " and ".join(_counts(ran)) or "no case agrees"
     largest = max((outcome.max_error for outcome in ran), default=0.0)
     where = candidate.platform.name or str(candidate.platform)
     console.print(
         Text(
-            f"{candidate.card.name} on {where} ({candidate.device}): {passed} of {len(ran)} cases "
-            f"agree with the reference (largest error {largest:.2g}), {len(refused)} refused by "
+            f"{candidate.card.name} on {where} ({candidate.device}): {counts} "
+            f"with the reference (largest error {largest:.2g}), {len(refused)} refused by "
             f"the card; {sum(limit.status == 'refused' for limit in limits)} of {len(limits)} "
             "points beyond its limits refused",
             style="red" if failed or not ran else "green",
         )
     )
+
+
+def _counts(ran: Sequence[Outcome]) -> Iterator[str]:
+    """How many of the cases agree, by how they were run."""
+    for execution, words in (("eager", "cases agree"), ("graph", "cases in graphs agree")):
+        statuses = [outcome.status for outcome in ran if outcome.execution == execution]
+        if statuses:
+            yield f"{statuses.count('passed')} of {len(statuses)} {words}"
 
 
 def _failures(failed: Sequence[Outcome]) -> Table:

@@ -42,16 +42,18 @@ class _Captured:
         self.batch = batch
         self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
         for leaf in self._leaves:
-            rows = leaf.shape[:1] if isinstance(leaf, torch.Tensor) else None
-            if rows != (num_tokens,):
-                came = type(leaf).__name__ if rows is None else f"a tensor of {tuple(leaf.shape)}"
+            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (num_tokens,):
+                continue
+            if leaf is not None:
+                shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
                 raise InvalidInput(
-                    "forward", came=f"{came} as output", expected=f"tensors of {num_tokens} rows"
+                    "forward", came=f"{shape} as output", expected=f"tensors of {num_tokens} rows"
                 )
 
     def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
         """What it returned, its first rows."""
-        return pytree.tree_unflatten([leaf[:num_tokens] for leaf in self._leaves], self._spec)
+        rows = [None if leaf is None else leaf[:num_tokens] for leaf in self._leaves]
+        return pytree.tree_unflatten(rows, self._spec)
 
 
 class GraphRunner:

@@ -19,7 +19,7 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason
 from attnmux.core.errors import InvalidInput
 from attnmux.core.testing.cases import Case
-from attnmux.core.testing.standard import PAGE_SIZES, standard_cases
+from attnmux.core.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend, BackendContext
@@ -67,14 +67,20 @@ class Candidate:
         return not self.refusals(case.request)
 
     def cases(self) -> tuple[Case, ...]:
-        """The standard cases, in the usual page sizes and in those that the card names."""
+        """The standard cases, in the usual page sizes and in those that the card names.
+
+        Where the card declares graphs, those with a step that a graph can serve come twice.
+        """
         named = {
             size
             for clause in self.card.clauses
             for size in clause.page_size.examples()
             if isinstance(size, int)
         }
-        return standard_cases((*PAGE_SIZES, *sorted(named.difference(PAGE_SIZES))))
+        cases = standard_cases((*PAGE_SIZES, *sorted(named.difference(PAGE_SIZES))))
+        if any(clause.graph.admits(True) for clause in self.card.clauses):
+            cases += in_graphs(cases)
+        return cases
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The backend, made as an engine would."""

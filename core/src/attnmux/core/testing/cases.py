@@ -44,6 +44,11 @@ class Step:
         return tuple(length - new for length, new in zip(self.lens, self.new, strict=True))
 
     @property
+    def can_be_captured(self) -> bool:
+        """Whether a device graph can serve it: the same number of tokens for each request."""
+        return self.mode.is_decode() or self.mode.is_target_verify()
+
+    @property
     def totals(self) -> tuple[int, ...]:
         """Tokens that each request has in the KV pool after the step."""
         encoder = self.encoder or (0,) * len(self.lens)
@@ -140,6 +145,13 @@ class Case:
     """A request's result must have the same bits whatever else is in the batch."""
     is_encoder: bool = False
     """The layers are an encoder's: not causal, and without a KV cache."""
+    graph: bool = False
+    """Steps that device graphs serve are captured and replayed."""
+
+    @property
+    def execution(self) -> Literal["eager", "graph"]:
+        """How the steps are run."""
+        return "graph" if self.graph else "eager"
 
     @property
     def cross_attention(self) -> bool:
@@ -188,4 +200,5 @@ class Case:
             multi_item=self.multi_item,
             lse=self.lse,
             deterministic=self.deterministic,
+            graph=self.graph,
         )

@@ -13,6 +13,8 @@ class Outcome:
     """What became of one case."""
 
     case: str
+    execution: Literal["eager", "graph"] = "eager"
+    """How its steps are run."""
     status: Literal["passed", "failed", "refused"]
     """Refused: the card does not admit the case, and the selector said so with reasons."""
     max_error: float = 0.0
@@ -25,6 +27,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         return {
             "case": self.case,
+            "execution": self.execution,
             "status": self.status,
             "max_error": self.max_error,
             "message": self.message,

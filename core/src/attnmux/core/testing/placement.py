@@ -106,8 +106,7 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
         slots = encoder if layer.is_cross_attention else cached
         for buffer in buffers(world, layer.layer_id):
             buffer.fill_(torch.nan)
-            left_over = torch.full((len(in_owned_pages), *buffer.shape[1:]), LEFT_OVER)
-            put(buffer, in_owned_pages, left_over.to(device=buffer.device, dtype=buffer.dtype))
+            _leave_over(buffer, in_owned_pages)
         drawn = tuple(
             world.random(len(slots), *buffer.shape[1:]) for buffer in buffers(world, layer.layer_id)
         )
@@ -115,6 +114,20 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
             buffers(world, layer.layer_id), stored_rows(world, layer, drawn), strict=True
         ):
             put(buffer, slots, rows)
+
+
+def fill_reserved_page(world: World) -> None:
+    """Left-overs in page 0, for rows of padding that a step does not say."""
+    pool = world.context.token_to_kv_pool
+    slots = torch.arange(pool.page_size, device=pool.device)
+    for layer in world.context.layers:
+        for buffer in buffers(world, layer.layer_id):
+            _leave_over(buffer, slots)
+
+
+def _leave_over(buffer: torch.Tensor, slots: torch.Tensor) -> None:
+    left_over = torch.full((len(slots), *buffer.shape[1:]), LEFT_OVER)
+    put(buffer, slots, left_over.to(device=buffer.device, dtype=buffer.dtype))
 
 
 def stored_rows(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 import torch
 
 from attnmux.core import reference
-from attnmux.core.backend import AttentionBackend
 from attnmux.core.testing.alone import alone
 from attnmux.core.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
 from attnmux.core.testing.candidate import Candidate
@@ -20,86 +19,44 @@ from attnmux.core.testing.comparison import (
     compare,
     output_tolerance,
 )
+from attnmux.core.testing.execution import EagerExecution, Execution, LayerOutput
+from attnmux.core.testing.graph_execution import GraphExecution
 from attnmux.core.testing.outcome import Outcome
-from attnmux.core.testing.placement import buffers, put
+from attnmux.core.testing.placement import buffers, fill_reserved_page, put
 from attnmux.core.testing.world import World, make_world
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LayerOutput:
-    """What one layer's call produced."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    num_defined_rows: int
-    """Rows that have to be finite."""
+EXECUTIONS: Mapping[str, type[Execution]] = MappingProxyType(
+    {"eager": EagerExecution, "graph": GraphExecution}
+)
+"""The ways to run a case, by `Case.execution`."""
 
 
-Execution = Callable[[AttentionBackend, PreparedStep, bool], list[LayerOutput]]
-"""Runs a prepared step's layers, with LSE where the last argument says so."""
-
-
-def run_eager(backend: AttentionBackend, step: PreparedStep, with_lse: bool) -> list[LayerOutput]:
-    """Prepare the step and call every layer, every other one with an `out` of the caller's."""
-    backend.init_forward_metadata(step.batch)
-    outputs = []
-    for index, given in enumerate(step.inputs):
-        layer = given.layer
-        shape = (*given.q.shape[:2], layer.v_head_dim)
-        out, lse, num_defined_rows = None, None, step.num_request_tokens
-        if index % 2 == 0:
-            out = given.q.new_full(shape, torch.nan)
-            # A kernel need not reach the rows that belong to no request.
-            out[step.num_request_tokens :] = 0
-            num_defined_rows = len(out)
-        if with_lse:
-            lse = torch.full(shape[:2], torch.nan, dtype=torch.float32, device=given.q.device)
-        result = backend.forward(
-            given.q,
-            given.k,
-            given.v,
-            layer,
-            step.batch,
-            step.save_kv_cache,
-            q_rope=given.q_rope,
-            k_rope=given.k_rope,
-            out=out,
-            lse=lse,
-        )
-        if out is not None and result.data_ptr() != out.data_ptr():
-            raise Disagreement(
-                f"layer {layer.layer_id}: out was given and another tensor came back"
-            )
-        outputs.append(LayerOutput(out=result, lse=lse, num_defined_rows=num_defined_rows))
-    return outputs
-
-
-def run_case(
-    candidate: Candidate, case: Case, *, execution: Execution = run_eager, seed: int = 0
-) -> Outcome:
+def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
     """Run the case where the selector admits it; else it is refused, with the reasons.
 
-    All steps run on one backend instance. What a step read and wrote is compared after it:
-    output and LSE with the reference, the KV pool bit by bit. What it was given is unchanged, and
-    its outputs still are after the steps that follow.
+    All steps run on one backend instance, eagerly or, where the case says so, from graphs. What
+    a step read and wrote is compared after it: output and LSE with the reference, the KV pool bit
+    by bit. What it was given is unchanged, and its outputs still are after the steps that follow.
     """
+    outcome = Outcome(case=case.name, execution=case.execution, status="passed")
     reasons = candidate.refusals(case.request)
     if reasons:
-        return Outcome(case=case.name, status="refused", reasons=reasons)
+        return replace(outcome, status="refused", reasons=reasons)
     try:
         with torch.no_grad():
-            max_error = _run(candidate, case, execution, seed)
+            return replace(outcome, max_error=_run(candidate, case, seed))
     except Exception as error:  # whatever a backend raises is the outcome of this case alone
         message = str(error)
         if not isinstance(error, Disagreement):
             message = f"{type(error).__name__}: {message}"
-        return Outcome(case=case.name, status="failed", message=message, error=error)
-    return Outcome(case=case.name, status="passed", max_error=max_error)
+        return replace(outcome, status="failed", message=message, error=error)
 
 
-def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> float:
+def _run(candidate: Candidate, case: Case, seed: int) -> float:
     world = make_world(case, candidate.platform, candidate.device, seed=seed)
     backend = candidate.build(world.context)
+    host_lens = candidate.card.needs_cpu_seq_lens
+    execution = EXECUTIONS[case.execution](world, backend, host_lens=host_lens)
     max_error = 0.0
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, lengths in enumerate(case.steps, start=1):
@@ -107,14 +64,16 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
             world,
             lengths,
             seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
-            host_lens=candidate.card.needs_cpu_seq_lens,
+            host_lens=host_lens,
         )
+        if execution.pads:
+            fill_reserved_page(world)
         pool = _pool_after(world, step)
         given_before = [(name, tensor.clone()) for name, tensor in _read_only(world, step)]
-        outputs = execution(backend, step, case.lse)
+        outputs = execution.run(step)
         try:
             _check_unchanged(given_before, _read_only(world, step))
-            _check_pool(world, step, pool)
+            _check_pool(world, step, pool, pads=execution.pads)
             for given, output in zip(step.inputs, outputs, strict=True):
                 error = _check_output(
                     world, step, given, output, fp8_products=candidate.card.fp8_products
@@ -123,7 +82,7 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
         except Disagreement as fault:
             raise Disagreement(f"step {number}, {lengths.mode.name}: {fault}") from fault
         if case.deterministic:
-            _check_alone(backend, step, outputs, execution)
+            _check_alone(step, outputs, execution)
         real = [output.out[: step.num_real_tokens] for output in outputs]
         kept += [(out, out.clone()) for out in real]
     if not all(torch.equal(out, copy) for out, copy in kept):
@@ -131,18 +90,11 @@ def _run(candidate: Candidate, case: Case, execution: Execution, seed: int) -> f
     return max_error
 
 
-def _check_alone(
-    backend: AttentionBackend,
-    step: PreparedStep,
-    outputs: list[LayerOutput],
-    execution: Execution,
-) -> None:
+def _check_alone(step: PreparedStep, outputs: list[LayerOutput], execution: Execution) -> None:
     """Each request gives the same bits without the others."""
     for request in range(step.batch.batch_size):
         part, tokens = alone(step, request)
-        for given, output, whole in zip(
-            step.inputs, execution(backend, part, False), outputs, strict=True
-        ):
+        for given, output, whole in zip(step.inputs, execution.run(part), outputs, strict=True):
             if not torch.equal(output.out, whole.out[tokens]):
                 raise Disagreement(
                     f"layer {given.layer.layer_id}: request {request} has other bits alone than "
@@ -185,10 +137,12 @@ def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ..
     return pools
 
 
-def _check_pool(world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]]) -> None:
+def _check_pool(
+    world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]], *, pads: bool
+) -> None:
     """The new tokens' K and V are in their slots, and nothing else changed."""
     # Rows that share slot 0 write it in any order, and a backend may leave it alone.
-    first = world.case.page_size if bool((step.batch.out_cache_loc == 0).any()) else 0
+    first = int(pads or bool((step.batch.out_cache_loc == 0).any()))
     for given, copies in zip(step.inputs, expected, strict=True):
         actual = buffers(world, given.layer.layer_id)
         for name, buffer, copy in zip(("K", "V"), actual, copies, strict=False):
@@ -245,7 +199,3 @@ def _check_output(
         error = compare(f"{name}, LSE", output.lse[real], expected_lse[real], tolerance)
         max_error = max(max_error, error)
     return max_error
-
-
-EXECUTIONS: Mapping[str, Execution] = MappingProxyType({"eager": run_eager})
-"""The ways to run a step, by name."""

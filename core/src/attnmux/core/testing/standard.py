@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from attnmux.core.batch import ForwardMode
@@ -42,6 +43,15 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     cases.append(_case("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
     cases.append(_case("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder))
     return tuple(cases)
+
+
+def in_graphs(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases with a step that a device graph can serve, to be run from graphs."""
+    return tuple(
+        replace(case, name=f"{case.name}-graph", graph=True)
+        for case in cases
+        if any(step.can_be_captured for step in case.steps)
+    )
 
 
 def _case(

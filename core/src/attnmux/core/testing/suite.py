@@ -11,7 +11,7 @@ from attnmux.core.choosing.card import OptionValue
 from attnmux.core.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.limits import OutsidePoint, outside_points, try_point
-from attnmux.core.testing.runner import EXECUTIONS, run_case
+from attnmux.core.testing.runner import run_case
 
 
 class AttentionBackendTests:
@@ -31,22 +31,22 @@ class AttentionBackendTests:
     device: ClassVar[str] = ""
     """torch's word; empty: where the card admits anything, an accelerator first."""
     options: ClassVar[Mapping[str, OptionValue]] = {}
-    executions: ClassVar[tuple[str, ...]] = ("eager",)
-    """How steps are run; names of `attnmux.core.testing.runner.EXECUTIONS`."""
+    executions: ClassVar[tuple[str, ...]] = ("eager", "graph")
+    """How cases are run, in graphs where the card declares them."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Sort the cases by whether the card admits them."""
         candidate = self._candidate()
         metafunc.parametrize("candidate", [candidate], ids=[candidate.card.name])
         names = metafunc.fixturenames
-        if "admitted" in names:
-            cases = [case for case in candidate.cases() if candidate.admits(case)]
-            metafunc.parametrize("admitted", cases, ids=lambda case: case.name)
-        if "execution" in names:
-            metafunc.parametrize("execution", self.executions)
-        if "refused" in names:
-            cases = [case for case in candidate.cases() if not candidate.admits(case)]
-            metafunc.parametrize("refused", cases, ids=lambda case: case.name)
+        for name, wanted in (("admitted", True), ("refused", False)):
+            if name in names:
+                cases = [
+                    case
+                    for case in candidate.cases()
+                    if case.execution in self.executions and candidate.admits(case) is wanted
+                ]
+                metafunc.parametrize(name, cases, ids=lambda case: case.name)
         if "outside" in names:
             points = outside_points(candidate)
             metafunc.parametrize("outside", points, ids=lambda point: point.name)
@@ -56,10 +56,8 @@ class AttentionBackendTests:
             return self.backend
         return find_candidate(self.backend, device=self.device, options=self.options)
 
-    def test_agrees_with_reference(
-        self, candidate: Candidate, admitted: Case, execution: str
-    ) -> None:
-        outcome = run_case(candidate, admitted, execution=EXECUTIONS[execution])
+    def test_agrees_with_reference(self, candidate: Candidate, admitted: Case) -> None:
+        outcome = run_case(candidate, admitted)
         if outcome.status != "passed":
             raise AssertionError(outcome.message) from outcome.error
 

@@ -41,17 +41,18 @@ def make_world(
     """Pools large enough for every step of the case, and a context over them."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(seed)
-    max_batch_size = max(len(step.lens) + step.padding for step in case.steps)
+    # A graph may pad a batch to up to twice its size.
+    max_batch_size = max(1, 2 * max(len(step.lens) + step.padding for step in case.steps))
     layers = make_layers(case, device, generator)
     context = BackendContext(
         request=case.request,
         platform=platform,
         device=device,
         layers=layers,
-        req_to_token_pool=ReqToTokenPool(max(2 * max_batch_size, 1), case.max_context_len, device),
+        req_to_token_pool=ReqToTokenPool(max_batch_size, case.max_context_len, device),
         token_to_kv_pool=_make_pool(case, layers, device),
         workspace=Workspace(device),
-        max_batch_size=max(max_batch_size, 1),
+        max_batch_size=max_batch_size,
         max_context_len=case.max_context_len,
     )
     return World(case=case, context=context, generator=generator)

@@ -1,0 +1,134 @@
+"""Running the steps of a case from device graphs, which another batch was captured with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.devices import device_graphs
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.graph.sizes import graph_batch_sizes, padded_size
+from attnmux.core.testing.builders import LayerInput, PreparedStep, prepare_step
+from attnmux.core.testing.cases import Case
+from attnmux.core.testing.comparison import Disagreement
+from attnmux.core.testing.execution import EagerExecution, Execution, LayerOutput, call_layer
+from attnmux.core.testing.world import World
+
+
+class GraphExecution(Execution):
+    """Replays the steps that graphs serve, and runs the others on the same backend.
+
+    The graphs are captured with other lengths, pages and values than any step has, in the sizes
+    that the default ones pad the steps to.
+    """
+
+    def __init__(self, world: World, backend: AttentionBackend, *, host_lens: bool) -> None:
+        super().__init__(world, backend, host_lens=host_lens)
+        first = next(step for step in world.case.steps if step.can_be_captured)
+        sample = prepare_step(
+            world,
+            first.varied(world.case.max_context_len),
+            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            host_lens=host_lens,
+        )
+        self._eager = EagerExecution(world, backend, host_lens=host_lens)
+        self._layers = sample.inputs
+        self._outputs: dict[int, list[LayerOutput]] = {}
+        device = world.context.device
+        self._runner = GraphRunner(
+            backend,
+            self._forward,
+            _config(world.case, sample.batch, host_lens=host_lens),
+            devices=RecordingGraphs() if device.type == "cpu" else device_graphs(device),
+            inputs={
+                name: ModelInput(dtype=tensor.dtype, trailing=tuple(tensor.shape[1:]))
+                for name, tensor in _by_name(sample).items()
+            },
+            progress=iter,
+        )
+        self._runner.capture(sample.batch, _by_name(sample))
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def run(self, step: PreparedStep) -> list[LayerOutput]:
+        if not self._runner.can_run(step.batch):
+            return self._eager.run(step)
+        outputs = self._runner.replay(step.batch, _by_name(step))
+        num_tokens = step.batch.num_tokens
+        size = padded_size(step.batch.batch_size, self._runner.batch_sizes)
+        for given, whole in zip(step.inputs, self._outputs[size or 0], strict=True):
+            if not bool(whole.out[num_tokens:].isfinite().all()):
+                raise Disagreement(
+                    f"layer {given.layer.layer_id}: a padding row of the graph is not finite"
+                )
+        return [
+            LayerOutput(
+                out=out.clone(),
+                lse=None if lse is None else lse.clone(),
+                num_defined_rows=num_tokens,
+            )
+            for out, lse in outputs
+        ]
+
+    def _forward(
+        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The model: its layers, each on what it is given."""
+        outputs = []
+        for index, like in enumerate(self._layers):
+            given = replace(
+                like,
+                **{name: inputs[_name(like, name)] for name in _tensors(like)},  # type: ignore[arg-type]  # fields by name
+            )
+            outputs.append(
+                call_layer(self.world, self.backend, given, batch, batch.num_tokens, index)
+            )
+        self._outputs[batch.batch_size] = outputs
+        return [(output.out, output.lse) for output in outputs]
+
+
+def _config(case: Case, batch: ForwardBatch, *, host_lens: bool) -> GraphConfig:
+    usual = graph_batch_sizes(pool_size=1024)
+    counts = {
+        len(step.lens) + step.padding for step in case.steps if step.mode is batch.forward_mode
+    }
+    sizes = {padded_size(count, usual) for count in counts}
+    is_verify = batch.forward_mode.is_target_verify()
+    return GraphConfig(
+        batch_sizes=tuple(sorted(size for size in sizes if size)),
+        forward_mode=batch.forward_mode,
+        tokens_per_request=batch.num_tokens // batch.batch_size,
+        host_lens=host_lens,
+        encoder=case.cross_attention,
+        spec_topk=case.spec_topk or 1,
+        custom_mask=is_verify and case.custom_mask,
+    )
+
+
+def _tensors(given: LayerInput) -> list[str]:
+    """Names of the layer's inputs that are there."""
+    return [
+        field.name
+        for field in fields(given)
+        if isinstance(getattr(given, field.name), torch.Tensor)
+    ]
+
+
+def _name(given: LayerInput, name: str) -> str:
+    return f"{name} of layer {given.layer.layer_id}"
+
+
+def _by_name(step: PreparedStep) -> dict[str, torch.Tensor]:
+    return {
+        _name(given, name): getattr(given, name)
+        for given in step.inputs
+        for name in _tensors(given)
+    }

@@ -1,0 +1,158 @@
+"""A correct, slow backend that device graphs can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.conditions import ANY, Condition
+from attnmux.core.layer import LayerSpec
+from attnmux.core.reference import visibility
+from attnmux.core.testing.fakes import FakeBackend, fake_card
+
+
+def graph_card(**changes: Condition) -> BackendCard:
+    """The card of `GraphFakeBackend`: that of `FakeBackend`, with graphs."""
+    factory = "attnmux.core.testing.graph_fakes:GraphFakeBackend"
+    return replace(fake_card(graph=ANY, **changes), factory=factory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GraphState:
+    """Buffers that captured steps read, for a largest batch.
+
+    What is raw was copied outside of the graph; the graph makes the rest of it.
+    """
+
+    raw_rows: torch.Tensor
+    """[B] int64"""
+    raw_lens: torch.Tensor
+    """[B] int32, as on the batch."""
+    raw_encoder: torch.Tensor
+    """[B] int32"""
+    cached: torch.Tensor
+    """[B] int32: tokens before the new ones; -1 for a decoding request of length 0."""
+    slots: torch.Tensor
+    """[B, max_context_len] int32"""
+
+    @classmethod
+    def make(cls, max_bs: int, max_context_len: int, device: torch.device) -> GraphState:
+        lens = torch.zeros(max_bs, dtype=torch.int32, device=device)
+        return cls(
+            raw_rows=lens.long(),
+            raw_lens=lens,
+            raw_encoder=lens.clone(),
+            cached=lens.clone(),
+            slots=torch.zeros((max_bs, max_context_len), dtype=torch.int32, device=device),
+        )
+
+
+class GraphFakeBackend(FakeBackend):
+    """`FakeBackend` with static shapes in DECODE and TARGET_VERIFY.
+
+    Metadata is raw until the graph upgrades it: lengths are copied outside, the table of slots is
+    built inside, from wherever the buffers then lead.
+    """
+
+    state: GraphState | None = None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.state = GraphState.make(max_bs, self.context.max_context_len, self.context.device)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        state, size = self.state, batch.batch_size
+        if state is None or not _is_static(batch):
+            super().init_forward_metadata_out_graph(batch, in_capture)
+            return
+        state.raw_rows[:size] = batch.req_pool_indices
+        state.raw_lens[:size] = batch.seq_lens
+        if batch.encoder_lens is not None:
+            state.raw_encoder[:size] = batch.encoder_lens
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        state, size = self.state, batch.batch_size
+        if state is None or not _is_static(batch):
+            super().init_forward_metadata_in_graph(batch)
+            return
+        torch.sub(
+            state.raw_lens[:size], int(batch.forward_mode.is_decode()), out=state.cached[:size]
+        )
+        table = self.context.req_to_token_pool.req_to_token
+        torch.index_select(table, 0, state.raw_rows[:size], out=state.slots[:size])
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        q_rope: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        state = self.state
+        if state is None or not _is_static(batch):
+            return super()._forward(q, k, v, layer, batch, q_rope, out, lse)
+        if q_rope is not None:
+            q = torch.cat([q, q_rope], dim=-1)
+        if out is None:
+            out = q.new_zeros((q.shape[0], q.shape[1], layer.v_head_dim))
+        new = q.shape[0] // batch.batch_size
+        for request in range(batch.batch_size):
+            rows = slice(request * new, (request + 1) * new)
+            slots, exists = self._keys(layer, state, request, new)
+            keys, values = self.read(layer, slots)
+            # What is behind the end may be NaN, which weights of 0 do not undo.
+            keys, values = (rows_.where(exists[:, None, None], 0) for rows_ in (keys, values))
+            keep = exists & self._visible(layer, batch, state, request, new)
+            result, result_lse = self.attend(q[rows], keys, values, keep, layer)
+            out[rows] = result.to(out.dtype)
+            if lse is not None:
+                lse[rows] = result_lse.to(lse.dtype)
+        return out
+
+    def _keys(
+        self, layer: LayerSpec, state: GraphState, request: int, new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[max_context_len]: slots of a request's keys, and which of them exist."""
+        row, encoder = state.slots[request], state.raw_encoder[request]
+        order = torch.arange(len(row), device=row.device)
+        if layer.is_cross_attention:
+            exists = order < encoder
+        else:
+            exists = order < state.cached[request] + new
+            order = order + encoder
+        return row.gather(0, order.clamp(max=len(row) - 1)).where(exists, 0).long(), exists
+
+    def _visible(
+        self, layer: LayerSpec, batch: ForwardBatch, state: GraphState, request: int, new: int
+    ) -> torch.Tensor:
+        """[new, max_context_len]: the keys that a request's tokens see."""
+        num_keys, device = state.slots.shape[1], state.slots.device
+        if layer.is_cross_attention:
+            return torch.ones((new, num_keys), dtype=torch.bool, device=device)
+        order = torch.arange(num_keys, device=device)
+        positions = state.cached[request] + order[:new]
+        spec, mask = batch.spec_info, None
+        if spec is not None and spec.custom_mask is not None and spec.mask_indptr is not None:
+            width = state.cached[request] + new
+            places = spec.mask_indptr[request] + order[:new, None] * width + order
+            mask = spec.custom_mask[places.clamp(max=len(spec.custom_mask) - 1).long()]
+        return visibility(
+            positions,
+            num_keys,
+            causal=layer.is_causal,
+            window=layer.sliding_window_size,
+            chunk=layer.attention_chunk_size,
+            custom_mask=mask,
+        )
+
+
+def _is_static(batch: ForwardBatch) -> bool:
+    return batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify()
