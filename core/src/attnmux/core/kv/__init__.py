@@ -6,6 +6,7 @@ from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
 from attnmux.core.kv.mha import MHATokenToKVPool
 from attnmux.core.kv.mla import MLATokenToKVPool
 from attnmux.core.kv.pool import KVPool
+from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import ReqToTokenPool
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PagedAllocator",
+    "PrefixMatch",
+    "PrefixTree",
     "ReqToTokenPool",
     "TokenAllocator",
 ]

@@ -1,0 +1,247 @@
+"""Which prefixes have their K and V in the pool: a radix tree over token ids, page by page."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.allocator import PagedAllocator
+from attnmux.core.kv.prefix_node import PrefixNode
+from attnmux.core.sizes import check_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PrefixMatch:
+    """The longest cached prefix of some tokens."""
+
+    slots: torch.Tensor
+    """[n] int64 on the allocator's device, n whole pages."""
+    node: PrefixNode = field(repr=False)
+    """What to lock for as long as the slots are read."""
+
+
+class PrefixTree:
+    """Finished prefixes, to be shared by later requests: whole pages, evicted least recent first.
+
+    The tree owns the slots that were inserted and gives them back to the allocator when it evicts
+    them. Who reads matched slots locks the match's node before the next `evict` and unlocks it
+    afterwards; what is locked is never evicted.
+
+        match = tree.match(tokens)            a request begins:
+        tree.lock(match.node)                 it reads match.slots and allocates the rest
+        there = tree.insert(tokens, slots)    it ends: slots of all its tokens
+        allocator.free(slots[len(match.slots):there])     cached by another one meanwhile
+        allocator.free(slots[len(tokens) - len(tokens) % page_size :])   no whole page
+        tree.unlock(match.node)
+
+    `namespace` keeps apart what has other K and V for the same tokens (a LoRA adapter, the hash of
+    an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
+    A page that the window layers of a `SWAKVPool` have given up is no prefix any more: a request
+    that freed some of its window slots inserts nothing.
+    """
+
+    def __init__(self, allocator: PagedAllocator, page_size: int) -> None:
+        """Share `page_size` tokens at a time, pages of the allocator or some of them together.
+
+        Raises InvalidInput for a page size that is not whole pages of the allocator.
+        """
+        check_positive("page_size", page_size)
+        if page_size % allocator.page_size:
+            raise InvalidInput(
+                "page_size", came=page_size, expected=f"a multiple of {allocator.page_size}"
+            )
+        self.allocator = allocator
+        self.page_size = page_size
+        self._nothing = torch.empty(0, dtype=torch.int64, device=allocator.device)
+        self._start()
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Tokens that `evict` can free."""
+        return self._cached - self._protected
+
+    @property
+    def protected_tokens(self) -> int:
+        """Tokens in prefixes that are locked."""
+        return self._protected
+
+    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
+        """The longest prefix of whole pages that is cached, which becomes the most recent one.
+
+        All of token_ids may match; who needs one token left to run passes one less.
+        """
+        tokens = self._whole_pages(token_ids)
+        node = self._walk(tokens, namespace)
+        parts = [step.slots for step in node.path()]
+        return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._nothing, node=node)
+
+    def insert(
+        self, token_ids: Sequence[int], slots: torch.Tensor, namespace: Hashable = None
+    ) -> int:
+        """Give the tree the slots [at least all whole pages] int64 of token_ids.
+
+        Returns how many tokens were there already, a multiple of the page size. The tree takes
+        the slots from there to the last whole page; the caller keeps the others, and frees those
+        before that are its own.
+        Raises InvalidInput, changing nothing, for slots that do not fit the tokens.
+        """
+        tokens = self._whole_pages(token_ids)
+        self._check_slots(slots, len(tokens))
+        node = self._walk(tokens, namespace)
+        there = node.end
+        if there < len(tokens):
+            leaf = PrefixNode(
+                parent=node,
+                tokens=tokens[there:],
+                # A copy: the caller's tensor may be a view of a row that is written over.
+                slots=slots[there : len(tokens)].clone(),
+                used=self._clock,
+            )
+            node.children[leaf.tokens[: self.page_size]] = leaf
+            if node.is_root:
+                self._roots[namespace] = node
+            self._cached += len(leaf.tokens)
+            self._offer(leaf)
+        return there
+
+    def lock(self, node: PrefixNode) -> None:
+        """Keep the prefix that ends in `node` until it is unlocked as often.
+
+        Raises InvalidInput for a node that was evicted.
+        """
+        self._check_alive(node)
+        for step in node.path():
+            if step.locks == 0:
+                self._protected += len(step.tokens)
+            step.locks += 1
+
+    def unlock(self, node: PrefixNode) -> None:
+        """Take one lock back. Raises InvalidInput for a node that is not locked."""
+        self._check_alive(node)
+        if not node.is_root and node.locks == 0:
+            raise InvalidInput("node", came="a prefix without a lock", expected="a locked one")
+        for step in node.path():
+            step.locks -= 1
+            if step.locks == 0:
+                self._protected -= len(step.tokens)
+                self._offer(step)
+
+    def evict(self, num_tokens: int) -> int:
+        """Free `num_tokens`, in whole pages, from the ends of the least recently used prefixes.
+
+        Returns how many were freed: fewer where the rest is locked.
+        """
+        if num_tokens < 0:
+            raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
+        wanted = -(-num_tokens // self.page_size) * self.page_size
+        freed: list[torch.Tensor] = []
+        num_freed = 0
+        while num_freed < wanted and (leaf := self._oldest_leaf()) is not None:
+            excess = len(leaf.tokens) - (wanted - num_freed)
+            if excess > 0:
+                leaf.split(excess, self.page_size)
+            num_freed += len(leaf.tokens)
+            freed.append(leaf.slots)
+            self._remove(leaf)
+        if freed:
+            self.allocator.free(torch.cat(freed))
+        return num_freed
+
+    def clear(self) -> None:
+        """Free every prefix. Raises InvalidInput, changing nothing, while one is locked."""
+        if self._protected:
+            raise InvalidInput(
+                "clear", came=f"{self._protected} tokens are locked", expected="no locked prefix"
+            )
+        self.evict(self._cached)
+        self._start()
+
+    def _start(self) -> None:
+        self._roots: dict[Hashable, PrefixNode] = {}
+        self._cached = 0
+        self._protected = 0
+        self._clock = 0
+        # Every unlocked leaf is here, once, with the time when it was offered or an older one.
+        self._leaves: list[tuple[int, int, PrefixNode]] = []
+        self._num_offers = 0
+
+    def _whole_pages(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(token_ids[: len(token_ids) - len(token_ids) % self.page_size])
+
+    def _walk(self, tokens: tuple[int, ...], namespace: Hashable) -> PrefixNode:
+        """The node at which the cached prefix of the tokens ends; its path is now the latest."""
+        self._clock += 1
+        # A root is kept once something is inserted: namespaces may be many.
+        node = self._roots.get(namespace) or PrefixNode.root(namespace)
+        place = 0
+        while place < len(tokens):
+            child = node.children.get(tokens[place : place + self.page_size])
+            if child is None:
+                break
+            common = child.common(tokens, place, self.page_size)
+            if common < len(child.tokens):
+                child = child.split(common, self.page_size)
+            child.used = self._clock
+            node, place = child, place + common
+        return node
+
+    def _oldest_leaf(self) -> PrefixNode | None:
+        """Take the least recently used leaf without a lock out of the heap."""
+        while self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            node.is_offered = False
+            if node.locks or node.children or not node.is_alive:
+                continue
+            if node.used == used:
+                return node
+            self._offer(node)
+        return None
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Put a node into the heap where it can be evicted."""
+        if node.is_root or node.locks or node.children or node.is_offered:
+            return
+        node.is_offered = True
+        self._num_offers += 1
+        heapq.heappush(self._leaves, (node.used, self._num_offers, node))
+
+    def _remove(self, leaf: PrefixNode) -> None:
+        parent = leaf.detach(self.page_size)
+        self._cached -= len(leaf.tokens)
+        if parent.is_root and not parent.children:
+            self._roots.pop(parent.namespace, None)
+        self._offer(parent)
+
+    def _check_alive(self, node: PrefixNode) -> None:
+        if not node.is_alive:
+            raise InvalidInput(
+                "node", came="a prefix that was evicted", expected="one of the latest match"
+            )
+
+    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
+        device = self.allocator.device
+        is_vector = slots.dtype == torch.int64 and slots.dim() == 1 and len(slots) >= num_tokens
+        if not is_vector or slots.device.type != device.type:
+            raise InvalidInput(
+                "slots",
+                came=f"{slots.dtype} of shape {tuple(slots.shape)} on {slots.device}",
+                expected=f"int64 of shape [{num_tokens}], or more, on {device}",
+            )
+        if self.allocator.debug and num_tokens:
+            self._check_pages(slots[:num_tokens])
+
+    def _check_pages(self, slots: torch.Tensor) -> None:
+        """Slots of whole pages of the allocator, in their order. Synchronises."""
+        pages = slots.view(-1, self.allocator.page_size)
+        in_order = pages[:, :1] + torch.arange(pages.shape[1], device=slots.device)
+        broken = (pages != in_order).any(1) | (pages[:, 0] % self.allocator.page_size != 0)
+        if bool(broken.any()):
+            raise InvalidInput(
+                "slots",
+                came=f"{pages[broken][0].tolist()}",
+                expected=f"whole pages of {self.allocator.page_size} slots in order",
+            )
