@@ -12,16 +12,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
 from attnmux.transformers import (
-    Generator,
+    Engine,
+    Prompt,
     Sampler,
     SamplingParams,
     SequenceState,
     encode_prompts,
     open_checkpoint,
     recall,
+    run_prompts,
 )
 from attnmux.transformers.detokenize import TextStream
-from attnmux.transformers.sampling import NOT_A_NUMBER
+from attnmux.transformers.sampling import NOT_A_NUMBER, sample
 
 PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 
@@ -29,6 +31,29 @@ PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(recall.PATH)
+
+
+def generate(runner, prompts, *, max_new_tokens, sampling=None, on_text=None, **options):
+    """All prompts on an engine of their own, whose cache is cleared behind them."""
+    engine = Engine(runner, **options)
+    each = (sampling or SamplingParams()).for_each(len(prompts))
+    try:
+        return run_prompts(
+            engine,
+            [
+                Prompt(token_ids=ids, max_new_tokens=max_new_tokens, sampling=params)
+                for ids, params in zip(prompts, each, strict=True)
+            ],
+            on_text=on_text,
+        )
+    finally:
+        engine.clear_cache()
+
+
+def draw(params, logits, num=1):
+    """A token for each of `num` requests that see the same logits."""
+    samplers = [Sampler(each) for each in params.for_each(num)]
+    return sample(logits.expand(num, -1), samplers)
 
 
 def free_memory(runner):
@@ -50,7 +75,7 @@ def tokens_of(generation):
 def test_greedy_tokens_are_those_of_transformers(tiny, run_on, architecture):
     model, folder = tiny(architecture)
     runner = run_on(folder, page_size=4)
-    generation = Generator(runner).generate(PROMPTS, max_new_tokens=12)
+    generation = generate(runner, PROMPTS, max_new_tokens=12)
     for ids, result in zip(PROMPTS, generation.results, strict=True):
         whole = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0].tolist()
         assert result.prompt_ids == tuple(ids)
@@ -65,19 +90,19 @@ def test_greedy_tokens_are_those_of_transformers(tiny, run_on, architecture):
     assert timings.decode_tokens_per_second > 0
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [1, 4, 30, 33, 1000])
-def test_prefill_in_steps_of_any_size_gives_the_same(tiny, run_on, max_prefill_tokens):
+@pytest.mark.parametrize("prefill_tokens", [1, 4, 30, 33, 1000])
+def test_prefill_in_steps_of_any_size_gives_the_same(tiny, run_on, prefill_tokens):
     runner = run_on(tiny("llama")[1], page_size=4)
-    whole = Generator(runner).generate(PROMPTS, max_new_tokens=5)
-    steps = Generator(runner, max_prefill_tokens=max_prefill_tokens)
-    assert tokens_of(steps.generate(PROMPTS, max_new_tokens=5)) == tokens_of(whole)
+    whole = generate(runner, PROMPTS, max_new_tokens=5)
+    steps = generate(runner, PROMPTS, max_new_tokens=5, prefill_tokens=prefill_tokens)
+    assert tokens_of(steps) == tokens_of(whole)
 
 
 def test_a_stop_id_ends_one_request_and_not_the_others(tiny, run_on):
     runner = run_on(tiny("llama")[1])
-    free = tokens_of(Generator(runner).generate(PROMPTS, max_new_tokens=10))
+    free = tokens_of(generate(runner, PROMPTS, max_new_tokens=10))
     stop = next(token for token in free[0][2:] if token not in free[0][:2])
-    generation = Generator(runner, stop_ids={stop}).generate(PROMPTS, max_new_tokens=10)
+    generation = generate(runner, PROMPTS, max_new_tokens=10, stop_ids={stop})
     for before, result in zip(free, generation.results, strict=True):
         cut = before[: before.index(stop) + 1] if stop in before else before
         assert list(result.token_ids) == cut
@@ -87,21 +112,17 @@ def test_a_stop_id_ends_one_request_and_not_the_others(tiny, run_on):
 
 def test_a_finished_request_frees_its_memory_for_the_others(tiny, run_on):
     """The pool holds what runs at a time, and less than what all prompts need to their ends."""
-    page_size = 4
-    runner = run_on(tiny("llama")[1], page_size=page_size, max_batch_size=2, max_total_tokens=36)
+    runner = run_on(tiny("llama")[1], page_size=4, max_batch_size=2, max_total_tokens=36)
     prompts = [list(range(1, 21)), [3]]
-    free = Generator(runner)
-    stop = tokens_of(free.generate(prompts, max_new_tokens=2))[0][0]
-    with pytest.raises(PoolExhausted):
-        free.generate(prompts, max_new_tokens=30)
-    generation = Generator(runner, stop_ids={stop}).generate(prompts, max_new_tokens=30)
+    stop = tokens_of(generate(runner, prompts, max_new_tokens=2))[0][0]
+    generation = generate(runner, prompts, max_new_tokens=24, stop_ids={stop})
     assert generation.results[0].token_ids == (stop,)
     assert free_memory(runner) == all_memory(runner)
 
 
 def test_a_full_context_ends_a_request(tiny, run_on):
     runner = run_on(tiny("llama")[1], max_context_len=8)
-    generation = Generator(runner).generate([[1, 2, 3], [4] * 8], max_new_tokens=50)
+    generation = generate(runner, [[1, 2, 3], [4] * 8], max_new_tokens=50)
     lens = [len(result.token_ids) for result in generation.results]
     assert lens == [6, 1]  # the last token is never run, so it needs no room
     assert {result.finish_reason for result in generation.results} == {"length"}
@@ -109,11 +130,11 @@ def test_a_full_context_ends_a_request(tiny, run_on):
 
 def test_too_little_memory_is_an_error_that_holds_on_to_nothing(tiny, run_on):
     runner = run_on(tiny("llama")[1], max_total_tokens=40)
-    with pytest.raises(PoolExhausted) as caught:
-        Generator(runner).generate(PROMPTS, max_new_tokens=20)
+    with pytest.raises(PoolExhausted, match="prompt 3") as caught:
+        generate(runner, PROMPTS, max_new_tokens=20)
     assert caught.value.wanted > caught.value.available
     assert free_memory(runner) == all_memory(runner)
-    assert len(Generator(runner).generate(PROMPTS, max_new_tokens=2).results) == 3
+    assert len(generate(runner, PROMPTS, max_new_tokens=2).results) == 3
 
 
 def test_a_pool_that_cannot_be_is_refused(tiny, run_on):
@@ -128,9 +149,7 @@ def test_an_interrupt_holds_on_to_nothing(tiny, run_on, tokenizer):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Generator(runner, tokenizer=tokenizer).generate(
-            PROMPTS, max_new_tokens=40, on_text=interrupt
-        )
+        generate(runner, PROMPTS, max_new_tokens=20, on_text=interrupt, tokenizer=tokenizer)
     assert free_memory(runner) == all_memory(runner)
 
 
@@ -138,7 +157,6 @@ def test_an_interrupt_holds_on_to_nothing(tiny, run_on, tokenizer):
     ("prompts", "max_new_tokens", "named"),
     [
         ([], 5, "prompts"),
-        ([[1]] * 5, 5, "prompts"),
         ([[1], []], 5, "prompt 2"),
         ([[1] * 65], 5, "prompt 1"),
         ([[97]], 5, "prompt 1"),
@@ -149,7 +167,7 @@ def test_an_interrupt_holds_on_to_nothing(tiny, run_on, tokenizer):
 def test_bad_input_is_refused_before_anything_runs(tiny, run_on, prompts, max_new_tokens, named):
     runner = run_on(tiny("llama")[1])
     with pytest.raises(InvalidInput, match=named):
-        Generator(runner).generate(prompts, max_new_tokens=max_new_tokens)
+        generate(runner, prompts, max_new_tokens=max_new_tokens)
     assert free_memory(runner) == all_memory(runner)
 
 
@@ -158,7 +176,7 @@ def test_logits_that_are_no_numbers_are_an_error(tiny, run_on):
     with torch.no_grad():
         runner.model.lm_head.weight[3] = torch.nan
     with pytest.raises(AttnmuxError, match="not numbers"):
-        Generator(runner).generate(PROMPTS, max_new_tokens=3)
+        generate(runner, PROMPTS, max_new_tokens=3)
 
 
 def test_steps_change_nothing_when_they_do_not_fit(tiny, run_on):
@@ -205,21 +223,19 @@ def test_decode_refuses_what_does_not_fit_before_it_takes_a_slot(tiny, run_on, p
 def test_sampling_is_reproducible_and_independent_of_the_batch(tiny, run_on):
     runner = run_on(tiny("llama")[1])
     warm = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
-    generator = Generator(runner)
-    together = tokens_of(generator.generate(PROMPTS, max_new_tokens=8, sampling=warm))
-    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=8, sampling=warm)) == together
-    alone = tokens_of(generator.generate(PROMPTS[:1], max_new_tokens=8, sampling=warm))
+    together = tokens_of(generate(runner, PROMPTS, max_new_tokens=8, sampling=warm))
+    assert tokens_of(generate(runner, PROMPTS, max_new_tokens=8, sampling=warm)) == together
+    alone = tokens_of(generate(runner, PROMPTS[:1], max_new_tokens=8, sampling=warm))
     assert alone == together[:1]
     other = SamplingParams(temperature=0.9, top_p=0.95, seed=8)
-    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=8, sampling=other)) != together
+    assert tokens_of(generate(runner, PROMPTS, max_new_tokens=8, sampling=other)) != together
 
 
 def test_samples_follow_the_distribution():
     """4,000 draws of one step: frequencies within five standard deviations."""
     num = 4000
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
-    sampler = Sampler(SamplingParams(temperature=0.5, seed=3), num)
-    tokens = sampler(logits.expand(num, -1), range(num))
+    tokens = draw(SamplingParams(temperature=0.5, seed=3), logits, num)
     expected = (logits / 0.5).softmax(-1)
     observed = torch.bincount(tokens, minlength=5) / num
     sigma = (expected * (1 - expected) / num).sqrt()
@@ -228,26 +244,43 @@ def test_samples_follow_the_distribution():
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.7, seed=1), 500)
-    assert set(sampler(logits.expand(500, -1), range(500)).tolist()) == {0, 1}
+    tokens = draw(SamplingParams(temperature=1.0, top_p=0.7, seed=1), logits, 500)
+    assert set(tokens.tolist()) == {0, 1}
+
+
+def test_requests_of_one_step_are_sampled_each_in_its_own_way():
+    """Parameters of any mix give what each request draws alone."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=2),
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=4),
+    ]
+    together = sample(logits, [Sampler(each) for each in params])
+    alone = [sample(logits[row : row + 1], [Sampler(each)]) for row, each in enumerate(params)]
+    assert torch.equal(together, torch.cat(alone))
+    assert together[0] == logits[0].argmax()
 
 
 def test_a_draw_of_zero_takes_no_impossible_token(monkeypatch):
-    sampler = Sampler(SamplingParams(temperature=1.0), 1)
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(()))
-    assert sampler(torch.tensor([[float("-inf"), 0.0, 0.0]]), [0]).tolist() == [1]
+    params = SamplingParams(temperature=1.0)
+    assert draw(params, torch.tensor([[float("-inf"), 0.0, 0.0]])).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-30, 1e-300])
 def test_a_tiny_temperature_is_greedy_and_overflows_nowhere(temperature):
     logits = torch.tensor([[3e4, 3e4 - 1, -3e4]])
-    assert Sampler(SamplingParams(temperature=temperature), 1)(logits, [0]).tolist() == [0]
+    assert draw(SamplingParams(temperature=temperature), logits).tolist() == [0]
 
 
 def test_a_temperature_may_be_a_whole_number():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    whole, real = (Sampler(SamplingParams(temperature=value), 1) for value in (1, 1.0))
-    assert torch.equal(whole(logits, [0]), real(logits, [0]))
+    whole, real = (draw(SamplingParams(temperature=value), logits, 20) for value in (1, 1.0))
+    assert torch.equal(whole, real)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -255,8 +288,8 @@ def test_a_temperature_may_be_a_whole_number():
 def test_a_row_that_is_not_finite_has_no_token(temperature, damage):
     """And does not touch the others: an index past the vocabulary would break the next step."""
     logits = torch.tensor([[0.0, 50.0, 0.0], [0.0, damage, 1.0], [float("-inf")] * 3])
-    tokens = Sampler(SamplingParams(temperature=temperature), 3)(logits, range(3))
-    assert tokens.tolist() == [1, NOT_A_NUMBER, NOT_A_NUMBER]
+    samplers = [Sampler(each) for each in SamplingParams(temperature=temperature).for_each(3)]
+    assert sample(logits, samplers).tolist() == [1, NOT_A_NUMBER, NOT_A_NUMBER]
 
 
 @pytest.mark.parametrize(
@@ -361,8 +394,14 @@ def test_streamed_pieces_are_the_text(run_on, tokenizer):
         if finished:
             ends.append(index)
 
-    generator = Generator(runner, tokenizer=tokenizer, stop_ids={tokenizer.eos_token_id})
-    generation = generator.generate(prompts, max_new_tokens=10, on_text=hear)
+    generation = generate(
+        runner,
+        prompts,
+        max_new_tokens=10,
+        on_text=hear,
+        tokenizer=tokenizer,
+        stop_ids={tokenizer.eos_token_id},
+    )
     assert [result.text for result in generation.results] == ["417", "90"]
     assert ["".join(pieces) for pieces in said.values()] == ["417", "90"]
     assert sorted(ends) == [0, 1]
@@ -383,14 +422,15 @@ def test_the_shipped_model_recalls(run_on, tokenizer, page_size, length):
         max_context_len=length + 8,
         max_total_tokens=6 * (length + 8),
     )
-    generator = Generator(
+    ids = [tokenizer(prompt)["input_ids"] for prompt, _ in asked]
+    generation = generate(
         runner,
+        ids,
+        max_new_tokens=8,
         tokenizer=tokenizer,
         stop_ids={tokenizer.eos_token_id},
-        max_prefill_tokens=1000,
+        prefill_tokens=1000,
     )
-    ids = [tokenizer(prompt)["input_ids"] for prompt, _ in asked]
-    generation = generator.generate(ids, max_new_tokens=8)
     assert [result.text for result in generation.results] == [answer for _, answer in asked]
     assert {result.finish_reason for result in generation.results} == {"stop"}
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from attnmux.core.errors import InvalidInput
-from attnmux.transformers import Generator, SequenceState
+from attnmux.transformers import Engine, Prompt, SequenceState, run_prompts
 from attnmux.transformers.checkpoint import quiet_transformers
 
 ARCHITECTURES = (
@@ -117,7 +117,8 @@ def test_a_model_that_scales_by_place_in_the_row_runs_in_short_rows(tmp_path, ru
     with pytest.raises(InvalidInput, match="at most 15"):
         run_on(tmp_path, max_context_len=16)
     runner = run_on(tmp_path, max_context_len=15)
-    generated = Generator(runner).generate(prompts, max_new_tokens=4).results
+    asked = [Prompt(token_ids=ids, max_new_tokens=4) for ids in prompts]
+    generated = run_prompts(Engine(runner, prefix_cache=False), asked).results
     for ids, result in zip(prompts, generated, strict=True):
         whole = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0].tolist()
         assert list(result.token_ids) == whole[len(ids) :]

@@ -6,9 +6,11 @@ Importing this package registers the attention implementation "attnmux" with tra
 from attnmux.transformers.attention import IMPLEMENTATION
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpoint
-from attnmux.transformers.generate import Generation, GenerationResult, Generator, Timings
+from attnmux.transformers.engine import Engine, EngineStats, GenerationResult, TokenOutput
+from attnmux.transformers.generate import Generation, Prompt, Timings, run_prompts
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.load import RunnerOptions, load_runner
+from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.prompts import encode_prompts
 from attnmux.transformers.request import request_of
 from attnmux.transformers.runner import ModelRunner
@@ -18,10 +20,13 @@ from attnmux.transformers.sequence import SequenceState, Step
 __all__ = [
     "IMPLEMENTATION",
     "Checkpoint",
+    "Engine",
+    "EngineStats",
     "Generation",
     "GenerationResult",
-    "Generator",
+    "MemoryBudget",
     "ModelRunner",
+    "Prompt",
     "RunnerOptions",
     "Sampler",
     "SamplingParams",
@@ -29,10 +34,12 @@ __all__ = [
     "Step",
     "StepBuilder",
     "Timings",
+    "TokenOutput",
     "encode_prompts",
     "load_model",
     "load_runner",
     "open_checkpoint",
     "record_layers",
     "request_of",
+    "run_prompts",
 ]

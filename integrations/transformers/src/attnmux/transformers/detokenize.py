@@ -30,9 +30,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids, self._done = self._whole_end(list(prompt_ids[-CONTEXT - LONGEST :]))
 
-    def put(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" inside a character of several tokens."""
-        self._ids.append(token_id)
+    def put(self, *token_ids: int) -> str:
+        """The text that these next tokens complete; "" inside a character of several tokens."""
+        self._ids += token_ids
         piece = self._new_text()
         if not piece or piece.endswith(UNFINISHED):
             return ""

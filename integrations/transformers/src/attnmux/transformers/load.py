@@ -19,11 +19,12 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
 from attnmux.core.compose.fallback import make_first
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
+from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput, NoBackend
 from attnmux.core.layer import LayerSpec
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
 from attnmux.transformers.layers import record_layers
+from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.request import check_against_config, latent_request, request_of
 from attnmux.transformers.rotary import check_rotary
@@ -38,8 +39,14 @@ class RunnerOptions:
     """Requests at a time."""
     max_context_len: int
     """Tokens of one request, prompt and answer."""
-    max_total_tokens: int
+    max_total_tokens: int | None = None
     """Tokens of all requests together, for which the KV pool has room."""
+    memory: MemoryBudget | None = None
+    """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
+    counts."""
+    graph: bool | None = None
+    """Whether decode steps are replayed from device graphs; None: where device, backend and model
+    can."""
     dtype: str | None = None
     kv_dtype: str | None = None
     mla: Literal["absorbed", "expanded"] | None = None
@@ -69,7 +76,8 @@ def load_runner(
     warn: told, in a sentence, of what the model runs without: tensors of the checkpoint that it
     has no place for, latent attention where it runs expanded, a backend that could not be made.
     Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made,
-    InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory.
+    InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory,
+    GraphUnsupported where graphs were asked for and cannot be had.
     """
     check_rotary(checkpoint.config, options.max_context_len)
     dtype = checkpoint.dtype(options.dtype)
@@ -111,7 +119,20 @@ def load_runner(
     )
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
+    if options.graph is not False:
+        _capture_graphs(runner, warn, required=options.graph is True)
     return runner
+
+
+def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:
+    """Have decode steps replayed. Where none was asked for, what has no graphs runs eagerly."""
+    try:
+        runner.capture_graphs()
+    except GraphUnsupported as error:
+        if required:
+            raise
+        if runner.context.device.type != "cpu" and not runner.context.debug:
+            warn(f"decode runs without graphs: {error}")
 
 
 def _stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
@@ -135,6 +156,7 @@ def _make(
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
+        memory=options.memory,
         debug=options.debug,
     )
 
@@ -176,7 +198,12 @@ def decide(
     request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
 ) -> Decision:
     """Solve for a request with what the options insist on."""
-    for name, value in (("page_size", options.page_size), ("kv_dtype", options.kv_dtype)):
+    asked = {
+        "page_size": options.page_size,
+        "kv_dtype": options.kv_dtype,
+        "graph": options.graph or None,
+    }
+    for name, value in asked.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
     # Text alone runs here, whatever else the model can read.

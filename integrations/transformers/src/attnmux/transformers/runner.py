@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
 from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.compose.building import build
+from attnmux.core.errors import InvalidInput
+from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.devices import DeviceGraphs, device_graphs
+from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.graph.sizes import graph_batch_sizes
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
 from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.pools import make_pool
+from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.memory import MemoryBudget, tokens_within
+from attnmux.transformers.pools import bytes_per_token, make_pool
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step
 
@@ -36,22 +45,32 @@ class ModelRunner:
         *,
         max_batch_size: int,
         max_context_len: int,
-        max_total_tokens: int,
+        max_total_tokens: int | None = None,
+        memory: MemoryBudget | None = None,
         debug: bool = False,
     ) -> None:
         """Allocate the pools and build the backend.
 
         model: loaded with attn_implementation="attnmux", on the decision's device.
         layers: from `record_layers`. max_total_tokens: tokens of all requests together; there is
-        room for them even where each request leaves its last page part-filled.
-        Raises PoolExhausted when the memory does not suffice for the pools.
+        room for them even where each request leaves its last page part-filled. memory: what the
+        KV pool may take. Where both are given the smaller counts.
+        Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
         self.decision = decision
         device = model.device
         page_size = decision.page_size
-        part_filled = max_batch_size if page_size > 1 else 0
-        size = (max_total_tokens // page_size + part_filled) * page_size
+        limits = []
+        if max_total_tokens is not None:
+            part_filled = max_batch_size if page_size > 1 else 0
+            limits.append((max_total_tokens // page_size + part_filled) * page_size)
+        if memory is not None:
+            token_bytes = bytes_per_token(layers, decision)
+            limits.append(tokens_within(memory.resolve(device), token_bytes, page_size))
+        if not limits:
+            raise InvalidInput("memory", came=None, expected="max_total_tokens, memory or both")
+        size = min(limits)
         pool = make_pool(layers, decision, size=size, device=device)
         table = ReqToTokenPool(max_batch_size, max_context_len, device)
         self.context = BackendContext(
@@ -72,7 +91,32 @@ class ModelRunner:
             PagedAllocator(size, page_size, device),
             max_step_tokens=fixed_row_len(model.config),
         )
+        self.graphs: GraphRunner | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def capture_graphs(
+        self,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        devices: DeviceGraphs | None = None,
+    ) -> None:
+        """Capture decode steps; from then on they are replayed.
+
+        batch_sizes: None takes the usual ones. devices: None takes those of the model's device.
+        Raises GraphUnsupported, leaving all steps eager, where device or backend have no graphs
+        or where the model does what no graph can.
+        """
+        context = self.context
+        sizes = graph_batch_sizes(pool_size=context.max_batch_size, chosen=batch_sizes)
+        graphs = GraphRunner(
+            self.backend,
+            self._logits,
+            GraphConfig(batch_sizes=sizes, host_lens=True),
+            devices=devices or device_graphs(context.device),
+            inputs={"input_ids": ModelInput(dtype=torch.int64)},
+        )
+        graphs.capture()
+        self.graphs = graphs
 
     def extend(
         self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None
@@ -99,21 +143,42 @@ class ModelRunner:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @torch.inference_mode()
-    def forward(self, step: Step, indices: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """Run a step. Returns the logits after the tokens at `indices`, [len(indices), vocabulary].
 
-        indices: [n] int64 among the step's T tokens.
+        indices: [n] int64 among the step's T tokens. The next step may overwrite the result, as
+        the replay of a graph does. laps: the time goes to "metadata" and "launch", a replayed
+        graph's all to "launch".
         """
-        keep = {"logits_to_keep": indices} if self._keeps_logits else {}
-        self.backend.init_forward_metadata(step.batch)
-        with forward_context(self.backend, step.batch):
-            logits = self.model(
-                input_ids=step.input_ids.unsqueeze(0),
-                position_ids=step.batch.positions.unsqueeze(0),
-                use_cache=False,
-                **keep,
-            ).logits[0]
-        if not self._keeps_logits:
-            logits = logits[indices]
+        laps = laps or Laps()
+        batch, inputs = step.batch, {"input_ids": step.input_ids}
+        if self.graphs is not None and self.graphs.can_run(batch):
+            logits = cast("torch.Tensor", self.graphs.replay(batch, inputs))
+            laps.lap("launch")
+            return logits if indices is step.last_indices else logits[indices]
+        self.backend.init_forward_metadata(batch)
+        laps.lap("metadata")
+        every = batch.forward_mode.is_decode() and indices is step.last_indices
+        with forward_context(self.backend, batch):
+            logits = self._logits(batch, inputs, None if every else indices)
+        laps.lap("launch")
+        return logits
+
+    def _logits(
+        self,
+        batch: ForwardBatch,
+        inputs: Mapping[str, torch.Tensor],
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The model's call. keep: the tokens whose logits are wanted; None for all of them."""
+        keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
+        logits = self.model(
+            input_ids=inputs["input_ids"].unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            **keeps,
+        ).logits[0]
+        if keep is not None and not keeps:
+            logits = logits[keep]
         assert isinstance(logits, torch.Tensor)
         return logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -14,7 +14,7 @@ from attnmux.core.errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. The default is greedy.
+    """How a request's tokens are drawn. The default is greedy.
 
     Raises InvalidInput for a temperature below 0 or a top_p outside (0, 1].
     """
@@ -33,52 +33,75 @@ class SamplingParams:
         if not 0 <= self.seed < 2**63:
             raise InvalidInput("seed", came=self.seed, expected="0 to 2**63 - 1")
 
+    def for_each(self, num_requests: int) -> list[SamplingParams]:
+        """The same for many requests, each with a seed of its own that follows from this one."""
+        if self.temperature == 0:
+            return [self] * num_requests
+        generator = torch.Generator().manual_seed(self.seed)
+        seeds = torch.randint(2**63 - 1, (num_requests,), generator=generator)
+        return [replace(self, seed=seed) for seed in seeds.tolist()]
+
 
 NOT_A_NUMBER = -1
 """Stands for a token where the logits are NaN or their largest is infinite."""
 
 
 class Sampler:
-    """Draws tokens for requests, each from its own stream of random numbers.
+    """One request's parameters and its stream of random numbers.
 
-    What a request draws depends on the seed, its index and its own logits, not on which other
-    requests share its steps. The numbers come from the host, so that every device draws alike.
+    What a request draws depends on its seed and its own logits, not on which other requests share
+    its steps. The numbers come from the host, so that every device draws alike.
     """
 
-    def __init__(self, params: SamplingParams, num_requests: int) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._warp = LogitsProcessorList()
-        self._streams: list[torch.Generator] = []
+        self._stream = torch.Generator()
         if params.temperature == 0:
             return
+        self._stream.manual_seed(params.seed)
         # A temperature that float32 rounds to 0 would make NaN of the largest.
         smallest = torch.finfo(torch.float32).tiny
         self._warp.append(TemperatureLogitsWarper(max(float(params.temperature), smallest)))
         if params.top_p < 1:
             self._warp.append(TopPLogitsWarper(params.top_p))
-        seeds = torch.Generator().manual_seed(params.seed)
-        for seed in torch.randint(2**63 - 1, (num_requests,), generator=seeds).tolist():
-            self._streams.append(torch.Generator().manual_seed(seed))
 
-    def __call__(self, logits: torch.Tensor, requests: Sequence[int]) -> torch.Tensor:
-        """The next token of each request, [B] int64 on the logits' device.
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] float32: what to draw by, for requests with these parameters."""
+        warped = self._warp(None, logits)  # type: ignore[arg-type]  # these two read no input_ids
+        return warped.float()
 
-        logits: [B, vocabulary]. requests: the index of each row's request. A row whose
-        largest logit is NaN or infinite yields NOT_A_NUMBER, without a synchronisation here.
-        """
-        # The largest value is NaN where any is.
-        top, best = logits.max(dim=-1)
-        tokens = best if self.params.temperature == 0 else self._draw(logits, top, requests)
-        return tokens.masked_fill(~top.isfinite(), NOT_A_NUMBER)
+    def draw(self) -> torch.Tensor:
+        """The request's next number in [0, 1), a float32 scalar on the host."""
+        return torch.rand((), generator=self._stream)
 
-    def _draw(
-        self, logits: torch.Tensor, top: torch.Tensor, requests: Sequence[int]
-    ) -> torch.Tensor:
-        # Below 0 no division by a small temperature overflows.
-        scores = logits.float() - top.float().unsqueeze(-1)
-        scores = self._warp(None, scores)  # type: ignore[arg-type]  # these two read no input_ids
-        cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-        draws = [torch.rand((), generator=self._streams[request]) for request in requests]
-        # 24-bit draws below 1 times the total stay below the total: a token is always found.
-        draw = torch.stack(draws).to(cumulative.device, torch.float64).unsqueeze(-1)
-        return torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True).squeeze(-1)
+
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    """The next token of each request, [B] int64 on the logits' device.
+
+    logits: [B, vocabulary]. samplers: of each row's request. A row whose largest logit is NaN or
+    infinite yields NOT_A_NUMBER. Nothing here waits for the device.
+    """
+    # The largest value is NaN where any is.
+    top, tokens = logits.max(dim=-1)
+    groups: dict[tuple[float, float], list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        if sampler.params.temperature:
+            key = (sampler.params.temperature, sampler.params.top_p)
+            groups.setdefault(key, []).append(row)
+    for rows in groups.values():
+        places = torch.tensor(rows).to(logits.device, non_blocking=True)
+        drawn = _draw(logits[places], top[places], [samplers[row] for row in rows])
+        tokens = tokens.index_copy(0, places, drawn)
+    return tokens.masked_fill(~top.isfinite(), NOT_A_NUMBER)
+
+
+def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    """Tokens [n] of requests whose parameters, seeds apart, are the same."""
+    # Below 0 no division by a small temperature overflows.
+    scores = samplers[0].scores(logits.float() - top.float().unsqueeze(-1))
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    draws = torch.stack([sampler.draw() for sampler in samplers])
+    # 24-bit draws below 1 times the total stay below the total: a token is always found.
+    draw = draws.to(cumulative.device, torch.float64).unsqueeze(-1)
+    return torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True).squeeze(-1)

@@ -1,0 +1,22 @@
+"""Continuous batching: requests come and go while every step runs those that are there."""
+
+from __future__ import annotations
+
+from attnmux.transformers.engine.engine import Engine
+from attnmux.transformers.engine.execution import StepRunner
+from attnmux.transformers.engine.prefix import MemoryUse
+from attnmux.transformers.engine.request import FinishReason, GenerationResult, OnText, TokenOutput
+from attnmux.transformers.engine.stats import PARTS, EngineStats, StepStats
+
+__all__ = [
+    "PARTS",
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "GenerationResult",
+    "MemoryUse",
+    "OnText",
+    "StepRunner",
+    "StepStats",
+    "TokenOutput",
+]

@@ -1,0 +1,276 @@
+"""The loop: requests come and go while every step runs those that are there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.sizes import check_positive
+from attnmux.transformers.detokenize import TextStream
+from attnmux.transformers.engine.execution import Execution, StepRunner
+from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
+from attnmux.transformers.engine.request import (
+    FinishReason,
+    GenerationResult,
+    LiveRequest,
+    OnText,
+    TokenOutput,
+)
+from attnmux.transformers.engine.scheduler import Plan, Scheduler
+from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.prompts import check_prompt
+from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
+from attnmux.transformers.sequence import SequenceState
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one step: longer prompts come in chunks, which bounds the activations and the
+time that decoding requests wait."""
+
+
+class Engine:
+    """Continuous batching on one runner, which is the engine's alone.
+
+    What a request generates is what it would generate alone, up to rounding in the model, whatever
+    shares its steps. Not to be used from several threads at once.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stop_ids: Collection[int] = (),
+        max_running: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        prefix_cache: bool = True,
+    ) -> None:
+        """tokenizer: makes text of the tokens. stop_ids: end a request, unless it has its own.
+
+        max_running: requests in memory at a time; None as many as the runner has rows for.
+        prefill_tokens: prompt tokens of one step, beside the decoding requests' one each.
+        prefix_cache: keep what was computed, for prompts that begin alike.
+        """
+        check_positive("prefill_tokens", prefill_tokens)
+        steps = runner.steps
+        limits = [steps.req_to_token_pool.size]
+        if steps.max_step_tokens is not None:
+            limits.append(steps.max_step_tokens)
+        if max_running is not None:
+            check_positive("max_running", max_running)
+            limits.append(max_running)
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self.stats = EngineStats()
+        self._cache = PrefixCache(steps, enabled=prefix_cache)
+        self._scheduler = Scheduler(
+            self._cache,
+            self.stats,
+            max_running=min(limits),
+            prefill_tokens=prefill_tokens,
+            max_step_tokens=steps.max_step_tokens,
+        )
+        self._execution = Execution(runner)
+        self._live: dict[int, LiveRequest] = {}
+        self._next_id = 0
+        self._running: Plan | None = None
+        """The step that is in flight."""
+        self._to_free: list[tuple[LiveRequest, bool]] = []
+        """Requests that have ended, and whether the cache may keep what they computed."""
+        self._unsaid: deque[tuple[LiveRequest, str | None]] = deque()
+        """Requests with tokens whose text nobody was told; the last text of those that ended."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._live or self._unsaid)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Who has the pool's pages."""
+        return self._cache.memory
+
+    def check(self, token_ids: Sequence[int], max_new_tokens: int, name: str = "token_ids") -> None:
+        """Refuse a request that can never run.
+
+        Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
+        does not fit into the pool even when it is alone there.
+        """
+        steps = self.runner.steps
+        context = steps.req_to_token_pool.max_context_len
+        check_positive("max_new_tokens", max_new_tokens)
+        check_prompt(name, token_ids, self.runner.vocabulary_size, context)
+        # The last token is never run, so it needs no slot.
+        longest = min(len(token_ids) + max_new_tokens - 1, context)
+        page_size, size = steps.allocator.page_size, steps.allocator.size
+        wanted = -(-longest // page_size) * page_size
+        if wanted > size:
+            raise PoolExhausted(
+                f"KV slots for {name}",
+                wanted=wanted,
+                available=size,
+                hint="ask for fewer new tokens, shorten the prompt, or make the KV pool larger",
+            )
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        stop_ids: Collection[int] | None = None,
+        on_text: OnText | None = None,
+    ) -> int:
+        """Queue a prompt of token ids. Returns the request's id.
+
+        The request ends at a stop id, at its last new token, or when its context is full.
+        on_text: called from `step` with the text as it grows. It may add and abort requests. What
+        it raises comes out of `step`, with the engine in order.
+        Raises as `check` does, and InvalidInput for on_text without a tokenizer.
+        """
+        self.check(token_ids, max_new_tokens)
+        if on_text is not None and self.tokenizer is None:
+            raise InvalidInput("on_text", came="no tokenizer", expected="an engine with one")
+        context = self.runner.steps.req_to_token_pool.max_context_len
+        request = LiveRequest(
+            id=self._next_id,
+            prompt_len=len(token_ids),
+            state=SequenceState(token_ids=list(token_ids)),
+            end_len=min(len(token_ids) + max_new_tokens, context + 1),
+            stop_ids=self.stop_ids if stop_ids is None else frozenset(stop_ids),
+            sampler=Sampler(sampling or SamplingParams()),
+            stream=None if self.tokenizer is None else TextStream(self.tokenizer, token_ids),
+            on_text=on_text,
+            num_said=len(token_ids),
+        )
+        self._next_id += 1
+        self._live[request.id] = request
+        self._scheduler.add(request)
+        return request.id
+
+    def abort(self, request_id: int) -> GenerationResult | None:
+        """End a request now. Returns what it has so far; None where it had ended before.
+
+        All that it holds is free when this returns or, called while the model runs, when the
+        running step ends. Nothing more is said about it. Raises InvalidInput for an unknown id.
+        """
+        if not 0 <= request_id < self._next_id:
+            raise InvalidInput("request_id", came=request_id, expected="an id that `add` returned")
+        request = self._live.get(request_id)
+        if request is None:
+            return None
+        self.stats.aborted += 1
+        _, result = self._end(request, "abort")
+        if self._running is None:
+            self._free_ended()
+        return result
+
+    def clear_cache(self) -> None:
+        """Forget the cached prefixes that no running request reads."""
+        self._cache.clear()
+
+    def step(self) -> list[TokenOutput]:
+        """Run the next step. Returns the new tokens; none where it only ran parts of prompts.
+
+        What the model raises comes out; then the step's requests have been aborted, and the others
+        go on with the next step. Raises InvalidInput when called while the model runs, and
+        PoolExhausted where others hold so much of the pool that nothing can run.
+        """
+        if self._running is not None:
+            raise InvalidInput("step", came="a call while a step runs", expected="one at a time")
+        laps = Laps()
+        plan = self._scheduler.plan()
+        laps.lap("schedule")
+        outputs = [] if plan is None else self._run(plan, laps)
+        try:
+            self._say()
+        finally:
+            laps.lap("stream")
+            if plan is not None:
+                self.stats.count(plan.kind, plan.num_prompt_tokens, len(outputs), laps)
+        return outputs
+
+    def _run(self, plan: Plan, laps: Laps) -> list[TokenOutput]:
+        self._running = plan
+        try:
+            tokens = self._execution.run(plan, laps)
+            return self._commit(plan, tokens)
+        except BaseException:
+            self._fail(plan)
+            raise
+        finally:
+            self._running = None
+            self._free_ended()
+            laps.lap("commit")
+
+    def _commit(self, plan: Plan, tokens: Sequence[int]) -> list[TokenOutput]:
+        """Give the tokens to their requests; those that are done end."""
+        outputs = [
+            self._take(request, token)
+            for request, token in zip(plan.sampled, tokens, strict=True)
+            if not request.ended
+        ]
+        for request, _ in plan.chunks:
+            if not request.ended:
+                self._cache.store(request)
+        self._scheduler.started(plan.sampled[len(plan.decoding) :])
+        return outputs
+
+    def _take(self, request: LiveRequest, token: int) -> TokenOutput:
+        if token == NOT_A_NUMBER:
+            return TokenOutput(request.id, token, self._finish(request, "error"))
+        ids = request.state.token_ids
+        ids.append(token)
+        if token in request.stop_ids:
+            return TokenOutput(request.id, token, self._finish(request, "stop"))
+        if len(ids) >= request.end_len:
+            return TokenOutput(request.id, token, self._finish(request, "length"))
+        if request.on_text is not None:
+            self._unsaid.append((request, None))
+        return TokenOutput(request.id, token, None)
+
+    def _finish(self, request: LiveRequest, reason: FinishReason) -> GenerationResult:
+        piece, result = self._end(request, reason)
+        self.stats.finished += 1
+        if request.on_text is not None:
+            self._unsaid.append((request, piece))
+        return result
+
+    def _end(self, request: LiveRequest, reason: FinishReason) -> tuple[str, GenerationResult]:
+        """The last of its text, and the whole. Its memory is freed by `_free_ended`."""
+        request.ended = True
+        del self._live[request.id]
+        # What a request without usable logits computed is of no use to others either.
+        self._to_free.append((request, reason != "error"))
+        piece = request.last_text(reason)
+        return piece, request.result(reason)
+
+    def _fail(self, plan: Plan) -> None:
+        """The step has not run to its end: what it should have written is not there."""
+        self._execution.forget()
+        for request in plan.requests:
+            if not request.ended:
+                self.stats.aborted += 1
+                self._end(request, "error")
+        self._to_free = [(request, False) for request, _ in self._to_free]
+
+    def _free_ended(self) -> None:
+        if not self._to_free:
+            return
+        ended, self._to_free = self._to_free, []
+        for request, keep in ended:
+            self._cache.release(request, keep=keep)
+        self._scheduler.drop_ended()
+
+    def _say(self) -> None:
+        while self._unsaid:
+            request, last = self._unsaid.popleft()
+            on_text = request.on_text
+            assert on_text is not None
+            if last is not None:
+                on_text(last, True)
+            elif not request.ended and (piece := request.new_text()):
+                on_text(piece, False)

@@ -1,0 +1,80 @@
+"""From a plan to its tokens: the batch, the model, the choice of the next tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from attnmux.core.batch import ForwardMode
+from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.engine.scheduler import Plan
+from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.sampling import sample
+from attnmux.transformers.sequence import Step
+
+
+class StepRunner(Protocol):
+    """What an engine needs of a model; `ModelRunner` is one."""
+
+    @property
+    def steps(self) -> StepBuilder: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
+        """The logits [n, vocabulary] after the step's tokens at `indices` [n] int64.
+
+        laps: its time goes to "metadata" and "launch".
+        """
+
+
+class Execution:
+    """Runs plans. While the same requests decode, their batch and tokens stay on the device."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._decode: DecodeBatch | None = None
+        self._tokens: torch.Tensor | None = None
+        """[B] int64: what `_decode`'s last step sampled."""
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, laps: Laps) -> list[int]:
+        """The next token of each of `plan.sampled`, in that order.
+
+        Waits for the device once, where there is a token to read.
+        """
+        step = self._extend(plan) if plan.chunks else self._decode_step(plan)
+        laps.lap("allocate")
+        indices = step.last_indices
+        if 0 < len(plan.sampled) < indices.shape[0]:
+            indices = indices[: len(plan.sampled)]
+        logits = self._runner.forward(step, indices, laps)
+        if not plan.sampled:
+            return []
+        self._tokens = sample(logits, [request.sampler for request in plan.sampled])
+        laps.lap("sample")
+        tokens: list[int] = self._tokens.tolist()
+        laps.lap("wait")
+        return tokens
+
+    def _decode_step(self, plan: Plan) -> Step:
+        states = tuple(request.state for request in plan.decoding)
+        if self._decode is not None and self._decode.states == states:
+            return self._decode.step(self._tokens)
+        self._decode = None
+        self._decode = self._runner.steps.decode_batch(states)
+        return self._decode.step()
+
+    def _extend(self, plan: Plan) -> Step:
+        self._decode = None
+        counts = [1] * len(plan.decoding) + [count for _, count in plan.chunks]
+        mode = ForwardMode.MIXED if plan.decoding else ForwardMode.EXTEND
+        states = [request.state for request in plan.requests]
+        return self._runner.steps.extend(states, counts, forward_mode=mode)
+
+    def forget(self) -> None:
+        """Read the requests anew in the next step, as after one that failed."""
+        self._decode = None

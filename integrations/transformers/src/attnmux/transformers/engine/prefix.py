@@ -1,0 +1,104 @@
+"""Prefixes that requests share, and the memory that running requests and the cache divide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
+from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.engine.request import LiveRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Who has the KV pool's tokens, in whole pages. The three add up to the pool."""
+
+    free: int
+    cached: int
+    """Owned by the prefix tree, whether or not a request reads them."""
+    held: int
+    """Owned by single requests."""
+
+
+class PrefixCache:
+    """Gives requests the cached beginnings of their prompts, and keeps what they computed.
+
+    The tree owns whole pages; a request owns its slots from `num_shared` on. A request's node is
+    locked while it runs, so that nothing which it reads is evicted.
+    """
+
+    def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.steps = steps
+        self.allocator = steps.allocator
+        self.page_size = steps.allocator.page_size
+        self._tree = PrefixTree(steps.allocator, self.page_size)
+
+    def match(self, request: LiveRequest) -> PrefixMatch:
+        """The longest cached prefix that leaves at least one token to run."""
+        return self._tree.match(request.state.token_ids[:-1] if self.enabled else [])
+
+    def lock(self, match: PrefixMatch) -> None:
+        self._tree.lock(match.node)
+
+    def unlock(self, match: PrefixMatch) -> None:
+        self._tree.unlock(match.node)
+
+    def admit(self, request: LiveRequest, match: PrefixMatch) -> None:
+        """Give the request its row and the matched slots; `match` is locked and now its own."""
+        self.steps.adopt(request.state, match.slots)
+        request.node = match.node
+
+    def store(self, request: LiveRequest) -> None:
+        """Hand the request's whole pages over to the tree, for others to find.
+
+        Where the tree has the same tokens already, the request goes on with the tree's slots.
+        """
+        state = request.state
+        whole = state.num_cached // self.page_size * self.page_size
+        if not self.enabled or state.row is None or whole <= state.num_shared:
+            return
+        ids = state.token_ids[:whole]
+        slots = self.steps.slots(state, 0, whole)
+        known = self._tree.insert(ids, slots)
+        match = self._tree.match(ids)
+        self._tree.lock(match.node)
+        self._tree.unlock(request.node)
+        request.node = match.node
+        if known > state.num_shared:
+            self.allocator.free(slots[state.num_shared : known])
+            self.steps.rewrite(state, state.num_shared, match.slots[state.num_shared :])
+        state.num_shared = whole
+
+    def release(self, request: LiveRequest, *, keep: bool = True) -> None:
+        """Free the request's row and slots; one that holds none is left alone.
+
+        keep False: what it computed must not be found, as after a step that failed.
+        """
+        if request.state.row is None:
+            return
+        if keep:
+            self.store(request)
+        self.steps.release([request.state])
+        self._tree.unlock(request.node)
+        request.node = None
+
+    @property
+    def obtainable(self) -> int:
+        """Tokens that are free, or that eviction would free."""
+        return self.allocator.available_size() + self._tree.evictable_tokens
+
+    def make_room(self, num_tokens: int) -> int:
+        """Evict until `num_tokens` are free. Returns how many tokens it evicted."""
+        missing = num_tokens - self.allocator.available_size()
+        return self._tree.evict(missing) if missing > 0 else 0
+
+    def clear(self) -> None:
+        """Forget every prefix that no request reads."""
+        self._tree.evict(self._tree.evictable_tokens)
+
+    @property
+    def memory(self) -> MemoryUse:
+        free = self.allocator.available_size()
+        cached = self._tree.evictable_tokens + self._tree.protected_tokens
+        return MemoryUse(free=free, cached=cached, held=self.allocator.size - free - cached)

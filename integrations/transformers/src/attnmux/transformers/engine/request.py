@@ -1,0 +1,100 @@
+"""A request on its way through the engine, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from attnmux.transformers.detokenize import TextStream
+from attnmux.transformers.sampling import Sampler
+from attnmux.transformers.sequence import SequenceState
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+OnText = Callable[[str, bool], None]
+"""Called with the next piece of a text (whole characters, at the end perhaps none) and whether
+that was the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationResult:
+    """What became of one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Generated, the stop id included where there was one."""
+    text: str | None
+    """Without the stop id; None where there is no tokenizer."""
+    finish_reason: FinishReason
+    reused_tokens: int
+    """Leading tokens of the prompt whose K and V were in the cache already."""
+
+
+class TokenOutput(NamedTuple):
+    """One new token of a request."""
+
+    request_id: int
+    token_id: int
+    """NOT_A_NUMBER where the finish reason is "error"."""
+    result: GenerationResult | None
+    """With the last token: the whole."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LiveRequest:
+    """One request from `Engine.add` to its end."""
+
+    id: int
+    """Counts up in order of arrival."""
+    prompt_len: int
+    state: SequenceState
+    end_len: int
+    """Tokens, prompt included, at which it ends whatever they are."""
+    stop_ids: frozenset[int]
+    sampler: Sampler
+    stream: TextStream | None
+    on_text: OnText | None
+    node: object | None = None
+    """Of the prefix tree: locked from its admission to its release."""
+    reused_tokens: int | None = None
+    """None until it is admitted for the first time."""
+    ended: bool = False
+    pieces: list[str] = field(default_factory=list)
+    num_said: int = 0
+    """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that it may still generate."""
+        return self.end_len - len(self.state.token_ids)
+
+    def new_text(self) -> str:
+        """The whole characters that its new tokens complete."""
+        return self._say(len(self.state.token_ids), last=False)
+
+    def last_text(self, reason: FinishReason) -> str:
+        """What is left of its text; a stop id is no part of it."""
+        return self._say(len(self.state.token_ids) - (reason == "stop"), last=True)
+
+    def _say(self, end: int, *, last: bool) -> str:
+        if self.stream is None:
+            return ""
+        piece = self.stream.put(*self.state.token_ids[self.num_said : end])
+        self.num_said = end
+        if last:
+            piece += self.stream.end()
+        if piece:
+            self.pieces.append(piece)
+        return piece
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """To be called behind `last_text`."""
+        ids = tuple(self.state.token_ids)
+        return GenerationResult(
+            prompt_ids=ids[: self.prompt_len],
+            token_ids=ids[self.prompt_len :],
+            text=None if self.stream is None else "".join(self.pieces),
+            finish_reason=reason,
+            reused_tokens=self.reused_tokens or 0,
+        )

@@ -1,0 +1,216 @@
+"""What runs next: admission, chunks of prompts, and retraction when memory runs out."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnmux.core.errors import PoolExhausted
+from attnmux.core.kv.prefix_tree import PrefixMatch
+from attnmux.transformers.engine.prefix import PrefixCache
+from attnmux.transformers.engine.request import LiveRequest
+from attnmux.transformers.engine.stats import EngineStats, Kind
+
+GROWTH = 64
+"""Tokens that each running request is expected to grow by when room for another is sought: room
+that is gone a few steps later would only make a retraction of the one that was let in."""
+
+WORTH_WAITING = 32
+"""Tokens of a prompt being run that a waiting one has to share (in whole pages) for it to wait
+until they are cached; fewer are sooner run again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: every decoding request by a token, and chunks of prompts."""
+
+    decoding: list[LiveRequest]
+    chunks: list[tuple[LiveRequest, int]]
+    """With how many of its pending tokens each takes part; all of them but for the last request,
+    which the step may not have room for."""
+    sampled: list[LiveRequest]
+    """Those with a next token after the step: its first requests."""
+
+    @property
+    def kind(self) -> Kind:
+        if not self.chunks:
+            return "decode"
+        return "mixed" if self.decoding else "extend"
+
+    @property
+    def requests(self) -> list[LiveRequest]:
+        return self.decoding + [request for request, _ in self.chunks]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(count for _, count in self.chunks)
+
+
+class Scheduler:
+    """Who waits, who has its prompt run, and who decodes.
+
+    Requests are admitted in order of arrival, except that one waits while another runs a prefix
+    that both share. When the pool cannot hold the next step, cached prefixes are evicted; when
+    that is not enough, the request that arrived last gives its memory back and waits again, and
+    nobody is admitted until a running one has ended: so the oldest always gets on.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        stats: EngineStats,
+        *,
+        max_running: int,
+        prefill_tokens: int,
+        max_step_tokens: int | None,
+    ) -> None:
+        self.stats = stats
+        self.waiting: list[LiveRequest] = []
+        self.prefilling: list[LiveRequest] = []
+        self.decoding: list[LiveRequest] = []
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._max_running = max_running
+        self._prefill_tokens = prefill_tokens
+        self._max_step_tokens = max_step_tokens
+        self._closed = False
+
+    def add(self, request: LiveRequest) -> None:
+        self.waiting.append(request)
+
+    def started(self, requests: Sequence[LiveRequest]) -> None:
+        """Their prompts have been run, and their next tokens are there."""
+        for request in requests:
+            self.prefilling.remove(request)
+            self.decoding.append(request)
+
+    def drop_ended(self) -> None:
+        """Forget the requests that have ended; their room lets others in."""
+        self.waiting = [one for one in self.waiting if not one.ended]
+        self.prefilling = [one for one in self.prefilling if not one.ended]
+        self.decoding = [one for one in self.decoding if not one.ended]
+        self._closed = False
+
+    def plan(self) -> Plan | None:
+        """The next step, with room for it in the pool; None without requests.
+
+        Raises PoolExhausted where somebody else holds so much of the pool that nothing can run.
+        """
+        while not self._make_room(chunks := self._chunks()):
+            self._retract()
+        if self.waiting:
+            self._admit(chunks)
+        if not chunks and not self.decoding:
+            return None
+        decoding = list(self.decoding)
+        through = [one for one, count in chunks if count == one.state.num_pending]
+        return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
+
+    def _chunks(self) -> list[tuple[LiveRequest, int]]:
+        """The next parts of the prompts that have begun, as many as a step may run."""
+        chunks: list[tuple[LiveRequest, int]] = []
+        room = self._room()
+        for request in self.prefilling:
+            if room == 0:
+                break
+            count = min(request.state.num_pending, room)
+            chunks.append((request, count))
+            room -= count
+        return chunks
+
+    def _room(self) -> int:
+        if self._max_step_tokens is None:
+            return self._prefill_tokens
+        return min(self._prefill_tokens, self._max_step_tokens - len(self.decoding))
+
+    def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
+        """Evict what the step needs. Returns whether that was enough."""
+        page_size, free = self._page_size, self._cache.allocator.available_size
+        need = sum(self._pages(one.state.num_cached, count) for one, count in chunks) * page_size
+        if need + len(self.decoding) * page_size <= free():
+            return True
+        need += page_size * sum(one.state.num_cached % page_size == 0 for one in self.decoding)
+        self.stats.evicted_tokens += self._cache.make_room(need)
+        return need <= free()
+
+    def _pages(self, start: int, count: int) -> int:
+        """Fresh pages for `count` tokens behind the first `start`."""
+        return -(-(start + count) // self._page_size) - -(-start // self._page_size)
+
+    def _retract(self) -> None:
+        """Take the memory of the request that arrived last; it runs again later."""
+        running = self.prefilling + self.decoding
+        if len(running) < 2:
+            raise self._stuck()
+        request = max(running, key=lambda one: one.id)
+        (self.prefilling if request in self.prefilling else self.decoding).remove(request)
+        self._cache.release(request)
+        insort(self.waiting, request, key=lambda one: one.id)
+        self._closed = True
+        self.stats.retractions += 1
+
+    def _admit(self, chunks: list[tuple[LiveRequest, int]]) -> None:
+        """Let waiting requests in while rows, the step's tokens and memory suffice."""
+        room = self._room() - sum(count for _, count in chunks)
+        rows = self._max_running - len(self.prefilling) - len(self.decoding)
+        idle = not self.prefilling and not self.decoding
+        if not rows or (self._closed and not idle):
+            return
+        for request in self.waiting[: self._max_running]:
+            if not room or not rows:
+                break
+            match = self._cache.match(request)
+            if self._worth_waiting(request, match.slots.shape[0]):
+                continue
+            self._cache.lock(match)
+            if not self._fits(request, match):
+                self._cache.unlock(match)
+                break
+            count = self._let_in(request, match, room)
+            chunks.append((request, count))
+            room, rows = room - count, rows - 1
+        if idle and not chunks:
+            raise self._stuck()
+        # Fits, as every one admitted was checked against what all the others still need.
+        self._make_room(chunks)
+
+    def _worth_waiting(self, request: LiveRequest, num_cached: int) -> bool:
+        """Whether a prompt that is being run begins as this one does, beyond what is cached."""
+        if not self._cache.enabled:
+            return False
+        pages = -(-WORTH_WAITING // self._page_size)
+        end = num_cached + pages * self._page_size
+        ids = request.state.token_ids
+        return len(ids) > end and any(
+            other.state.token_ids[:end] == ids[:end] for other in self.prefilling
+        )
+
+    def _fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
+        """Whether there is memory for its whole prompt beside what the running ones still need."""
+        cached = match.slots.shape[0]
+        need = self._pages(cached, len(request.state.token_ids) - cached)
+        for one in self.prefilling:
+            need += self._pages(one.state.num_cached, one.state.num_pending)
+        for one in self.prefilling + self.decoding:
+            need += self._pages(0, min(one.num_remaining, GROWTH))
+        return need * self._page_size <= self._cache.obtainable
+
+    def _let_in(self, request: LiveRequest, match: PrefixMatch, room: int) -> int:
+        self._cache.admit(request, match)
+        self.waiting.remove(request)
+        self.prefilling.append(request)
+        if request.reused_tokens is None:
+            request.reused_tokens = match.slots.shape[0]
+            self.stats.prompt_tokens += request.prompt_len
+            self.stats.reused_tokens += request.reused_tokens
+        return min(request.state.num_pending, room)
+
+    def _stuck(self) -> PoolExhausted:
+        return PoolExhausted(
+            "KV slots for the next step",
+            wanted=self._page_size,
+            available=self._cache.allocator.available_size(),
+            hint="slots that no request of this engine holds are missing: a runner serves one "
+            "engine at a time",
+        )

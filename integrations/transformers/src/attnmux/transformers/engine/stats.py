@@ -1,0 +1,96 @@
+"""What an engine has done, and where the host's time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+Part = Literal["schedule", "allocate", "metadata", "launch", "sample", "wait", "commit", "stream"]
+
+PARTS: Mapping[Part, str] = {
+    "schedule": "what runs next: admission, room, retraction",
+    "allocate": "slots, the request table and the batch's tensors",
+    "metadata": "the backend's host work before a step",
+    "launch": "the model's call, or the graph's replay",
+    "sample": "launching the choice of tokens",
+    "wait": "until the device has the tokens",
+    "commit": "tokens to their requests, ends, memory given back",
+    "stream": "text and callbacks",
+}
+"""The parts of a step in their order. All but "wait" is time in which the host works."""
+
+Kind = Literal["extend", "mixed", "decode"]
+
+
+class Laps:
+    """A stopwatch over the parts of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._last = time.perf_counter()
+
+    def lap(self, part: Part) -> None:
+        """Count the time since the last call to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+
+@dataclass(kw_only=True, slots=True)
+class StepStats:
+    """Steps of one kind."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Tokens run to fill the cache; a retracted request's count again."""
+    new_tokens: int = 0
+    """Tokens sampled."""
+    parts: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Seconds by part."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def host_seconds(self) -> float:
+        """Without the wait for the device."""
+        return self.seconds - self.parts["wait"]
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineStats:
+    """Counts since the engine began, or since the last `reset`."""
+
+    extend: StepStats = field(default_factory=StepStats)
+    """Steps over prompts alone."""
+    mixed: StepStats = field(default_factory=StepStats)
+    """Steps over prompts and decoding requests."""
+    decode: StepStats = field(default_factory=StepStats)
+    """Steps over decoding requests alone."""
+    prompt_tokens: int = 0
+    """Of the prompts that were admitted."""
+    reused_tokens: int = 0
+    """Of these, tokens whose K and V were in the cache already."""
+    finished: int = 0
+    aborted: int = 0
+    """By `Engine.abort`, or by a step that failed."""
+    retractions: int = 0
+    evicted_tokens: int = 0
+
+    def count(self, kind: Kind, prompt_tokens: int, new_tokens: int, laps: Laps) -> None:
+        """Count a step."""
+        of_kind = {"extend": self.extend, "mixed": self.mixed, "decode": self.decode}[kind]
+        of_kind.steps += 1
+        of_kind.prompt_tokens += prompt_tokens
+        of_kind.new_tokens += new_tokens
+        for part, seconds in laps.seconds.items():
+            of_kind.parts[part] += seconds
+
+    def reset(self) -> None:
+        """Count from zero."""
+        fresh = EngineStats()
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))

@@ -1,0 +1,442 @@
+"""Continuous batching: the same tokens whatever shares a step, and every page accounted for."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
+from attnmux.core.kv import PagedAllocator, ReqToTokenPool
+from attnmux.transformers import Engine, Prompt, SamplingParams, StepBuilder, recall, run_prompts
+from attnmux.transformers.engine.scheduler import WORTH_WAITING
+
+VOCABULARY = 50
+PLACES = 10_000
+
+
+def next_token(ids):
+    return zlib.crc32(bytes(ids)) % VOCABULARY
+
+
+def continued(ids, num):
+    """What the hashing model generates."""
+    ids = list(ids)
+    for _ in range(num):
+        ids.append(next_token(ids))
+    return ids[-num:]
+
+
+class HashingRunner:
+    """A model without weights. Its KV cache holds each token with its place; the next token is a
+    hash of all that the cache holds for a request, so that one lost or foreign slot shows."""
+
+    def __init__(
+        self, *, rows=4, context=64, size=256, page_size=4, max_step_tokens=None, debug=True
+    ):
+        self.steps = StepBuilder(
+            ReqToTokenPool(rows, context, "cpu"),
+            PagedAllocator(size, page_size, "cpu", debug=debug),
+            max_step_tokens=max_step_tokens,
+        )
+        self.vocabulary_size = VOCABULARY
+        self.cache = torch.full((size + page_size,), -1)
+        self.ran = []
+        """(mode, new tokens, requests) of each step."""
+        self.during = lambda: None
+        """Called in the middle of each step."""
+        self.damaged = set()
+        """Prompts' first tokens whose logits are no numbers."""
+
+    def forward(self, step, indices, laps=None):
+        batch = step.batch
+        self.ran.append((batch.forward_mode, len(step.input_ids), batch.batch_size))
+        self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions
+        self.during()
+        table = self.steps.req_to_token_pool.req_to_token
+        logits = torch.zeros(batch.batch_size, VOCABULARY)
+        lens = batch.seq_lens.tolist()
+        assert lens == batch.seq_lens_cpu.tolist()
+        assert sum(lens) == batch.seq_lens_sum
+        for place, (row, length) in enumerate(zip(batch.req_pool_indices, lens, strict=True)):
+            held = self.cache[table[row, :length].long()].tolist()
+            assert [one % PLACES for one in held] == list(range(length))
+            ids = [one // PLACES for one in held]
+            logits[place, next_token(ids)] = torch.nan if ids[0] in self.damaged else 1.0
+        return logits[torch.searchsorted(step.last_indices, indices)]
+
+
+def owned_pages(engine):
+    """The pages of each request that nobody shares."""
+    table = engine.runner.steps.req_to_token_pool.req_to_token
+    page_size = engine.runner.steps.allocator.page_size
+    for request in engine._live.values():
+        state = request.state
+        if state.row is not None:
+            own = table[state.row, state.num_shared : state.num_cached] // page_size
+            yield set(own.tolist())
+
+
+def check_accounts(engine):
+    """Free, cached and held pages are all there are, and no page is held twice."""
+    memory = engine.memory
+    page_size = engine.runner.steps.allocator.page_size
+    held = list(owned_pages(engine))
+    assert memory.held == page_size * sum(map(len, held))
+    assert sum(map(len, held)) == len(set().union(*held))
+    assert memory.free + memory.cached + memory.held == engine.runner.steps.allocator.size
+    rows = engine.runner.steps.req_to_token_pool
+    assert rows.size - rows.available_size() == len(held)
+
+
+def check_all_free(engine):
+    engine.clear_cache()
+    steps = engine.runner.steps
+    assert not engine.has_work
+    assert (engine.memory.free, engine.memory.cached) == (steps.allocator.size, 0)
+    assert steps.req_to_token_pool.available_size() == steps.req_to_token_pool.size
+
+
+def finish(engine):
+    """Run to the end; the results by request id."""
+    results = {}
+    for _ in range(10_000):
+        if not engine.has_work:
+            return results
+        for output in engine.step():
+            if output.result is not None:
+                results[output.request_id] = output.result
+        check_accounts(engine)
+    raise AssertionError("the engine does not come to an end")
+
+
+def random_prompts(rng, num, *, longest):
+    """Many of them begin alike."""
+    stems = [[rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(3)]
+    prompts = []
+    for _ in range(num):
+        shared = rng.randrange(longest)
+        own = rng.randrange(1, longest - shared + 1)
+        tail = [rng.randrange(VOCABULARY) for _ in range(own)]
+        prompts.append(rng.choice(stems)[:shared] + tail)
+    return prompts
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1024, {}),
+        (1024, {"prefill_tokens": 1}),
+        (1024, {"prefill_tokens": 7, "max_running": 3}),
+        (1024, {"prefix_cache": False}),
+        (160, {}),
+        (80, {"prefill_tokens": 9}),
+        (80, {"prefix_cache": False}),
+    ],
+)
+def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
+    runner = HashingRunner(rows=6, size=size, page_size=page_size, context=80)
+    engine = Engine(runner, **options)
+    prompts = random_prompts(random.Random(page_size), 25, longest=50)
+    wanted = [random.Random(index).randrange(1, 25) for index in range(len(prompts))]
+    for ids, num in zip(prompts, wanted, strict=True):
+        engine.add(ids, max_new_tokens=num)
+    results = finish(engine)
+    for index, (ids, num) in enumerate(zip(prompts, wanted, strict=True)):
+        assert list(results[index].token_ids) == continued(ids, num)
+        assert results[index].finish_reason == "length"
+    check_all_free(engine)
+    stats = engine.stats
+    assert stats.finished == len(prompts)
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert (stats.reused_tokens > 0) == options.get("prefix_cache", True)
+    if size == 80:
+        assert stats.retractions > 0
+    room = options.get("prefill_tokens", 8192)
+    assert all(new <= room + batch for _, new, batch in runner.ran)
+
+
+def test_requests_join_while_others_decode():
+    runner = HashingRunner()
+    engine = Engine(runner, prefill_tokens=5)
+    engine.add([1, 2, 3], max_new_tokens=20)
+    engine.step()
+    engine.step()
+    engine.add(range(12), max_new_tokens=2)
+    finish(engine)
+    modes = [(mode.name, new, batch) for mode, new, batch in runner.ran[:6]]
+    assert modes == [
+        ("EXTEND", 3, 1),
+        ("DECODE", 1, 1),
+        ("MIXED", 6, 2),
+        ("MIXED", 6, 2),
+        ("MIXED", 3, 2),
+        ("DECODE", 2, 2),
+    ]
+    assert {mode for mode, _, _ in runner.ran[6:]} == {ForwardMode.DECODE}
+    assert engine.stats.decode.steps + engine.stats.mixed.steps + 1 == len(runner.ran)
+
+
+def test_rows_of_limited_length_are_never_exceeded():
+    runner = HashingRunner(rows=8, max_step_tokens=6)
+    engine = Engine(runner)
+    for start in range(10):
+        engine.add(range(start, start + 11), max_new_tokens=5)
+    results = finish(engine)
+    assert all(new <= 6 for _, new, _ in runner.ran)
+    assert list(results[9].token_ids) == continued(range(9, 20), 5)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "length", "reused"), [(64, 65, 64), (64, 64, 0), (64, 33, 0), (1, 65, 64)]
+)
+def test_whole_pages_are_reused_and_one_token_is_left_to_run(page_size, length, reused):
+    runner = HashingRunner(rows=2, context=128, size=512, page_size=page_size)
+    engine = Engine(runner)
+    for _ in range(2):
+        engine.add(range(length - 30, 2 * length - 30) if length < 50 else [7] * length, max_new_tokens=1)
+        (result,) = finish(engine).values()
+    assert result.reused_tokens == reused
+    assert engine.stats.reused_tokens == reused
+    assert runner.ran[-1][1] == length - reused
+
+
+def test_prompts_that_arrive_together_share_their_beginning():
+    """The later ones wait until the first has run what they have in common."""
+    stem = [index % VOCABULARY for index in range(WORTH_WAITING + 3)]
+    runner = HashingRunner(rows=8, context=64, size=1024)
+    engine = Engine(runner)
+    for tail in range(6):
+        engine.add([*stem, tail], max_new_tokens=4)
+    results = finish(engine)
+    assert [results[index].reused_tokens for index in range(6)] == [0] + 5 * [WORTH_WAITING]
+    assert list(results[3].token_ids) == continued([*stem, 3], 4)
+    assert runner.ran[0][2] == 1
+
+
+def test_an_answer_is_a_prefix_of_the_next_question():
+    engine = Engine(HashingRunner(page_size=4))
+    engine.add(range(8), max_new_tokens=9)
+    (first,) = finish(engine).values()
+    engine.add([*first.prompt_ids, *first.token_ids, 3], max_new_tokens=1)
+    (second,) = finish(engine).values()
+    assert second.reused_tokens == 16
+
+
+def test_the_oldest_request_gets_on_when_memory_runs_out():
+    """All fit into the pool at first, and none of the others does at the end."""
+    runner = HashingRunner(rows=4, size=48, page_size=4, context=48)
+    engine = Engine(runner)
+    for start in range(4):
+        engine.add([start, 1, 2, 3], max_new_tokens=40)
+    order = list(finish(engine))
+    assert order == [0, 1, 2, 3]
+    assert engine.stats.retractions >= 3
+
+
+def test_what_cannot_fit_alone_is_refused_when_it_comes():
+    engine = Engine(HashingRunner(size=32, context=64))
+    engine.add(range(30), max_new_tokens=3)
+    with pytest.raises(PoolExhausted, match="36 wanted, 32 available; ask for fewer") as caught:
+        engine.add(range(30), max_new_tokens=4)
+    assert caught.value.wanted == 36
+    assert len(finish(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "named"),
+    [
+        ([], {}, "token_ids"),
+        ([VOCABULARY], {}, "token id 50"),
+        ([1] * 65, {}, "context of 64"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([1], {"on_text": print}, "on_text"),
+    ],
+)
+def test_bad_requests_change_nothing(ids, changes, named):
+    engine = Engine(HashingRunner())
+    with pytest.raises(InvalidInput, match=named):
+        engine.add(ids, **{"max_new_tokens": 3, **changes})
+    check_all_free(engine)
+
+
+def test_bad_engines():
+    with pytest.raises(InvalidInput, match="max_running"):
+        Engine(HashingRunner(), max_running=0)
+    with pytest.raises(InvalidInput, match="prefill_tokens"):
+        Engine(HashingRunner(), prefill_tokens=0)
+
+
+def test_stop_ids_of_the_engine_and_of_a_request():
+    whole = continued([1, 2], 10)
+    engine = Engine(HashingRunner(), stop_ids={whole[4]})
+    engine.add([1, 2], max_new_tokens=10)
+    engine.add([1, 2], max_new_tokens=10, stop_ids={whole[7]} - set(whole[:7]))
+    engine.add([1, 2], max_new_tokens=10, stop_ids=())
+    results = finish(engine)
+    assert list(results[0].token_ids) == whole[: whole.index(whole[4]) + 1]
+    assert results[0].finish_reason == "stop"
+    assert list(results[2].token_ids) == whole
+
+
+def test_an_abort_frees_what_waits_and_what_runs():
+    engine = Engine(HashingRunner(rows=2, size=64))
+    ids = [engine.add([start, 5, 6], max_new_tokens=20) for start in range(4)]
+    for _ in range(3):
+        engine.step()
+    running = engine.abort(ids[0])
+    assert list(running.token_ids) == continued([0, 5, 6], 3)
+    assert running.finish_reason == "abort"
+    assert engine.abort(ids[3]).token_ids == ()
+    check_accounts(engine)
+    assert engine.abort(ids[0]) is None
+    with pytest.raises(InvalidInput, match="request_id"):
+        engine.abort(4)
+    results = finish(engine)
+    assert set(results) == {1, 2}
+    assert engine.stats.aborted == 2
+    check_all_free(engine)
+
+
+def test_an_abort_in_the_middle_of_a_step():
+    """Whatever the step was to the request: its prompt's first or last part, or a decode."""
+    for when in range(6):
+        runner = HashingRunner(rows=3)
+        engine = Engine(runner, prefill_tokens=6)
+        ids = [engine.add(range(start, start + 10), max_new_tokens=6) for start in range(4)]
+
+        def during(engine=engine, runner=runner, when=when, ids=ids):
+            if len(runner.ran) == when + 1:
+                assert engine.abort(ids[0]) is not None
+                assert engine.abort(ids[3]) is not None
+                with pytest.raises(InvalidInput, match="one at a time"):
+                    engine.step()
+
+        runner.during = during
+        results = finish(engine)
+        assert set(results) == {1, 2}
+        assert list(results[1].token_ids) == continued(range(1, 11), 6)
+        check_all_free(engine)
+
+
+@pytest.mark.parametrize("when", range(8))
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_model_that_fails_takes_its_step_with_it_and_nothing_else(when, error):
+    runner = HashingRunner(rows=2)
+    engine = Engine(runner, prefill_tokens=6)
+    for start in range(4):
+        engine.add(range(start, start + 10), max_new_tokens=6)
+    said = runner.forward
+
+    def forward(step, indices, laps=None):
+        if len(runner.ran) == when:
+            runner.cache[step.batch.out_cache_loc] = -7  # K and V of a step that broke off
+            runner.ran.append(None)
+            raise error
+        return said(step, indices, laps)
+
+    runner.forward = forward
+    lost = 0
+    results = {}
+    while engine.has_work:
+        try:
+            outputs = engine.step()
+        except type(error):
+            lost = engine.stats.aborted
+            outputs = []
+        results |= {one.request_id: one.result for one in outputs if one.result is not None}
+        check_accounts(engine)
+    assert 1 <= lost <= 2
+    assert len(results) == 4 - lost
+    for index, result in results.items():
+        assert list(result.token_ids) == continued(range(index, index + 10), 6)
+    engine.add(range(10), max_new_tokens=6)
+    (again,) = finish(engine).values()
+    assert list(again.token_ids) == continued(range(10), 6)
+    check_all_free(engine)
+
+
+def test_logits_that_are_not_numbers_end_one_request():
+    runner = HashingRunner()
+    runner.damaged = {9}
+    engine = Engine(runner)
+    engine.add([9, 1, 2, 3, 4, 5], max_new_tokens=5)
+    engine.add([8, 1, 2], max_new_tokens=5)
+    results = finish(engine)
+    assert results[0].finish_reason == "error"
+    assert list(results[1].token_ids) == continued([8, 1, 2], 5)
+    with pytest.raises(AttnmuxError, match="prompt 2 are not numbers"):
+        run_prompts(
+            engine, [Prompt(token_ids=[first, 1], max_new_tokens=2) for first in (8, 9, 7)]
+        )
+    check_all_free(engine)
+
+
+def test_slots_that_others_hold_are_an_error_and_not_an_endless_loop():
+    runner = HashingRunner(size=32)
+    foreign = runner.steps.allocator.alloc(24)
+    engine = Engine(runner)
+    engine.add(range(20), max_new_tokens=2)
+    with pytest.raises(PoolExhausted, match="one engine at a time"):
+        engine.step()
+    runner.steps.allocator.free(foreign)
+    assert len(finish(engine)) == 1
+
+
+def test_an_engine_with_requests_takes_no_set_of_prompts():
+    engine = Engine(HashingRunner())
+    engine.add([1], max_new_tokens=2)
+    with pytest.raises(InvalidInput, match="engine"):
+        run_prompts(engine, [Prompt(token_ids=[1], max_new_tokens=1)])
+
+
+def test_soak():
+    """10,000 arrivals, aborts and evictions at random, from outside and from within steps."""
+    rng = random.Random(11)
+    runner = HashingRunner(rows=5, context=40, size=96, page_size=4)
+    engine = Engine(runner, prefill_tokens=13)
+    asked, alive = {}, set()
+    prompts = random_prompts(rng, 400, longest=25)
+
+    def during():
+        if alive and rng.random() < 0.1:
+            alive.discard(victim := rng.choice(sorted(alive)))
+            engine.abort(victim)
+
+    runner.during = during
+    events = results = 0
+    while events < 10_000:
+        kind = rng.random()
+        if kind < 0.3 and len(alive) < 12:
+            ids, num = rng.choice(prompts), rng.randrange(1, 15)
+            alive.add(request := engine.add(ids, max_new_tokens=num))
+            asked[request] = ids, num
+            events += 1
+        elif kind < 0.36 and alive:
+            alive.discard(victim := rng.choice(sorted(alive)))
+            engine.abort(victim)
+            events += 1
+        elif kind < 0.4:
+            events += 1
+            if rng.random() < 0.2:
+                engine.clear_cache()
+            else:
+                engine._cache.make_room(rng.randrange(96))
+        else:
+            for output in engine.step():
+                if output.result is not None:
+                    alive.discard(output.request_id)
+                    ids, num = asked.pop(output.request_id)
+                    assert list(output.result.token_ids) == continued(ids, num)
+                    results += 1
+        check_accounts(engine)
+    finish(engine)
+    check_all_free(engine)
+    stats = engine.stats
+    assert min(results, stats.retractions, stats.aborted, stats.evicted_tokens) > 200
+    assert stats.reused_tokens > 1000
