@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,11 +109,16 @@ class Tape:
     def held_elsewhere(self) -> list[tuple[str, torch.Tensor]]:
         """Memory that the step made and that others than the tape hold, with its maker."""
         with_one_user = torch.empty(1)
-        alone = torch._C._storage_Use_Count(identity(with_one_user))
+        uncounted = torch._C._storage_Use_Count(identity(with_one_user)) - 1
+        arguments = [(operation.args, operation.kwargs) for operation in self.operations]
+        # Views that operations were called with, and the copy that torch makes of what a factory
+        # function returns, are tensors of their own.
+        own = {id(tensor): tensor for tensor in (*self.made.values(), *tensors(arguments))}
+        users = Counter(identity(tensor) for tensor in own.values())
         return [
             (self.makers[key], tensor)
             for key, tensor in self.made.items()
-            if torch._C._storage_Use_Count(key) > alone
+            if torch._C._storage_Use_Count(key) > uncounted + users[key]
         ]
 
     def freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
