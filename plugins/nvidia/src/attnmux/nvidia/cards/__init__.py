@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard
 from attnmux.nvidia.cards.fa3 import FA3
+from attnmux.nvidia.cards.flashinfer import FLASHINFER
 
-CARDS: tuple[BackendCard, ...] = (FA3,)
+CARDS: tuple[BackendCard, ...] = (FA3, FLASHINFER)

@@ -1,0 +1,87 @@
+"""flashinfer's MHA and GQA kernels."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+
+
+def _clause(dtype: str, phase: Condition, *, deterministic: Condition) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        # README, "GPU Support": from 7.5 on. 7.5 has no bfloat16 and was not tried.
+        version=versions(">=8.0"),
+        # README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1.
+        runtime=runtimes("cuda>=12.6"),
+        phase=phase,
+        kind=one_of("mha"),
+        dtype=one_of(dtype),
+        # `is_fa3_backend_supported` sends 8-bit K and V to fa2, which widens them in registers.
+        kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
+        page_size=ANY,
+        # fa2's instances. K and V of a pool need the same strides (batch_prefill.cu).
+        head_dim=one_of(128, 64, 256),
+        spec_topk=ANY,
+        sliding_window=ANY,
+        cross_attention=ANY,
+        logit_cap=ANY,
+        custom_mask=ANY,
+        lse=ANY,
+        graph=ANY,
+        deterministic=deterministic,
+    )
+
+
+DTYPES = ("bfloat16", "float16")
+PHASES = one_of("extend", "decode", "verify", "draft", "encoder")
+
+FLASHINFER = BackendCard(
+    name="flashinfer",
+    summary="flashinfer's paged and ragged MHA and GQA kernels, compiled on this machine",
+    factory="attnmux.nvidia.flashinfer.factory:make",
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    extra="flashinfer",
+    needs_cpu_seq_lens=True,
+    clauses=(
+        *(_clause(dtype, PHASES, deterministic=NONE) for dtype in DTYPES),
+        # fa2 takes the tile of an extend step from the mean length of its requests, so that sums
+        # depend on the rest of the batch. In decode a tile is one token's heads.
+        *(_clause(dtype, one_of("decode"), deterministic=ANY) for dtype in DTYPES),
+    ),
+    options=(
+        Option(
+            name="prefill_backend",
+            type=str,
+            default="auto",
+            choices=("auto", "fa2", "fa3"),
+            summary="kernels of extend: auto is fa3 on SM90 where it serves the request",
+        ),
+        Option(
+            name="decode_backend",
+            type=str,
+            default="auto",
+            choices=("auto", "fa2", "fa3"),
+            summary="kernels of decode with tensor cores: auto is fa2",
+        ),
+        Option(
+            name="use_tensor_cores",
+            type=str,
+            default="auto",
+            choices=("auto", "on", "off"),
+            summary="in decode: auto from 4 query heads a KV head on, and with 8-bit KV",
+        ),
+        Option(
+            name="workspace_bytes",
+            type=int,
+            default=0,
+            summary="scratch memory; 0: 256 MiB, or what the head counts and graphs need",
+        ),
+    ),
+    priors=(
+        Prior(
+            rank=20,
+            source="H200, bf16: next to fa3, and the one that takes draft trees at any page size; "
+            "elsewhere the fastest that is there",
+        ),
+    ),
+)

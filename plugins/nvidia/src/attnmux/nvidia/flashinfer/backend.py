@@ -1,0 +1,296 @@
+"""The contract, served by flashinfer's wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
+from attnmux.nvidia.flashinfer.graphs import GraphPlans, graph_workspace_bytes
+from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
+from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.planning import EagerPlans, Role
+from attnmux.nvidia.flashinfer.settings import read_settings
+from attnmux.nvidia.flashinfer.states import merge, to_natural
+from attnmux.nvidia.flashinfer.step import Step
+
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
+
+ADDRESS = "nvidia/flashinfer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Cache:
+    """A layer's part of the pool."""
+
+    kv: tuple[torch.Tensor, torch.Tensor]
+    """K and V, [pages, page_size, Hkv, D]."""
+    k_scale: float | None
+    v_scale: float | None
+    """None for 1: the library then leaves out a product."""
+
+
+class FlashInferBackend(AttentionBackend):
+    """MHA and GQA through flashinfer, eager and in graphs.
+
+    Extend attends to the call's own K and V, and merges that with attention over the cached prefix
+    where there is one. Where layers have windows or cross attention, with a quantised pool, for
+    drafts and in graphs it reads all keys from the pool.
+    """
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+    ) -> None:
+        """Compiles the kernels of every phase that the request asks for.
+
+        Raises InvalidInput for options that no kernel serves, BackendFailed where a kernel does not
+        compile.
+        """
+        super().__init__(context, options)
+        self._kernels = kernels
+        self._groups = plan_groups(context.layers)
+        self._distinct = tuple(dict.fromkeys(self._groups.values()))
+        self._settings = read_settings(context, options, self._distinct)
+        self._is_encoder = not any(layer.is_causal for layer in context.layers)
+        self._reads_calls = self._settings.kv_dtype == self._settings.dtype and not any(
+            group.window >= 0 or group.view.cross for group in self._distinct
+        )
+        self._eager = self._eager_plans(self._settings.workspace_bytes)
+        self._graphs: list[GraphPlans] = []
+        self._caches: dict[int, _Cache] = {}
+        self._step: Step | None = None
+        self._roles: tuple[Role, ...] = ()
+        self._planned: dict[tuple[Role, PlanGroup], Any] = {}
+        self._compile()
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Plan the step for every group of layers."""
+        self._planned = {}
+        self._step = None
+        if batch.forward_mode is ForwardMode.IDLE:
+            return
+        step = self._step = Step(batch, self.context, self._settings.page_size)
+        if step.num_rows == 0:
+            return
+        role = _pool_role(step)
+        wrappers = self._graph_wrappers(batch, step, role, in_capture)
+        if wrappers is not None:
+            self._roles = (role,)
+            self._planned = {(role, group): wrapper for group, wrapper in wrappers.items()}
+            return
+        self._roles = self._eager_roles(step, role)
+        for group in self._distinct:
+            for each in self._roles:
+                self._planned[each, group] = self._eager.plan(each, group, step)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if any(graphs.has_room(max_bs, max_num_tokens) for graphs in self._graphs):
+            return
+        nbytes = self._settings.workspace_bytes
+        if not self.options["workspace_bytes"]:
+            nbytes = max(nbytes, graph_workspace_bytes(self._distinct, max_bs, max_num_tokens))
+        self._eager = self._eager_plans(nbytes)
+        # Graphs that were captured before go on with their own buffers.
+        self._graphs.append(
+            GraphPlans(
+                self._kernels,
+                self._settings,
+                self.context,
+                self._distinct,
+                workspace=self._workspace(nbytes),
+                max_batch_size=max_bs,
+                max_num_tokens=max_num_tokens,
+            )
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None or not out.is_contiguous():
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._attend(Role.DECODE, layer, q, k, v, out, lse)
+        if lse is not None:
+            to_natural(lse)
+        return out
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None or not out.is_contiguous():
+            out = q.new_empty((*q.shape[:2], layer.v_head_dim))
+        step = self._step
+        if step is None or step.num_rows == 0:
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return out.zero_()
+        rows = step.num_rows
+        q, of_rows = q[:rows], out[:rows]
+        lse = None if lse is None else lse[:rows]
+        roles = self._roles
+        if k is None or v is None:
+            roles = (_pool_role(step),)
+        elif not save_kv_cache:
+            roles = (Role.RAGGED,)
+        if k is not None and v is not None and not layer.is_cross_attention:
+            k, v = k[:rows], v[:rows]
+        if len(roles) == 2:
+            self._attend_in_parts(roles, layer, q, k, v, of_rows, lse)
+        else:
+            self._attend(roles[0], layer, q, k, v, of_rows, lse)
+        if lse is not None:
+            to_natural(lse)
+        return out
+
+    def _attend_in_parts(
+        self,
+        roles: tuple[Role, ...],
+        layer: LayerSpec,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attention over two parts of the keys, merged; `lse` in base 2."""
+        states = [
+            (torch.empty_like(out), q.new_empty(q.shape[:2], dtype=torch.float32)) for _ in roles
+        ]
+        for role, state in zip(roles, states, strict=True):
+            self._attend(role, layer, q, k, v, *state)
+        merged, merged_lse = merge(self._kernels, *states)
+        out.copy_(merged)
+        if lse is not None:
+            lse.copy_(merged_lse)
+
+    def _attend(
+        self,
+        role: Role,
+        layer: LayerSpec,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attention over one part of the keys; `lse` in base 2."""
+        wrapper = self._wrapper(role, self._groups[layer.layer_id])
+        if role is Role.RAGGED:
+            wrapper.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
+            return
+        cache = self._caches.get(layer.layer_id) or self._cache(layer)
+        wrapper.run(
+            q,
+            cache.kv,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+        )
+
+    def _wrapper(self, role: Role, group: PlanGroup) -> Any:  # noqa: ANN401  # the library's class
+        """Planned for this step, now where a call wants what most calls do not."""
+        wrapper = self._planned.get((role, group))
+        if wrapper is None and self._step is not None:
+            wrapper = self._planned[role, group] = self._eager.plan(role, group, self._step)
+        return wrapper
+
+    def _cache(self, layer: LayerSpec) -> _Cache:
+        pool = self.context.token_to_kv_pool
+        keys, values = (
+            buffer.view(-1, self._settings.page_size, *buffer.shape[1:])
+            for buffer in pool.get_kv_buffer(layer.layer_id)
+        )
+        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
+        cache = self._caches[layer.layer_id] = _Cache(
+            kv=(keys, values),
+            k_scale=None if k_scale == 1 else k_scale,
+            v_scale=None if v_scale == 1 else v_scale,
+        )
+        return cache
+
+    def _graph_wrappers(
+        self, batch: ForwardBatch, step: Step, role: Role, in_capture: bool
+    ) -> Mapping[PlanGroup, Any] | None:
+        """Planned wrappers of a batch that is captured now or was before."""
+        if in_capture:
+            return self._graphs[-1].prepare(batch, step, role)
+        replanned = (graphs.replan(batch, step) for graphs in self._graphs)
+        return next((wrappers for wrappers in replanned if wrappers is not None), None)
+
+    def _eager_roles(self, step: Step, pool_role: Role) -> tuple[Role, ...]:
+        """The parts of the keys that most calls of the step attend to."""
+        if self._is_encoder:
+            return (Role.RAGGED,)
+        if pool_role is not Role.PAGED or not self._reads_calls:
+            return (pool_role,)
+        return (Role.RAGGED, Role.PREFIX) if step.has_prefix else (Role.RAGGED,)
+
+    def _eager_plans(self, workspace_bytes: int) -> EagerPlans:
+        return EagerPlans(self._kernels, self._settings, self._workspace(workspace_bytes))
+
+    def _workspace(self, nbytes: int) -> torch.Tensor:
+        """Scratch of the kernels. They run one after another, so all wrappers share it."""
+        return self.context.workspace.get("flashinfer", nbytes)
+
+    def _compile(self) -> None:
+        try:
+            for batch in tiny_batches(self.context):
+                self.init_forward_metadata_out_graph(batch)
+                if len(self._roles) == 2:
+                    group = self._distinct[0]
+                    shape = (1, group.num_q_heads, group.v_head_dim)
+                    values = torch.zeros(
+                        shape, dtype=self._settings.dtype, device=self.context.device
+                    )
+                    state = (values, values[..., 0].float())
+                    merge(self._kernels, state, state)
+        except (AttnmuxError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the library, ninja or nvcc come to
+            lines = str(error).strip().splitlines() or [""]
+            reason = f"{type(error).__name__}: {lines[0]}"
+            raise BackendFailed(ADDRESS, reason, hint=HINT) from error
+
+
+def _pool_role(step: Step) -> Role:
+    """How a step reads all of its keys from the pool."""
+    mode = step.batch.forward_mode
+    if mode.is_decode():
+        return Role.DECODE
+    if step.custom_mask is not None:
+        return Role.MASKED
+    if mode.is_target_verify() or mode.is_draft_extend():
+        return Role.DRAFT
+    return Role.PAGED

@@ -1,0 +1,30 @@
+"""Where flashinfer is imported: called for the backend that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashinfer import (  # type: ignore[import-not-found]  # an optional library
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    merge_state,
+)
+from flashinfer.decode import fast_decode_plan  # type: ignore[import-not-found]  # an optional library
+
+from attnmux.core.backend import NO_OPTIONS, BackendContext
+from attnmux.nvidia.flashinfer.backend import FlashInferBackend
+from attnmux.nvidia.flashinfer.kernels import Kernels
+
+KERNELS = Kernels(
+    decode=BatchDecodeWithPagedKVCacheWrapper,
+    paged=BatchPrefillWithPagedKVCacheWrapper,
+    ragged=BatchPrefillWithRaggedKVCacheWrapper,
+    merge_state=merge_state,
+    fast_decode_plan=fast_decode_plan,
+)
+
+
+def make(context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> FlashInferBackend:
+    """The backend over the installed library."""
+    return FlashInferBackend(context, options, KERNELS)

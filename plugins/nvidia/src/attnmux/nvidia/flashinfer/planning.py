@@ -1,0 +1,158 @@
+"""The library's wrappers, and how each is planned for a step."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from attnmux.nvidia.flashinfer.groups import PlanGroup, View
+from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.settings import Settings
+from attnmux.nvidia.flashinfer.step import Keys, Step
+
+LAYOUT = "NHD"
+"""[pages, page_size, heads, dim]: how pools lie."""
+
+
+class Role(Enum):
+    """What a wrapper is planned for. Those of one step keep their plans side by side."""
+
+    DECODE = auto()
+    """One new token a request, keys in the pool."""
+    PAGED = auto()
+    """Many new tokens, all keys in the pool."""
+    DRAFT = auto()
+    """The same for a few draft tokens behind long prefixes: fa2, which splits the keys."""
+    MASKED = auto()
+    """The same with a custom mask."""
+    PREFIX = auto()
+    """Many new tokens against the keys before them, in the pool."""
+    RAGGED = auto()
+    """Many new tokens against K and V of the call, in cross attention those of the encoder."""
+
+
+def constants(group: PlanGroup, settings: Settings, window: int) -> dict[str, Any]:
+    """Arguments of `plan` that every wrapper takes."""
+    return {
+        "window_left": window,
+        "logits_soft_cap": group.logit_cap,
+        "sm_scale": group.scaling,
+        "q_data_type": settings.dtype,
+    }
+
+
+def plan_decode(wrapper: Any, group: PlanGroup, settings: Settings, keys: Keys) -> None:  # noqa: ANN401  # the library's class
+    """Plan a decode wrapper; one over fixed buffers is given their contents too."""
+    wrapper.plan(
+        keys.indptr,
+        keys.indices,
+        keys.last_page_len,
+        group.num_q_heads,
+        group.num_kv_heads,
+        group.head_dim,
+        settings.page_size,
+        kv_data_type=settings.kv_dtype,
+        disable_split_kv=settings.deterministic,
+        **constants(group, settings, group.window),
+    )
+
+
+def plan_paged(
+    wrapper: Any,  # noqa: ANN401  # the library's class
+    role: Role,
+    group: PlanGroup,
+    settings: Settings,
+    step: Step,
+    keys: Keys,
+) -> None:
+    """Plan a prefill wrapper over the pool.
+
+    A custom mask is packed on the device by offsets on the device, which the library computes from
+    the lengths where they lie; so these go there too, and it synchronises to get them back.
+    """
+    lens = [step.qo_indptr, keys.indptr, keys.indices, keys.last_page_len]
+    masked = role is Role.MASKED
+    if masked:
+        lens = [values.to(keys.indices.device, non_blocking=True) for values in lens]
+    wrapper.plan(
+        *lens,
+        group.num_q_heads,
+        group.num_kv_heads,
+        group.head_dim,
+        settings.page_size,
+        head_dim_vo=group.v_head_dim,
+        custom_mask=step.custom_mask if masked else None,
+        causal=group.is_causal and role is not Role.PREFIX and not masked,
+        kv_data_type=settings.kv_dtype,
+        **constants(group, settings, group.window),
+    )
+
+
+class EagerPlans:
+    """One wrapper for each role and group, made when first planned."""
+
+    def __init__(self, kernels: Kernels, settings: Settings, workspace: torch.Tensor) -> None:
+        self._kernels = kernels
+        self._settings = settings
+        self._workspace = workspace
+        self._wrappers: dict[tuple[Role, PlanGroup], Any] = {}
+
+    def plan(self, role: Role, group: PlanGroup, step: Step) -> Any:  # noqa: ANN401  # the library's class
+        """The wrapper of a role and group, planned for the step."""
+        wrapper = self._wrappers.get((role, group))
+        if wrapper is None:
+            wrapper = self._wrappers[role, group] = self._make(role)
+        if role is Role.DECODE:
+            plan_decode(wrapper, group, self._settings, step.keys(group.view))
+        elif role is Role.RAGGED:
+            self._plan_ragged(wrapper, group, step)
+        else:
+            keys = step.keys(keys_view(role, group))
+            plan_paged(wrapper, role, group, self._settings, step, keys)
+        return wrapper
+
+    def _make(self, role: Role) -> Any:  # noqa: ANN401  # the library's class
+        if role is Role.DECODE:
+            return self._kernels.decode(
+                self._workspace,
+                LAYOUT,
+                use_tensor_cores=self._settings.tensor_cores,
+                backend=self._settings.decode_backend,
+            )
+        make = self._kernels.ragged if role is Role.RAGGED else self._kernels.paged
+        return make(self._workspace, LAYOUT, backend=prefill_backend(role, self._settings))
+
+    def _plan_ragged(
+        self,
+        wrapper: Any,  # noqa: ANN401  # the library's class
+        group: PlanGroup,
+        step: Step,
+    ) -> None:
+        wrapper.plan(
+            step.qo_indptr,
+            step.encoder_indptr() if group.view.cross else step.qo_indptr,
+            group.num_q_heads,
+            group.num_kv_heads,
+            group.head_dim,
+            head_dim_vo=group.v_head_dim,
+            causal=group.is_causal,
+            kv_data_type=self._settings.dtype,
+            **constants(group, self._settings, group.window),
+        )
+
+
+def keys_view(role: Role, group: PlanGroup) -> View:
+    """The keys that a plan over the pool reads."""
+    if role is Role.MASKED:
+        return group.all_keys
+    return group.prefix if role is Role.PREFIX else group.view
+
+
+def prefill_backend(role: Role, settings: Settings) -> str:
+    """fa3 knows no custom mask and does not split keys. The library keeps what "auto" came to, so a
+    wrapper must not be planned with a mask in one step and without in another."""
+    if role in (Role.DRAFT, Role.MASKED):
+        return "fa2"
+    return settings.prefill_backend

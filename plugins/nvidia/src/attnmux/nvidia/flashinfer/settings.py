@@ -1,0 +1,108 @@
+"""What the options and the request come to: which kernels, and how much scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import InvalidInput
+from attnmux.nvidia.flashinfer.groups import PlanGroup
+
+MIB = 1 << 20
+
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
+"""Query heads a KV head that decode kernels without tensor cores are made for
+(`DISPATCH_GQA_GROUP_SIZE`)."""
+
+TENSOR_CORE_GROUP = 4
+"""From this many query heads a KV head on, tensor cores are faster."""
+
+SPLIT_CTAS = 2 * 160
+"""Most parts that keys are cut into: two thread blocks on each SM of the largest devices."""
+
+ROWS_OF_A_TILE = 128
+"""Query rows of one thread block, at most."""
+
+_USE = {"on": True, "off": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What all plans of one backend have in common."""
+
+    dtype: torch.dtype
+    """Of Q, of the output, and of K and V that come with a call."""
+    kv_dtype: torch.dtype
+    """Of the pool."""
+    page_size: int
+    """Of the kernels' view of the pool."""
+    prefill_backend: str
+    decode_backend: str
+    tensor_cores: bool
+    """In decode."""
+    deterministic: bool
+    """Decode does not split keys: how they are split depends on the rest of the batch."""
+    workspace_bytes: int
+
+
+def read_settings(
+    context: BackendContext, options: Mapping[str, object], groups: Sequence[PlanGroup]
+) -> Settings:
+    """Raises InvalidInput for what no kernel serves."""
+    request, pool = context.request, context.token_to_kv_pool
+    if request.dtype is None:
+        raise InvalidInput("request.dtype", came=None, expected="the dtype of Q, for the plans")
+    dtype = torch_dtype(request.dtype)
+    prefill = str(options["prefill_backend"])
+    if prefill == "fa3" and pool.dtype != dtype:
+        raise InvalidInput(
+            "flashinfer.prefill_backend",
+            came=f"'fa3' with a pool of {pool.dtype}",
+            expected=f"'fa2' or 'auto': fa3 reads K and V in the dtype of Q, {dtype}",
+        )
+    # In an encoder-decoder model decoder tokens begin behind the encoder's, in mid-page.
+    has_encoder = any(group.view.cross for group in groups)
+    deterministic = request.deterministic
+    return Settings(
+        dtype=dtype,
+        kv_dtype=pool.dtype,
+        page_size=1 if has_encoder else pool.page_size,
+        prefill_backend=prefill,
+        decode_backend=str(options["decode_backend"]),
+        tensor_cores=_tensor_cores(str(options["use_tensor_cores"]), groups, dtype, pool.dtype)
+        or deterministic,
+        deterministic=deterministic,
+        workspace_bytes=int(str(options["workspace_bytes"])) or _workspace_bytes(groups),
+    )
+
+
+def _tensor_cores(
+    asked: str, groups: Sequence[PlanGroup], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> bool:
+    sizes = {group.num_q_heads // group.num_kv_heads for group in groups}
+    wanted = _USE.get(asked, kv_dtype != dtype or max(sizes) >= TENSOR_CORE_GROUP)
+    unserved = sizes.difference(CUDA_CORE_GROUPS)
+    if not wanted and unserved:
+        raise InvalidInput(
+            "flashinfer.use_tensor_cores",
+            came=f"{asked!r} with {max(unserved)} query heads a KV head",
+            expected=f"'on' or 'auto': kernels without them serve {CUDA_CORE_GROUPS} heads",
+        )
+    return wanted
+
+
+def _workspace_bytes(groups: Sequence[PlanGroup]) -> int:
+    """256 MiB, or 512 MiB where a step split over a large device does not fit.
+
+    `PrefillPlan` in scheduler.cuh keeps float32 partial outputs: heads * parts / KV heads * rows of
+    a tile * head dim. 64 query heads over 4 KV heads of 128 (Qwen3-235B-A22B) take more than 256.
+    """
+    most = max(
+        group.num_q_heads // group.num_kv_heads * SPLIT_CTAS * ROWS_OF_A_TILE * group.v_head_dim * 4
+        for group in groups
+    )
+    return 512 * MIB if most > 256 * MIB else 256 * MIB
