@@ -10,6 +10,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.encoder_slots import check_encoder_len, split_encoder
 from attnmux.transformers.sequence import SequenceState, Step
 
 
@@ -22,11 +23,26 @@ class StepBuilder:
         allocator: PagedAllocator,
         *,
         max_step_tokens: int | None = None,
+        max_encoder_len: int = 0,
     ) -> None:
-        """max_step_tokens: T of the largest step that the model can run; None for any."""
+        """max_step_tokens: T of the largest step that the model can run; None for any.
+
+        max_encoder_len: encoder tokens of a request, for which every row of the table has columns
+        in front of the tokens'; 0 in a decoder-only model.
+        """
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.max_step_tokens = max_step_tokens
+        self.max_encoder_len = max_encoder_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.allocator.device
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of the longest request, its encoder's apart."""
+        return self.req_to_token_pool.max_context_len - self.max_encoder_len
 
     def extend(
         self,
@@ -46,26 +62,24 @@ class StepBuilder:
         self._check_new(states, counts)
         prefixes = [state.num_cached for state in states]
         ends = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+        starts = [state.num_columns for state in states]
+        stops = [state.encoder_len + end for state, end in zip(states, ends, strict=True)]
+        encoder = [state.encoder_len for state in states]
         new_rows = self._take_rows(states)
         try:
-            host = torch.tensor([[state.row for state in states], prefixes, ends])
-            rows, prefix_lens, seq_lens = host.to(self.allocator.device).unbind()
-            slots = self.allocator.alloc_extend(
-                prefix_lens,
-                seq_lens,
-                self._last_loc(rows, prefix_lens),
-                sum(counts),
-                prefix_lens_cpu=host[1],
-                seq_lens_cpu=host[2],
-            )
+            in_rows = [state.row for state in states]
+            host = torch.tensor([in_rows, prefixes, ends, starts, stops, encoder])
+            rows, prefix_lens, seq_lens, *columns, encoder_lens = host.to(self.device).unbind()
+            slots = self._extend_rows(rows, columns, host[3:5])
         except BaseException:
             self._give_rows(new_rows)
             raise
         extend_lens = seq_lens - prefix_lens
-        self.req_to_token_pool.write(rows, prefix_lens, extend_lens, slots)
         input_ids, positions = self._tokens(states, prefixes, ends)
+        slots, encoder_slots, encoder_states = split_encoder(slots, states, counts)
         for state, end in zip(states, ends, strict=True):
             state.num_cached = end
+            state.encoder_cached = state.encoder_states is not None
         batch = ForwardBatch(
             forward_mode=forward_mode,
             batch_size=len(states),
@@ -80,8 +94,15 @@ class StepBuilder:
             extend_prefix_lens=prefix_lens.to(torch.int32),
             extend_prefix_lens_cpu=host[1].to(torch.int32),
             extend_num_tokens=sum(counts),
+            encoder_lens=encoder_lens.to(torch.int32) if self.max_encoder_len else None,
+            encoder_out_cache_loc=encoder_slots,
         )
-        return Step(batch=batch, input_ids=input_ids, last_indices=extend_lens.cumsum(0) - 1)
+        return Step(
+            batch=batch,
+            input_ids=input_ids,
+            last_indices=extend_lens.cumsum(0) - 1,
+            encoder_states=encoder_states,
+        )
 
     def decode(self, states: Sequence[SequenceState]) -> Step:
         """A step over the one pending token of each request.
@@ -134,10 +155,27 @@ class StepBuilder:
         table = self.req_to_token_pool.req_to_token
         with self.allocator.free_group():
             for state in held:
-                self.allocator.free(table[state.row, state.num_shared : state.num_cached])
+                self.allocator.free(table[state.row, state.num_shared : state.num_columns])
         self._give_rows(held)
         for state in held:
             state.num_cached = state.num_shared = 0
+            state.encoder_cached = False
+
+    def _extend_rows(
+        self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor
+    ) -> torch.Tensor:
+        """Slots for what is new of each request, written to its columns from start to stop."""
+        starts, stops = columns
+        slots = self.allocator.alloc_extend(
+            starts,
+            stops,
+            self._last_loc(rows, starts),
+            int((columns_cpu[1] - columns_cpu[0]).sum()),
+            prefix_lens_cpu=columns_cpu[0],
+            seq_lens_cpu=columns_cpu[1],
+        )
+        self.req_to_token_pool.write(rows, starts, stops - starts, slots)
+        return slots
 
     def _tokens(
         self, states: Sequence[SequenceState], starts: Sequence[int], ends: Sequence[int]
@@ -148,7 +186,7 @@ class StepBuilder:
         for state, start, end in zip(states, starts, ends, strict=True):
             ids += state.token_ids[start:end]
             positions += range(start, end)
-        packed = torch.tensor([ids, positions]).to(self.allocator.device)
+        packed = torch.tensor([ids, positions]).to(self.device)
         return packed[0], packed[1]
 
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
@@ -160,8 +198,9 @@ class StepBuilder:
                 came=f"{sum(counts)} tokens in one step",
                 expected=f"at most {self.max_step_tokens}, the longest row that the model can read",
             )
-        longest = self.req_to_token_pool.max_context_len
+        longest = self.max_context_len
         for state, count in zip(states, counts, strict=True):
+            check_encoder_len(state.encoder_len, self.max_encoder_len)
             if not 1 <= count <= state.num_pending:
                 raise InvalidInput(
                     "num_new", came=count, expected=f"1 to {state.num_pending} pending tokens"

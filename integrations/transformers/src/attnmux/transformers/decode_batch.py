@@ -35,14 +35,19 @@ class DecodeBatch:
                 [state.row for state in states],
                 [state.num_cached for state in states],
                 [state.token_ids[-1] for state in states],
+                [state.encoder_len for state in states],
             ]
         )
         device = allocator.device
-        self._rows, cached, self._first_ids = host.to(device).unbind()
+        self._rows, cached, self._first_ids, encoder = host.to(device).unbind()
         self._lens = cached.to(torch.int32)
         self._lens_cpu = host[1].to(torch.int32)
         self._lens_sum = int(host[1].sum())
-        self._last_loc = req_to_token_pool.req_to_token[self._rows, (cached - 1).clamp(min=0)]
+        columns = cached + encoder
+        self._last_loc = req_to_token_pool.req_to_token[self._rows, (columns - 1).clamp(min=0)]
+        has_encoder = any(state.encoder_len for state in states)
+        self._encoder_lens = encoder.to(torch.int32) if has_encoder else None
+        self._encoder_lens_cpu = host[3].to(torch.int32)
         self._each = torch.arange(len(states), device=device)
 
     def step(self, token_ids: torch.Tensor | None = None) -> Step:
@@ -53,8 +58,7 @@ class DecodeBatch:
         """
         positions = self._lens.long()
         lens, lens_cpu = self._lens + 1, self._lens_cpu + 1
-        slots = self._allocator.alloc_decode(lens, self._last_loc, seq_lens_cpu=lens_cpu)
-        self._table.write(self._rows, positions, None, slots)
+        slots = self._allocate(positions, lens, lens_cpu)
         self._lens, self._lens_cpu, self._last_loc = lens, lens_cpu, slots
         self._lens_sum += len(self.states)
         for state in self.states:
@@ -68,6 +72,18 @@ class DecodeBatch:
             positions=positions,
             seq_lens_cpu=lens_cpu,
             seq_lens_sum=self._lens_sum,
+            encoder_lens=self._encoder_lens,
         )
         input_ids = self._first_ids if token_ids is None else token_ids
         return Step(batch=batch, input_ids=input_ids, last_indices=self._each)
+
+    def _allocate(
+        self, positions: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor
+    ) -> torch.Tensor:
+        """Slots [B] of the new tokens, written to the table behind the encoder's."""
+        if self._encoder_lens is not None:
+            positions = positions + self._encoder_lens
+            lens, lens_cpu = lens + self._encoder_lens, lens_cpu + self._encoder_lens_cpu
+        slots = self._allocator.alloc_decode(lens, self._last_loc, seq_lens_cpu=lens_cpu)
+        self._table.write(self._rows, positions, None, slots)
+        return slots

@@ -22,6 +22,24 @@ class SequenceState:
     num_shared: int = 0
     """Leading tokens whose slots belong to somebody else, such as a prefix tree: whole pages, which
     the request reads and its release leaves alone."""
+    encoder_states: torch.Tensor | None = None
+    """[E, width] in an encoder-decoder model: what cross-attention reads."""
+    encoder_cached: bool = False
+    """Whether the row holds the encoder's slots, in front of the tokens'."""
+
+    @property
+    def encoder_len(self) -> int:
+        """E; 0 without an encoder."""
+        return 0 if self.encoder_states is None else self.encoder_states.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Leading columns of the row that hold slots: the encoder's and the cached tokens'."""
+        return self.num_cached + (self.encoder_len if self.encoder_cached else 0)
+
+    def columns_for(self, num_new: int) -> int:
+        """Columns that are new when `num_new` pending tokens run."""
+        return self.encoder_len + self.num_cached + num_new - self.num_columns
 
     @property
     def num_pending(self) -> int:
@@ -38,3 +56,5 @@ class Step:
     """[T] int64"""
     last_indices: torch.Tensor
     """[B] int64: each request's last new token among the T."""
+    encoder_states: torch.Tensor | None = None
+    """[E, width]: those of the requests whose encoder is new in this step, one behind the other."""
