@@ -40,6 +40,8 @@ class FA3Backend(AttentionBackend):
         groups = (call.group for call in self._calls.values() if call.group is not None)
         self._groups: tuple[KeyGroup, ...] = tuple(dict.fromkeys(groups))
         self._fixed: dict[KeyGroup, Keys] = {}
+        self._fixed_batch_size = 0
+        self._outgrown: list[dict[KeyGroup, Keys]] = []
         self._step: Step | None = None
 
     def init_forward_metadata_out_graph(
@@ -56,7 +58,11 @@ class FA3Backend(AttentionBackend):
             self._step.fill(batch, self._groups, self.context)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._fixed = fixed_buffers(self._groups, max_bs, self.context)
+        """Called again, for graphs of another mode, it keeps what captured graphs point at."""
+        if max_bs > self._fixed_batch_size:
+            self._outgrown.append(self._fixed)
+            self._fixed = fixed_buffers(self._groups, max_bs, self.context)
+            self._fixed_batch_size = max_bs
 
     def forward_decode(
         self,
@@ -138,8 +144,8 @@ class FA3Backend(AttentionBackend):
             arguments["cu_seqlens_q"] = step.query_bounds(q.device)
             arguments["max_seqlen_q"] = step.max_seqlen_q
         else:
-            q = q.view(step.batch_size, each, *q.shape[1:])
-            into = None if into is None else into.view(step.batch_size, each, *into.shape[1:])
+            q = _by_request(q, each)
+            into = None if into is None else _by_request(into, each)
         if call.quantised is not None:
             arguments.update(call.quantised.descales(step.batch_size))
         result = self._kernels.flash_attn_with_kvcache(
@@ -193,6 +199,11 @@ class FA3Backend(AttentionBackend):
             result, kernels_lse, *_ = result
             _store_lse(kernels_lse, lse, None)
         return result if out is None else out
+
+
+def _by_request(rows: torch.Tensor, each: int) -> torch.Tensor:
+    """[T, H, D] as [B, each, H, D]."""
+    return rows.unsqueeze(1) if each == 1 else rows.view(-1, each, *rows.shape[1:])
 
 
 def _store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:

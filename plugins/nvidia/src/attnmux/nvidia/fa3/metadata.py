@@ -99,6 +99,8 @@ class Step:
         self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
     ) -> None:
         """Build what the layers read, by device operations of static shape."""
+        # What a warm-up made is not part of the capture that follows it.
+        self.bounds.clear()
         for group in groups:
             self.keys[group] = self._keys(batch, group, context)
         if self.queries_each is None and batch.extend_seq_lens is not None:
