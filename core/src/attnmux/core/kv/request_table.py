@@ -100,18 +100,20 @@ class ReqToTokenPool:
         Raises InvalidInput, before anything is written, for what does not fit together.
         """
         batch_size, num_tokens = req_pool_indices.numel(), slots.numel()
-        if lens is None:
-            lens = torch.ones_like(starts)
-        for argument, values in (("starts", starts), ("lens", lens)):
+        for argument, values in (("starts", starts), ("lens", starts if lens is None else lens)):
             if values.numel() != batch_size:
                 raise InvalidInput(
                     argument, came=f"{values.numel()} values", expected=f"{batch_size}, one a row"
                 )
         if self.device.type == "cpu" and batch_size:
-            self._check_cells(req_pool_indices, starts, lens, num_tokens)
-        first = req_pool_indices * self.max_context_len + starts - (lens.cumsum(0) - lens)
-        cells = first.repeat_interleave(lens, output_size=num_tokens)
-        cells += torch.arange(num_tokens, device=cells.device)
+            each = torch.ones_like(starts) if lens is None else lens
+            self._check_cells(req_pool_indices, starts, each, num_tokens)
+        cells = req_pool_indices * self.max_context_len + starts
+        if lens is not None:
+            cells = (cells - (lens.cumsum(0) - lens)).repeat_interleave(
+                lens, output_size=num_tokens
+            )
+            cells += torch.arange(num_tokens, device=cells.device)
         self.req_to_token.view(-1).index_copy_(0, cells, slots.to(torch.int32))
 
     def _check_cells(
