@@ -60,6 +60,17 @@ def test_a_locked_prefix_outlives_a_split_and_an_eviction():
     assert tree.allocator.available_size() == tree.allocator.size
 
 
+def test_a_prefix_may_be_locked_some_time_after_its_match():
+    tree = tree_of(1)
+    tree.insert([1], tree.allocator.alloc(1))
+    tree.insert([2], tree.allocator.alloc(1))
+    node = tree.match([1]).node
+    assert tree.evict(1) == 1  # the other one
+    tree.lock(node)
+    assert tree.evict(1) == 0
+    assert len(tree.match([1]).slots) == 1
+
+
 def test_the_least_recently_used_end_goes_first_and_no_more_than_asked():
     tree = tree_of(2)
     slots = tree.allocator.alloc(8)
