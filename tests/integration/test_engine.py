@@ -7,16 +7,31 @@ import zlib
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool
-from attnmux.transformers import Engine, Prompt, SamplingParams, StepBuilder, recall, run_prompts
+from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
+from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
 
 VOCABULARY = 50
 PLACES = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Thousands of steps over a few numbers each: waking threads would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _bold(monkeypatch):
+    """Requests are let in without regard to how they grow, so that memory runs out often."""
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
 
 
 def next_token(ids):
@@ -139,6 +154,7 @@ def random_prompts(rng, num, *, longest):
         (80, {"prefix_cache": False}),
     ],
 )
+@pytest.mark.usefixtures("_bold")
 def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
     runner = HashingRunner(rows=6, size=size, page_size=page_size, context=80)
     engine = Engine(runner, **options)
@@ -155,7 +171,7 @@ def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
     assert stats.finished == len(prompts)
     assert stats.prompt_tokens == sum(map(len, prompts))
     assert (stats.reused_tokens > 0) == options.get("prefix_cache", True)
-    if size == 80:
+    if size == 80 and page_size < 16:
         assert stats.retractions > 0
     room = options.get("prefill_tokens", 8192)
     assert all(new <= room + batch for _, new, batch in runner.ran)
@@ -199,7 +215,7 @@ def test_whole_pages_are_reused_and_one_token_is_left_to_run(page_size, length, 
     runner = HashingRunner(rows=2, context=128, size=512, page_size=page_size)
     engine = Engine(runner)
     for _ in range(2):
-        engine.add(range(length - 30, 2 * length - 30) if length < 50 else [7] * length, max_new_tokens=1)
+        engine.add([7] * length, max_new_tokens=1)
         (result,) = finish(engine).values()
     assert result.reused_tokens == reused
     assert engine.stats.reused_tokens == reused
@@ -228,6 +244,7 @@ def test_an_answer_is_a_prefix_of_the_next_question():
     assert second.reused_tokens == 16
 
 
+@pytest.mark.usefixtures("_bold")
 def test_the_oldest_request_gets_on_when_memory_runs_out():
     """All fit into the pool at first, and none of the others does at the end."""
     runner = HashingRunner(rows=4, size=48, page_size=4, context=48)
@@ -371,9 +388,7 @@ def test_logits_that_are_not_numbers_end_one_request():
     assert results[0].finish_reason == "error"
     assert list(results[1].token_ids) == continued([8, 1, 2], 5)
     with pytest.raises(AttnmuxError, match="prompt 2 are not numbers"):
-        run_prompts(
-            engine, [Prompt(token_ids=[first, 1], max_new_tokens=2) for first in (8, 9, 7)]
-        )
+        run_prompts(engine, [Prompt(token_ids=[first, 1], max_new_tokens=2) for first in (8, 9, 7)])
     check_all_free(engine)
 
 
@@ -395,10 +410,11 @@ def test_an_engine_with_requests_takes_no_set_of_prompts():
         run_prompts(engine, [Prompt(token_ids=[1], max_new_tokens=1)])
 
 
+@pytest.mark.usefixtures("_bold")
 def test_soak():
     """10,000 arrivals, aborts and evictions at random, from outside and from within steps."""
     rng = random.Random(11)
-    runner = HashingRunner(rows=5, context=40, size=96, page_size=4)
+    runner = HashingRunner(rows=5, context=48, size=72, page_size=4)
     engine = Engine(runner, prefill_tokens=13)
     asked, alive = {}, set()
     prompts = random_prompts(rng, 400, longest=25)
@@ -413,7 +429,7 @@ def test_soak():
     while events < 10_000:
         kind = rng.random()
         if kind < 0.3 and len(alive) < 12:
-            ids, num = rng.choice(prompts), rng.randrange(1, 15)
+            ids, num = rng.choice(prompts), rng.randrange(1, 20)
             alive.add(request := engine.add(ids, max_new_tokens=num))
             asked[request] = ids, num
             events += 1
@@ -426,7 +442,7 @@ def test_soak():
             if rng.random() < 0.2:
                 engine.clear_cache()
             else:
-                engine._cache.make_room(rng.randrange(96))
+                engine._cache.make_room(rng.randrange(72))
         else:
             for output in engine.step():
                 if output.result is not None:
