@@ -67,6 +67,20 @@ def _attention_with_output(
 ) -> None:
     context = current_forward_context()
     backend = context.backend
+    num_tokens = context.batch.num_tokens
+    if q.shape[0] > num_tokens:
+        # A compiled model's tokens are padded, the batch's are not. Padding attends to nothing.
+        padded = q.shape[0]
+        q = q[:num_tokens]
+        k, v, q_rope, k_rope = (
+            tensor[:num_tokens] if tensor is not None and tensor.shape[0] == padded else tensor
+            for tensor in (k, v, q_rope, k_rope)
+        )
+        out[num_tokens:].zero_()
+        out = out[:num_tokens]
+        if lse is not None:
+            lse[num_tokens:].fill_(-torch.inf)
+            lse = lse[:num_tokens]
     backend.forward(
         q,
         k,
