@@ -8,6 +8,8 @@ from attnmux.core.kv.mla import MLATokenToKVPool
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.kv.swa import SWAKVPool
+from attnmux.core.kv.swa_allocator import SWAAllocator, tokens_behind_window
 
 __all__ = [
     "KVPool",
@@ -17,5 +19,8 @@ __all__ = [
     "PrefixMatch",
     "PrefixTree",
     "ReqToTokenPool",
+    "SWAAllocator",
+    "SWAKVPool",
     "TokenAllocator",
+    "tokens_behind_window",
 ]

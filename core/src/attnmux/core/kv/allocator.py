@@ -61,7 +61,7 @@ class PagedAllocator:
         """Slots [num_tokens] on fresh pages; the last page may stay part-filled."""
         if num_tokens < 0:
             raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
-        pages = self._free_list.take(-(-num_tokens // self.page_size))
+        pages = self._take(-(-num_tokens // self.page_size))
         if self.page_size == 1:
             return pages
         offsets = torch.arange(self.page_size, device=self.device)
@@ -88,11 +88,11 @@ class PagedAllocator:
             check_extend(prefix_lens, seq_lens, last_loc, extend_num_tokens, self.page_size)
             self._check_tails(prefix_lens, seq_lens, last_loc)
         if self.page_size == 1:
-            return self._free_list.take(extend_num_tokens)
+            return self._take(extend_num_tokens)
         before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int((self._page_count(after) - self._page_count(before)).sum())
-        pages = self._free_list.take(num_pages)
+        pages = self._take(num_pages)
         return place_extend(
             prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
         )
@@ -113,9 +113,9 @@ class PagedAllocator:
             check_extend(seq_lens - 1, seq_lens, last_loc, seq_lens.shape[0], self.page_size)
             self._check_tails(seq_lens - 1, seq_lens, last_loc)
         if self.page_size == 1:
-            return self._free_list.take(seq_lens.shape[0])
+            return self._take(seq_lens.shape[0])
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
-        pages = self._free_list.take(int(((after - 1) % self.page_size == 0).sum()))
+        pages = self._take(int(((after - 1) % self.page_size == 0).sum()))
         return place_decode(seq_lens, last_loc, pages, self.page_size)
 
     def free(self, slots: torch.Tensor) -> None:
@@ -160,6 +160,10 @@ class PagedAllocator:
         finally:
             self.free_group_end()
 
+    def check_owned(self, slots: torch.Tensor) -> None:
+        """Raise InvalidInput, where misuse is looked for, unless all of the slots are in use."""
+        self._free_list.check_in_use(slots // self.page_size)
+
     def clear(self) -> None:
         """Make every page free, also those in use, and drop an open group."""
         self._free_list.clear()
@@ -169,12 +173,23 @@ class PagedAllocator:
     def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self.page_size - 1)) // self.page_size
 
+    def _take(self, num_pages: int) -> torch.Tensor:
+        """Fresh pages [num_pages] int64, or PoolExhausted."""
+        return self._free_list.take(num_pages)
+
+    def _give(self, pages: torch.Tensor) -> None:
+        """Take distinct pages [n] int64 back."""
+        self._free_list.give(pages)
+
     def _release(self, slots: torch.Tensor) -> None:
+        self._give(self._pages_once(slots))
+
+    def _pages_once(self, slots: torch.Tensor) -> torch.Tensor:
+        """The pages of the slots, each once."""
         if self.page_size == 1:
-            self._free_list.give(slots)
-        else:
-            pages = slots // self.page_size
-            self._free_list.give(pages[self._one_of_each(pages)])
+            return slots
+        pages = slots // self.page_size
+        return pages[self._one_of_each(pages)]
 
     def _one_of_each(self, values: torch.Tensor) -> torch.Tensor:
         """A bool mask [n] that picks one place of each distinct value."""

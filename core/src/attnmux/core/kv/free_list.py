@@ -34,21 +34,25 @@ class FreeList:
 
         Raises PoolExhausted when fewer are free and InvalidInput below 0, changing nothing.
         """
+        self.check_room(num_units)
+        rest = self.available - num_units
+        units = self._stack[rest : self.available].flip(0)
+        self.available = rest
+        if self.checked:
+            self._in_use[units] = True
+        return units
+
+    def check_room(self, num_units: int) -> None:
+        """Raise as `take` would."""
         if num_units < 0:
             raise InvalidInput("num_units", came=num_units, expected="at least 0")
-        rest = self.available - num_units
-        if rest < 0:
+        if num_units > self.available:
             raise PoolExhausted(
                 self.what,
                 wanted=num_units,
                 available=self.available,
                 hint="free finished requests, evict cached prefixes, or make the pool larger",
             )
-        units = self._stack[rest : self.available].flip(0)
-        self.available = rest
-        if self.checked:
-            self._in_use[units] = True
-        return units
 
     def check_in_use(self, units: torch.Tensor) -> None:
         """Raise InvalidInput unless every unit is in use. Does nothing when not checked."""

@@ -140,11 +140,28 @@ class KVPool(ABC):
         return checked_scale(k_scale), checked_scale(v_scale)
 
     def translate(self, slots: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """Slots of the request table as slots of the buffer that holds `layer_id`.
+        """Slots of the request table, int32 or int64 of any shape, as slots of the buffer that
+        holds `layer_id`.
 
-        They are the same unless a pool keeps some layers in a smaller buffer of their own.
+        They are the same unless a pool keeps some layers in a smaller buffer of their own. Slot 0
+        stays 0. A gather of static shape: inside a graph it reads what the table holds at replay.
         """
         return slots
+
+    def translate_pages(self, pages: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Pages of the request table, int32 or int64 of any shape, as pages of that buffer.
+
+        A page table or the pages of `kv_indices` for the layers of one group is built once, from
+        the request table, and then translated: its lengths and its padding stay as they are.
+        """
+        return pages
+
+    def group_of(self, layer_id: int) -> int:
+        """Which layers share the numbers of slots: those whose `translate` is the same.
+
+        Metadata that names slots is built once for each distinct (window, group).
+        """
+        return 0
 
     def _layer_index(self, layer_id: int) -> int:
         try:

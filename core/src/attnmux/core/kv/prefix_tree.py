@@ -233,6 +233,7 @@ class PrefixTree:
             )
         if self.allocator.debug and num_tokens:
             self._check_pages(slots[:num_tokens])
+            self.allocator.check_owned(slots[:num_tokens])
 
     def _check_pages(self, slots: torch.Tensor) -> None:
         """Slots of whole pages of the allocator, in their order. Synchronises."""
