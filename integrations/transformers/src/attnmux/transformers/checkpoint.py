@@ -15,8 +15,12 @@ import torch
 from huggingface_hub.utils import logging as hub_logging
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,6 +31,7 @@ from transformers.utils import logging
 from attnmux.core.dtypes import dtype_name, torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.transformers.attention import IMPLEMENTATION
+from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.rotary import fixed_rotary_len
 
@@ -52,8 +57,21 @@ class Checkpoint:
     def max_context_len(self) -> int | None:
         """Tokens that the model's positions allow; None where its config does not say."""
         text = self.config.get_text_config(decoder=True)
-        limits = (getattr(text, "max_position_embeddings", None), fixed_rotary_len(self.config))
+        limits = (
+            getattr(text, "max_position_embeddings", None),
+            getattr(text, "max_target_positions", None),
+            fixed_rotary_len(self.config),
+        )
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def max_encoder_len(self) -> int | None:
+        """Encoder tokens that an encoder-decoder model allows; None where its config says none."""
+        for name in ("max_source_positions", "max_position_embeddings"):
+            limit = getattr(self.config, name, None)
+            if limit is not None:
+                return int(limit)
+        return None
 
     @property
     def vocabulary_size(self) -> int:
@@ -66,7 +84,7 @@ class Checkpoint:
         stated = self.config.get_text_config(decoder=True).dtype or self.config.dtype
         return torch_dtype(str(stated or "float32").removeprefix("torch."))
 
-    def stop_ids(self, model: PreTrainedModel) -> frozenset[int]:
+    def stop_ids(self, model: PreTrainedModel | PackedDecoder) -> frozenset[int]:
         """Tokens that end a text: those of generation_config.json and the tokenizer's own."""
         # Only a model that can generate has a generation_config.
         stated = getattr(model.generation_config, "eos_token_id", None)
@@ -102,7 +120,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
         source = str(path)
     with quiet_transformers(progress=progress), _explained(source):
         config = AutoConfig.from_pretrained(source, **ALWAYS)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = _classes(config)[1].get(type(config), None)
     if model_class is None:
         raise InvalidInput(
             "model",
@@ -110,7 +128,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
             expected="a model that generates text",
         )
     # A type with several classes names the one to load in its config.json; it is checked then.
-    if not isinstance(model_class, tuple):
+    if not isinstance(model_class, tuple) and not config.is_encoder_decoder:
         check_servable(model_class, config)
     tokenizer, error = None, ""
     try:
@@ -143,7 +161,7 @@ def load_model(
     """
     source = checkpoint.source
     with quiet_transformers(progress=progress), _explained(source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _classes(checkpoint.config)[0].from_pretrained(
             source,
             config=checkpoint.config,
             dtype=dtype,
@@ -176,6 +194,15 @@ def load_model(
             f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {_in_one_line(error)}"
         ) from error
     return cast("PreTrainedModel", model.eval())
+
+
+def _classes(config: PreTrainedConfig) -> tuple[Any, Any]:
+    """What loads models of the config's kind, and the classes that it loads by config class."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+        return AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    return AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
 @contextmanager

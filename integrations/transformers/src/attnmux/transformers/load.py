@@ -23,6 +23,8 @@ from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput, N
 from attnmux.core.layer import LayerSpec
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
+from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.encoder_decoder_layers import record_decoder
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.pools import bytes_per_token
@@ -39,8 +41,11 @@ class RunnerOptions:
     """Requests at a time."""
     max_context_len: int
     """Tokens of one request, prompt and answer."""
+    max_encoder_len: int | None = None
+    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
+    takes the model's limit."""
     max_total_tokens: int | None = None
-    """Tokens of all requests together, for which the KV pool has room."""
+    """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
     memory: MemoryBudget | None = None
     """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
     counts."""
@@ -79,6 +84,23 @@ def load_runner(
     InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory,
     GraphUnsupported where graphs were asked for and cannot be had.
     """
+    load = _load_decoder
+    if checkpoint.config.is_encoder_decoder:
+        load = _load_encoder_decoder
+    runner = load(checkpoint, platform, offers, options, progress, warn)
+    if options.graph is not False:
+        _capture_graphs(runner, warn, required=options.graph is True)
+    return runner
+
+
+def _load_decoder(
+    checkpoint: Checkpoint,
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+    progress: bool,
+    warn: Callable[[str], None],
+) -> ModelRunner:
     check_rotary(checkpoint.config, options.max_context_len)
     dtype = checkpoint.dtype(options.dtype)
     stated = stated_request(checkpoint)
@@ -119,9 +141,31 @@ def load_runner(
     )
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
-    if options.graph is not False:
-        _capture_graphs(runner, warn, required=options.graph is True)
     return runner
+
+
+def _load_encoder_decoder(
+    checkpoint: Checkpoint,
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+    progress: bool,
+    warn: Callable[[str], None],
+) -> ModelRunner:
+    dtype = checkpoint.dtype(options.dtype)
+    device = torch.device(options.device or platform.device_type)
+    model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
+    decoder = PackedDecoder(model)
+    layers = record_decoder(decoder, max_context_len=options.max_context_len)
+    request = request_of(layers, dtype)
+    max_encoder_len = options.max_encoder_len or checkpoint.max_encoder_len
+    if max_encoder_len is None:
+        raise InvalidInput("max_encoder_len", came=None, expected="a number: the model states none")
+    return make_first(
+        lambda failed: decide(request, platform, offers, _without(failed, options)),
+        lambda decision: _make(decoder, layers, decision, options, max_encoder_len),
+        lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
+    )
 
 
 def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:
@@ -147,7 +191,11 @@ def _without(failed: Mapping[str, BackendFailed], options: RunnerOptions) -> Run
 
 
 def _make(
-    model: PreTrainedModel, layers: Sequence[LayerSpec], decision: Decision, options: RunnerOptions
+    model: PreTrainedModel | PackedDecoder,
+    layers: Sequence[LayerSpec],
+    decision: Decision,
+    options: RunnerOptions,
+    max_encoder_len: int = 0,
 ) -> ModelRunner:
     return ModelRunner(
         model,
@@ -157,6 +205,7 @@ def _make(
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
         memory=options.memory,
+        max_encoder_len=max_encoder_len,
         debug=options.debug,
     )
 

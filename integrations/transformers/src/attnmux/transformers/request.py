@@ -34,6 +34,7 @@ def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
         "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
         "logit_cap": max(layer.logit_cap for layer in layers) or None,
         "sinks": any(layer.sinks is not None for layer in layers),
+        "cross_attention": any(layer.is_cross_attention for layer in layers),
     }
     return Request().replace(origin="model", **given)
 

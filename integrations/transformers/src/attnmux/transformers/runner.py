@@ -23,6 +23,8 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
 from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.memory import MemoryBudget, tokens_within
 from attnmux.transformers.pools import bytes_per_token, make_pool
@@ -39,7 +41,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PackedDecoder,
         layers: Sequence[LayerSpec],
         decision: Decision,
         *,
@@ -47,14 +49,17 @@ class ModelRunner:
         max_context_len: int,
         max_total_tokens: int | None = None,
         memory: MemoryBudget | None = None,
+        max_encoder_len: int = 0,
         debug: bool = False,
     ) -> None:
         """Allocate the pools and build the backend.
 
-        model: loaded with attn_implementation="attnmux", on the decision's device.
-        layers: from `record_layers`. max_total_tokens: tokens of all requests together; there is
+        model: loaded with attn_implementation="attnmux", on the decision's device; an
+        encoder-decoder model as a `PackedDecoder`. layers: from `record_layers` or
+        `record_decoder`. max_total_tokens: tokens of all requests together; there is
         room for them even where each request leaves its last page part-filled. memory: what the
-        KV pool may take. Where both are given the smaller counts.
+        KV pool may take. Where both are given the smaller counts. max_encoder_len: encoder tokens
+        of a request, beside its `max_context_len` own; 0 in a decoder-only model.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
@@ -72,7 +77,8 @@ class ModelRunner:
             raise InvalidInput("memory", came=None, expected="max_total_tokens, memory or both")
         size = min(limits)
         pool = make_pool(layers, decision, size=size, device=device)
-        table = ReqToTokenPool(max_batch_size, max_context_len, device)
+        columns = max_encoder_len + max_context_len
+        table = ReqToTokenPool(max_batch_size, columns, device)
         self.context = BackendContext(
             request=decision.request,
             platform=decision.platform,
@@ -82,7 +88,7 @@ class ModelRunner:
             token_to_kv_pool=pool,
             workspace=Workspace(device),
             max_batch_size=max_batch_size,
-            max_context_len=max_context_len,
+            max_context_len=columns,
             debug=debug,
         )
         self.backend: AttentionBackend = build(decision, self.context)
@@ -90,6 +96,7 @@ class ModelRunner:
             table,
             PagedAllocator(size, page_size, device),
             max_step_tokens=fixed_row_len(model.config),
+            max_encoder_len=max_encoder_len,
         )
         self.graphs: GraphRunner | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -111,12 +118,25 @@ class ModelRunner:
         graphs = GraphRunner(
             self.backend,
             self._logits,
-            GraphConfig(batch_sizes=sizes, host_lens=True),
+            GraphConfig(batch_sizes=sizes, host_lens=True, encoder=self.steps.max_encoder_len > 0),
             devices=devices or device_graphs(context.device),
             inputs={"input_ids": ModelInput(dtype=torch.int64)},
         )
         graphs.capture()
         self.graphs = graphs
+
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`SequenceState.encoder_states` of a request: see `PackedDecoder.encode`.
+
+        Raises InvalidInput for a decoder-only model, and for more tokens than there is room for.
+        """
+        if not isinstance(self.model, PackedDecoder):
+            raise InvalidInput(
+                "encoder", came="inputs for an encoder", expected="none: the model has none"
+            )
+        states = self.model.encode(inputs)
+        check_encoder_len(states.shape[0], self.steps.max_encoder_len)
+        return states
 
     def extend(
         self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None
@@ -152,6 +172,8 @@ class ModelRunner:
         """
         laps = laps or Laps()
         batch, inputs = step.batch, {"input_ids": step.input_ids}
+        if step.encoder_states is not None:
+            inputs["encoder_states"] = step.encoder_states
         if self.graphs is not None and self.graphs.can_run(batch):
             logits = cast("torch.Tensor", self.graphs.replay(batch, inputs))
             laps.lap("launch")
@@ -172,10 +194,12 @@ class ModelRunner:
     ) -> torch.Tensor:
         """The model's call. keep: the tokens whose logits are wanted; None for all of them."""
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
+        extra = {name: inputs[name] for name in inputs if name != "input_ids"}
         logits = self.model(
             input_ids=inputs["input_ids"].unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
+            **extra,
             **keeps,
         ).logits[0]
         if keep is not None and not keeps:

@@ -1,0 +1,277 @@
+"""Encoder-decoder models: cross-attention over the pool, batched, against transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.transformers import SequenceState, record_layers
+from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.encoder_decoder_layers import record_decoder
+
+SHARED = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+TEXT = {**SHARED, "max_position_embeddings": 64}
+CONFIGS = {
+    "whisper": lambda: transformers.WhisperConfig(
+        **SHARED,
+        num_mel_bins=8,
+        max_source_positions=21,
+        max_target_positions=64,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    ),
+    "bart": lambda: transformers.BartConfig(**TEXT, forced_eos_token_id=None),
+    "mbart": lambda: transformers.MBartConfig(**TEXT, forced_eos_token_id=None),
+    "pegasus": lambda: transformers.PegasusConfig(**TEXT, forced_eos_token_id=None),
+    "marian": lambda: transformers.MarianConfig(**TEXT, forced_eos_token_id=None),
+}
+DECODED = 5
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(the model with transformers' own eager attention, its checkpoint's folder), by name."""
+    known = {}
+
+    def make(name):
+        if name not in known:
+            torch.manual_seed(0)
+            kind = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+            with quiet_transformers(progress=False):
+                model = kind.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.dim() > 1:
+                            parameter.normal_(0, 0.3)
+                folder = tmp_path_factory.mktemp(name)
+                model.save_pretrained(folder)
+                # Some checkpoints leave out the table of positions, which is computed.
+                model = kind.from_pretrained(folder, attn_implementation="eager").eval()
+            known[name] = model, folder
+        return known[name]
+
+    return make
+
+
+def encoder_inputs(name):
+    """Three requests' inputs; text of other lengths each, sound of one."""
+    generator = torch.Generator().manual_seed(1)
+    if name == "whisper":
+        return [{"input_features": torch.randn(1, 8, 42, generator=generator)} for _ in range(3)]
+    return [
+        {"input_ids": torch.randint(3, 97, (1, length), generator=generator)}
+        for length in (19, 1, 32)
+    ]
+
+
+def token_ids():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (18, 6, 29)]
+
+
+def logits_of(model, inputs, ids):
+    with torch.inference_mode():
+        return model(**inputs, decoder_input_ids=torch.tensor([ids])).logits[0]
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def run(run_on, folder, **changes):
+    return run_on(folder, **{"max_total_tokens": 512, "max_context_len": 64, **changes})
+
+
+def states_of(runner, inputs, ids, lens):
+    return [
+        SequenceState(token_ids=tokens[:length], encoder_states=runner.encode(given))
+        for tokens, given, length in zip(ids, inputs, lens, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "torch_native") for name in CONFIGS), ("whisper", "fake")]
+)
+def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_size, backend):
+    """In the second extend one request goes on, one comes with its encoder, one is through."""
+    model, folder = made(name)
+    runner = run_on(folder, backend, max_total_tokens=512, max_context_len=64, page_size=page_size)
+    inputs, ids = encoder_inputs(name), token_ids()
+    theirs = [logits_of(model, *pair) for pair in zip(inputs, ids, strict=True)]
+    lens = [len(one) - DECODED for one in ids]
+    states = states_of(runner, inputs, ids, lens)
+    ours = [[], [], []]
+    for chosen, counts in (((0, 2), (5, 24)), ((1, 0), (1, 8))):
+        step = runner.steps.extend([states[one] for one in chosen], counts)
+        parts = runner.forward(step, torch.arange(sum(counts))).split(counts)
+        for one, part in zip(chosen, parts, strict=True):
+            ours[one].append(part)
+    for parts, other, length in zip(ours, theirs, lens, strict=True):
+        assert_same(torch.cat(parts), other[:length])
+    for _ in range(DECODED):
+        for state, tokens in zip(states, ids, strict=True):
+            state.token_ids.append(tokens[len(state.token_ids)])
+        expected = [
+            other[len(state.token_ids) - 1] for state, other in zip(states, theirs, strict=True)
+        ]
+        assert_same(runner.decode(states), torch.stack(expected))
+    runner.release(states)
+    assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
+    assert runner.context.req_to_token_pool.available_size() == runner.context.max_batch_size
+
+
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
+    model, folder = made(name)
+    runner = run(run_on, folder, page_size=16)
+    inputs = encoder_inputs(name)
+    states = states_of(runner, inputs, [[2]] * 3, [1] * 3)
+    logits = runner.extend(states)
+    for _ in range(12):
+        for state, token in zip(states, logits.argmax(-1).tolist(), strict=True):
+            state.token_ids.append(token)
+        logits = runner.decode(states)
+    for state, given in zip(states, inputs, strict=True):
+        theirs = transformers.GenerationMixin.generate(
+            model, **given, max_new_tokens=12, do_sample=False, num_beams=1
+        )[0].tolist()
+        # transformers stops behind the first end of text, id 2
+        assert state.token_ids[: len(theirs)] == theirs
+
+
+def test_two_layers_of_the_pool_for_each_of_the_decoders(made, run_on):
+    runner = run(run_on, made("whisper")[1])
+    layers = runner.context.layers
+    assert [layer.layer_id for layer in layers] == list(range(6))
+    assert [layer.is_cross_attention for layer in layers] == [False, True] * 3
+    assert runner.decision.request.cross_attention
+    assert runner.decision.request.origins["cross_attention"] == "model"
+    assert runner.steps.max_encoder_len == 21
+    assert runner.steps.max_context_len == 64
+    assert runner.context.max_context_len == 85
+
+
+def test_the_encoder_runs_once_and_its_keys_are_written_once(made, run_on):
+    """A step without new encoders reads what is in the pool: the cross layers' slots stay."""
+    runner = run(run_on, made("bart")[1], page_size=16)
+    calls = []
+    runner.model.model.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    states = states_of(runner, encoder_inputs("bart"), token_ids(), [4, 3, 9])
+    runner.extend(states, [2, 3, 9])
+    pool, table = runner.context.token_to_kv_pool, runner.context.req_to_token_pool.req_to_token
+    slots = torch.cat([table[state.row, : state.encoder_len] for state in states]).long()
+    before = [pool.get_key_buffer(layer)[slots].clone() for layer in (1, 3, 5)]
+    assert all(bool(keys.any()) for keys in before)
+    runner.extend(states[:1])
+    for state in states:
+        state.token_ids.append(5)
+    runner.decode(states)
+    for layer, keys in zip((1, 3, 5), before, strict=True):
+        torch.testing.assert_close(pool.get_key_buffer(layer)[slots], keys, atol=0, rtol=0)
+    assert len(calls) == 3
+
+
+def test_a_released_request_runs_again_without_its_encoder(made, run_on):
+    model, folder = made("bart")
+    runner = run(run_on, folder, page_size=16)
+    inputs, ids = encoder_inputs("bart")[:1], token_ids()[:1]
+    (state,) = states_of(runner, inputs, ids, [9])
+    first = runner.extend([state])
+    runner.release([state])
+    assert (state.row, state.num_columns, state.encoder_cached) == (None, 0, False)
+    assert_same(runner.extend([state]), first)
+    assert_same(first[0], logits_of(model, inputs[0], ids[0][:9])[-1])
+
+
+def test_a_step_that_does_not_fit_changes_nothing(made, run_on):
+    runner = run_on(made("bart")[1], max_total_tokens=48, max_batch_size=2, page_size=1)
+    states = states_of(runner, encoder_inputs("bart")[:2], token_ids()[:2], [18, 6])
+    runner.extend(states)
+    (large,) = states_of(runner, encoder_inputs("bart")[2:], token_ids()[2:], [29])
+    free = runner.steps.allocator.available_size()
+    assert free == 48 - 19 - 18 - 1 - 6
+    with pytest.raises(PoolExhausted):
+        runner.extend([large])
+    assert (large.row, large.num_columns, large.encoder_cached) == (None, 0, False)
+    assert runner.steps.allocator.available_size() == free
+
+
+def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on):
+    runner = run(run_on, made("bart")[1], max_encoder_len=20)
+    ids = torch.randint(3, 97, (1, 21))
+    for inputs, words in (
+        ({"input_ids": ids}, "1 to 20"),
+        ({"input_ids": ids[:, :5].expand(2, -1)}, "one request"),
+        ({"input_values": ids[:, :5]}, "input_ids"),
+        ({"input_ids": ids[:, :2], "attention_mask": torch.tensor([[1, 0]])}, "padding"),
+        ({}, "nothing"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            runner.encode(inputs)
+    given = {"input_ids": ids[:, :5], "attention_mask": torch.ones(1, 5)}
+    assert runner.encode(given).shape == (5, 32)
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        runner.extend([SequenceState(token_ids=[2])])
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        runner.extend([SequenceState(token_ids=[2], encoder_states=torch.zeros(21, 32))])
+    plain = run_on(tiny("llama")[1])
+    with pytest.raises(InvalidInput, match="encoder"):
+        plain.encode(given)
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        plain.extend([SequenceState(token_ids=[2], encoder_states=torch.zeros(5, 32))])
+
+
+REFUSED = {
+    "t5": (
+        lambda: transformers.T5Config(
+            vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
+        ),
+        # by version: attention with a bias for each pair of positions, or attention of its own
+        "position_bias|AttentionInterface",
+    ),
+    "m2m_100": (lambda: transformers.M2M100Config(**TEXT), "position"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name):
+    config, words = REFUSED[name]
+    with quiet_transformers(progress=False):
+        AutoModelForSeq2SeqLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=words):
+        run(run_on, tmp_path)
+
+
+def test_positions_that_are_not_looked_at_are_found(made):
+    model = made("bart")[0]
+    decoder = PackedDecoder(model)
+    embed = model.get_decoder().embed_positions
+    whole = embed.forward
+    embed.forward = lambda *args, position_ids: whole(
+        *args, position_ids=torch.arange(position_ids.numel()).view(position_ids.shape)
+    )
+    try:
+        with pytest.raises(InvalidInput, match="position"):
+            record_decoder(decoder, max_context_len=64)
+    finally:
+        del embed.forward
+    with pytest.raises(InvalidInput, match="encoder-decoder"):
+        record_layers(model, max_context_len=64)
