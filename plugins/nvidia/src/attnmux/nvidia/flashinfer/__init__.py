@@ -5,8 +5,9 @@ groups.py     which layers share a plan, and which keys a plan reads
 step.py       once a step: lengths on the host, and the keys as flashinfer wants them
 planning.py   wrappers of the library and how each is planned, eager steps
 graphs.py     the same for captured graphs: fixed buffers, one wrapper a batch size
+caches.py     the pool's memory as the kernels want it
+settings.py   what options and request come to
+compiling.py  kernels are compiled when a backend is made
 states.py     flashinfer's base-2 LSE: to natural, and the merge of two partial results
 kernels.py    what is taken from the library; factory.py alone imports it
-
-Kernels are compiled when a backend is made, not in the middle of a step.
 """

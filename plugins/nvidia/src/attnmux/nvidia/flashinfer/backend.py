@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +10,12 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
 from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
 from attnmux.nvidia.flashinfer.graphs import GraphPlans, graph_workspace_bytes
 from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.planning import EagerPlans, Role
+from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
 from attnmux.nvidia.flashinfer.settings import read_settings
 from attnmux.nvidia.flashinfer.states import merge, to_natural
 from attnmux.nvidia.flashinfer.step import Step
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
 
 ADDRESS = "nvidia/flashinfer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Cache:
-    """A layer's part of the pool."""
-
-    kv: tuple[torch.Tensor, torch.Tensor]
-    """K and V, [pages, page_size, Hkv, D]."""
-    k_scale: float | None
-    v_scale: float | None
-    """None for 1: the library then leaves out a product."""
 
 
 class FlashInferBackend(AttentionBackend):
@@ -55,7 +44,7 @@ class FlashInferBackend(AttentionBackend):
         """
         super().__init__(context, options)
         self._kernels = kernels
-        self._groups = plan_groups(context.layers)
+        self._groups = plan_groups(context.layers, context.token_to_kv_pool)
         self._distinct = tuple(dict.fromkeys(self._groups.values()))
         self._settings = read_settings(context, options, self._distinct)
         self._is_encoder = not any(layer.is_causal for layer in context.layers)
@@ -64,7 +53,7 @@ class FlashInferBackend(AttentionBackend):
         )
         self._eager = self._eager_plans(self._settings.workspace_bytes)
         self._graphs: list[GraphPlans] = []
-        self._caches: dict[int, _Cache] = {}
+        self._caches: dict[int, Cache] = {}
         self._step: Step | None = None
         self._roles: tuple[Role, ...] = ()
         self._planned: dict[tuple[Role, PlanGroup], Any] = {}
@@ -81,7 +70,7 @@ class FlashInferBackend(AttentionBackend):
         step = self._step = Step(batch, self.context, self._settings.page_size)
         if step.num_rows == 0:
             return
-        role = _pool_role(step)
+        role = pool_role(batch)
         wrappers = self._graph_wrappers(batch, step, role, in_capture)
         if wrappers is not None:
             self._roles = (role,)
@@ -147,29 +136,28 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        step = self._step
         if out is None or not out.is_contiguous():
             out = q.new_empty((*q.shape[:2], layer.v_head_dim))
-        step = self._step
         if step is None or step.num_rows == 0:
             if lse is not None:
                 lse.fill_(-torch.inf)
             return out.zero_()
-        rows = step.num_rows
-        q, of_rows = q[:rows], out[:rows]
-        lse = None if lse is None else lse[:rows]
+        rows = slice(step.num_rows)
+        of_rows = None if lse is None else lse[rows]
         roles = self._roles
         if k is None or v is None:
-            roles = (_pool_role(step),)
-        elif not save_kv_cache:
+            roles = (pool_role(batch),)
+        elif not layer.is_cross_attention:
+            k, v = k[rows], v[rows]
+        if k is not None and not save_kv_cache:
             roles = (Role.RAGGED,)
-        if k is not None and v is not None and not layer.is_cross_attention:
-            k, v = k[:rows], v[:rows]
-        if len(roles) == 2:
-            self._attend_in_parts(roles, layer, q, k, v, of_rows, lse)
+        if len(roles) == 1:
+            self._attend(roles[0], layer, q[rows], k, v, out[rows], of_rows)
         else:
-            self._attend(roles[0], layer, q, k, v, of_rows, lse)
-        if lse is not None:
-            to_natural(lse)
+            self._attend_in_parts(roles, layer, q[rows], k, v, out[rows], of_rows)
+        if of_rows is not None:
+            to_natural(of_rows)
         return out
 
     def _attend_in_parts(
@@ -183,12 +171,12 @@ class FlashInferBackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> None:
         """Attention over two parts of the keys, merged; `lse` in base 2."""
-        states = [
+        one, other = (
             (torch.empty_like(out), q.new_empty(q.shape[:2], dtype=torch.float32)) for _ in roles
-        ]
-        for role, state in zip(roles, states, strict=True):
+        )
+        for role, state in zip(roles, (one, other), strict=True):
             self._attend(role, layer, q, k, v, *state)
-        merged, merged_lse = merge(self._kernels, *states)
+        merged, merged_lse = merge(self._kernels, one, other)
         out.copy_(merged)
         if lse is not None:
             lse.copy_(merged_lse)
@@ -208,7 +196,7 @@ class FlashInferBackend(AttentionBackend):
         if role is Role.RAGGED:
             wrapper.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
             return
-        cache = self._caches.get(layer.layer_id) or self._cache(layer)
+        cache = self._cache(layer)
         wrapper.run(
             q,
             cache.kv,
@@ -226,18 +214,11 @@ class FlashInferBackend(AttentionBackend):
             wrapper = self._planned[role, group] = self._eager.plan(role, group, self._step)
         return wrapper
 
-    def _cache(self, layer: LayerSpec) -> _Cache:
-        pool = self.context.token_to_kv_pool
-        keys, values = (
-            buffer.view(-1, self._settings.page_size, *buffer.shape[1:])
-            for buffer in pool.get_kv_buffer(layer.layer_id)
-        )
-        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        cache = self._caches[layer.layer_id] = _Cache(
-            kv=(keys, values),
-            k_scale=None if k_scale == 1 else k_scale,
-            v_scale=None if v_scale == 1 else v_scale,
-        )
+    def _cache(self, layer: LayerSpec) -> Cache:
+        cache = self._caches.get(layer.layer_id)
+        if cache is None:
+            cache = layer_cache(layer, self.context.token_to_kv_pool, self._settings.page_size)
+            self._caches[layer.layer_id] = cache
         return cache
 
     def _graph_wrappers(
@@ -249,12 +230,12 @@ class FlashInferBackend(AttentionBackend):
         replanned = (graphs.replan(batch, step) for graphs in self._graphs)
         return next((wrappers for wrappers in replanned if wrappers is not None), None)
 
-    def _eager_roles(self, step: Step, pool_role: Role) -> tuple[Role, ...]:
+    def _eager_roles(self, step: Step, from_pool: Role) -> tuple[Role, ...]:
         """The parts of the keys that most calls of the step attend to."""
         if self._is_encoder:
             return (Role.RAGGED,)
-        if pool_role is not Role.PAGED or not self._reads_calls:
-            return (pool_role,)
+        if from_pool is not Role.PAGED or not self._reads_calls:
+            return (from_pool,)
         return (Role.RAGGED, Role.PREFIX) if step.has_prefix else (Role.RAGGED,)
 
     def _eager_plans(self, workspace_bytes: int) -> EagerPlans:
@@ -268,14 +249,8 @@ class FlashInferBackend(AttentionBackend):
         try:
             for batch in tiny_batches(self.context):
                 self.init_forward_metadata_out_graph(batch)
-                if len(self._roles) == 2:
-                    group = self._distinct[0]
-                    shape = (1, group.num_q_heads, group.v_head_dim)
-                    values = torch.zeros(
-                        shape, dtype=self._settings.dtype, device=self.context.device
-                    )
-                    state = (values, values[..., 0].float())
-                    merge(self._kernels, state, state)
+                if len(self._roles) > 1:
+                    self._try_merge(self._distinct[0])
         except (AttnmuxError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the library, ninja or nvcc come to
@@ -283,14 +258,8 @@ class FlashInferBackend(AttentionBackend):
             reason = f"{type(error).__name__}: {lines[0]}"
             raise BackendFailed(ADDRESS, reason, hint=HINT) from error
 
-
-def _pool_role(step: Step) -> Role:
-    """How a step reads all of its keys from the pool."""
-    mode = step.batch.forward_mode
-    if mode.is_decode():
-        return Role.DECODE
-    if step.custom_mask is not None:
-        return Role.MASKED
-    if mode.is_target_verify() or mode.is_draft_extend():
-        return Role.DRAFT
-    return Role.PAGED
+    def _try_merge(self, group: PlanGroup) -> None:
+        shape = (1, group.num_q_heads, group.v_head_dim)
+        out = torch.zeros(shape, dtype=self._settings.dtype, device=self.context.device)
+        state = (out, out.new_zeros(shape[:2], dtype=torch.float32))
+        merge(self._kernels, state, state)

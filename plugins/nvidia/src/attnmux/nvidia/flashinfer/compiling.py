@@ -1,4 +1,4 @@
-"""The smallest steps of each phase: planning them has the library compile its kernels."""
+"""Kernels are compiled when they are first planned: the smallest step of each phase does it."""
 
 from __future__ import annotations
 

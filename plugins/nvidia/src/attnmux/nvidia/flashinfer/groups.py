@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
 
 
@@ -54,26 +55,38 @@ class PlanGroup:
         return replace(self.view, prefix=True)
 
 
-def plan_groups(layers: Sequence[LayerSpec]) -> dict[int, PlanGroup]:
+def plan_groups(layers: Sequence[LayerSpec], pool: KVPool) -> dict[int, PlanGroup]:
     """The group of each layer, by layer id."""
-    # A pool may keep the layers of a window in a buffer of their own.
+    sharing = _sharing(layers, pool)
+    return {layer.layer_id: _plan_group(layer, sharing) for layer in layers}
+
+
+def _plan_group(layer: LayerSpec, sharing: Mapping[int, int]) -> PlanGroup:
+    return PlanGroup(
+        view=View(
+            layer_id=sharing[layer.layer_id],
+            cross=layer.is_cross_attention,
+            window=layer.sliding_window_size,
+        ),
+        num_q_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        scaling=layer.scaling,
+        logit_cap=layer.logit_cap,
+        is_causal=layer.is_causal and not layer.is_cross_attention,
+    )
+
+
+def _sharing(layers: Sequence[LayerSpec], pool: KVPool) -> dict[int, int]:
+    """For each layer, the first one whose slots have the same numbers.
+
+    Layers without K and V in the pool, an encoder's, read no slots.
+    """
     first: dict[int, int] = {}
+    sharing = {}
     for layer in layers:
-        first.setdefault(layer.sliding_window_size, layer.layer_id)
-    return {
-        layer.layer_id: PlanGroup(
-            view=View(
-                layer_id=first[layer.sliding_window_size],
-                cross=layer.is_cross_attention,
-                window=layer.sliding_window_size,
-            ),
-            num_q_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            head_dim=layer.qk_head_dim,
-            v_head_dim=layer.v_head_dim,
-            scaling=layer.scaling,
-            logit_cap=layer.logit_cap,
-            is_causal=layer.is_causal and not layer.is_cross_attention,
-        )
-        for layer in layers
-    }
+        layer_id = layer.layer_id
+        group = pool.group_of(layer_id) if layer_id in pool.layer_ids else -1
+        sharing[layer_id] = first.setdefault(group, layer_id)
+    return sharing

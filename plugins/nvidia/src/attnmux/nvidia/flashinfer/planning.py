@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnmux.core.batch import ForwardBatch
 from attnmux.nvidia.flashinfer.groups import PlanGroup, View
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.settings import Settings
@@ -31,6 +32,18 @@ class Role(Enum):
     """Many new tokens against the keys before them, in the pool."""
     RAGGED = auto()
     """Many new tokens against K and V of the call, in cross attention those of the encoder."""
+
+
+def pool_role(batch: ForwardBatch) -> Role:
+    """How a step reads all of its keys from the pool."""
+    mode, spec = batch.forward_mode, batch.spec_info
+    if mode.is_decode():
+        return Role.DECODE
+    if spec is not None and spec.custom_mask is not None:
+        return Role.MASKED
+    if mode.is_target_verify() or mode.is_draft_extend():
+        return Role.DRAFT
+    return Role.PAGED
 
 
 def constants(group: PlanGroup, settings: Settings, window: int) -> dict[str, Any]:

@@ -114,10 +114,9 @@ class Step:
         return self._encoder_lens
 
     def _translated(self, indices: torch.Tensor, layer_id: int) -> torch.Tensor:
-        if type(self._pool).translate is KVPool.translate:
-            return indices
-        slots = self._pool.translate(indices * self.page_size, layer_id)
-        return (slots // self.page_size).to(torch.int32)
+        if self.page_size == self._pool.page_size:
+            return self._pool.translate_pages(indices, layer_id)
+        return self._pool.translate(indices, layer_id)
 
 
 def _on_host(batch: ForwardBatch, field: str) -> torch.Tensor:

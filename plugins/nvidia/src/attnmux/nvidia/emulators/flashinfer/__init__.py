@@ -1,0 +1,28 @@
+"""flashinfer 0.6.13 in plain torch: the wrappers that FlashInferBackend uses, on any device.
+
+Signatures, layouts and rules are the library's:
+
+- `plan` takes lengths and `run` obeys them: rows of Q, dtypes and window are those of the plan.
+- With `use_cuda_graph` a wrapper's batch size is fixed, its buffers are the caller's, and `plan`
+  copies into them; `run` reads these buffers alone, in static shapes and without a host read.
+- Plans lie in the int workspace. A wrapper whose workspace another one has planned into since gives
+  NaN, as the library gives garbage.
+- LSE is in base 2; a row without keys has output 0 and LSE -5e4 (`math::inf` in math.cuh).
+- A grid of no blocks cannot be launched.
+"""
+
+from attnmux.nvidia.emulators.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+from attnmux.nvidia.emulators.flashinfer.numerics import merge_state
+from attnmux.nvidia.emulators.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from attnmux.nvidia.emulators.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "fast_decode_plan",
+    "merge_state",
+]

@@ -1,0 +1,90 @@
+"""The arithmetic of the kernels, in static shapes and without a host read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+EMPTY_LSE = -5e4
+"""Base-2 LSE of a row without keys: `math::inf` in math.cuh."""
+
+MAX_THREADS = 1024
+"""Of a block."""
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two states; all heads of a token are one block of threads."""
+    for name, tensor in (("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    head_dim = v_a.shape[2]
+    vec = max(16 // v_a.element_size(), head_dim // 32)
+    if v_a.shape[1] * (head_dim // vec) > MAX_THREADS:
+        raise RuntimeError("MergeState kernel launch failed: invalid configuration argument")
+    top = torch.maximum(s_a, s_b)
+    of_a, of_b = torch.exp2(s_a - top), torch.exp2(s_b - top)
+    total = of_a + of_b
+    merged = v_a.float() * (of_a / total).unsqueeze(-1) + v_b.float() * (of_b / total).unsqueeze(-1)
+    return merged.to(v_a.dtype), top + total.log2()
+
+
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S]. Returns out [T, Hq, Dv] in the
+    dtype of q, and base-2 LSE [T, Hq] in float32."""
+    num_rows, num_heads, head_dim = q.shape
+    grouped = q.view(num_rows, k.shape[1], -1, head_dim)
+    logits = torch.einsum("thgd,shd->thgs", grouped, k) * scale
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = (logits / math.log(2)).masked_fill(~keep[:, None, None], EMPTY_LSE)
+    top = logits.amax(-1, keepdim=True)
+    weights = torch.exp2(logits - top) * keep[:, None, None]
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("thgs,shd->thgd", weights, v) / total.clamp(min=1e-30)
+    lse = torch.where(total > 0, top + total.log2(), EMPTY_LSE)
+    return out.flatten(1, 2), lse.float().view(num_rows, num_heads)
+
+
+def segments(indptr: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The segment of each of `length` places, B past the last, and the place in it."""
+    order = torch.arange(length, device=indptr.device)
+    segment = torch.searchsorted(indptr[1:].long(), order, right=True)
+    return segment, order - indptr.long()[segment]
+
+
+def mask_bits(
+    mask: tuple[torch.Tensor, torch.Tensor],
+    request: torch.Tensor,
+    place: torch.Tensor,
+    key_place: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, keys] bool: bit q * kv_len + k of the request's bytes."""
+    packed, indptr = mask
+    bit = place.unsqueeze(1) * kv_lens[request].unsqueeze(1) + key_place
+    byte = indptr[:-1].long()[request].unsqueeze(1) + bit // 8
+    return (packed[byte.clamp(0, len(packed) - 1)] >> (bit % 8)) & 1 == 1
+
+
+def pack_bits(mask: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`segment_packbits`, little: bytes, and where each request's begin."""
+    flat, start, parts = mask.contiguous().view(-1), 0, []
+    weights = 2 ** torch.arange(8, device=mask.device)
+    for end in ends.tolist():
+        bits = flat[start:end]
+        bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+        parts.append((bits * weights).sum(1).to(torch.uint8))
+        start = end
+    sizes = torch.tensor([0, *(len(part) for part in parts)], device=mask.device)
+    return torch.cat(parts), sizes.cumsum(0).to(torch.int32)
