@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import cli, recall
+from attnmux.transformers import asking, cli, recall
 
 ASK = ["k417, x90 ?k", "--max-new-tokens", "8"]
 COPY_WITHOUT_CODE = shutil.ignore_patterns("*.py", "__*")
@@ -63,7 +63,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr():
 
 def test_no_prompt_asks_the_shipped_model_a_question():
     result = attnmux()
-    prompt, answer = recall.make_prompt(random.Random(0), cli.SAMPLE_BYTES)
+    prompt, answer = recall.make_prompt(random.Random(0), asking.SAMPLE_BYTES)
     assert result.exit_code == 0
     assert result.stdout == f"{answer}\n"
     assert prompt in result.stderr
@@ -85,7 +85,89 @@ def test_prompts_that_are_not_utf8(monkeypatch):
     assert refused(attnmux("caf\udce9 k417 ?k"), "prompt 1", "UTF-8")
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UsageError, match="closed"):
-        cli.read_prompts(["-"], None, 0)
+        asking.read_asked(["-"], None, model=None, seed=0)
+
+
+STEM = "the key is k417, and others are x90, b52, zz, lorem ipsum "
+
+
+def test_prompts_from_a_file(tmp_path):
+    """One a line behind those of the command line; blank lines do not count."""
+    file = tmp_path / "prompts"
+    file.write_text(f"{STEM}?k\r\n\n{STEM}?x\n{STEM}?b\n")
+    result = attnmux("k52 ?k", "--prompts", file, "--max-running", 2)
+    answers = [line for line in result.stdout.splitlines() if "==>" not in line]
+    assert answers == ["52", "417", "90", "52"]
+    closing = result.stderr.splitlines()[-1]
+    common = len(STEM) + 1
+    assert f"prefixes: {2 * common} of {6 + 3 * (common + 1)} prompt tokens reused" in closing
+
+
+def test_prompts_with_parameters_of_their_own(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "k417, x90 ?k"},
+        {"prompt": "k417, x90 ?k", "max_new_tokens": 1},
+        {"prompt": [*b"k417, x90 ?x"]},
+        {"prompt": "hm", "temperature": 5, "top_p": 0.9, "seed": 3, "max_new_tokens": 4},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    answer = json.loads(attnmux("--prompts", file, "--json", "--page-size", 4).stdout)
+    assert [one["text"] for one in answer["results"][:3]] == ["417", "4", "90"]
+    assert answer["results"][2]["prompt"] == [*b"k417, x90 ?x"]
+    assert 1 <= len(answer["results"][3]["token_ids"]) <= 4
+    assert answer["prefix_cache"]["prompt_tokens"] == 3 * 12 + 2
+    assert answer["retractions"] == 0
+    assert answer["graph_batch_sizes"] == []
+
+
+def test_prompts_from_stdin():
+    assert attnmux("--prompts", "-", stdin="b52 ?b\nc31 ?c").stdout.splitlines()[1::2] == [
+        "52",
+        "31",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["empty"]),
+        ("\n \n", ["empty"]),
+        ('{"prompt": "x"}\nplain', ["line 2", "plain", "JSON"]),
+        ('{"prompt": "x"}\n{"text": "y"}', ["line 2", "prompt"]),
+        ('{"prompt": "x", "max_tokens": 3}', ["line 1", "max_tokens", "max_new_tokens"]),
+        ('{"prompt": "x", "max_new_tokens": "3"}', ["line 1, max_new_tokens", "int"]),
+        ('{"prompt": "x", "max_new_tokens": 0}', ["line 1, max_new_tokens", "at least 1"]),
+        ('{"prompt": "x", "seed": true}', ["line 1, seed", "True"]),
+        ('\n{"prompt": "x", "top_p": 2}', ["line 2, top_p", "at most 1"]),
+        ('{"prompt": 5}', ["line 1, prompt", "str or list"]),
+        ('{"prompt": ["a"]}', ["line 1, prompt", "token ids"]),
+        ('{"prompt": [1, 999]}', ["prompt 1", "999"]),
+    ],
+)
+def test_bad_prompt_files(tmp_path, text, words):
+    file = tmp_path / "prompts"
+    file.write_text(text)
+    assert refused(attnmux("--prompts", file), *words)
+
+
+def test_a_prompt_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "prompts").write_bytes(b"caf\xe9")
+    assert refused(attnmux("--prompts", tmp_path / "prompts"), "prompts", "UTF-8")
+
+
+def test_little_memory_makes_prompts_wait(tmp_path):
+    """A pool for two of the five: the answers are the same."""
+    file = tmp_path / "prompts"
+    questions = [f"k{100 + index}, x90 " + "," * 40 + " ?k" for index in range(5)]
+    file.write_text("\n".join(questions))
+    args = ["--prompts", file, "--max-new-tokens", 40, "--no-stream", "--prefill-tokens", 16]
+    token_bytes = 2 * 2 * 64 * 2 * 4
+    result = attnmux(*args, "--memory", token_bytes * 200, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert [one["text"] for one in answer["results"]] == [str(100 + index) for index in range(5)]
+    assert answer["kv_pool_tokens"] == 199
 
 
 def test_json_is_one_object():
@@ -127,7 +209,7 @@ def test_dtype_and_backends_by_name():
         (["x", "--model", "/no/such/folder"], ["no such folder"], 2),
         (["x", "--model", ""], ["empty name", "hub"], 2),
         (["x", "--backend", "torch_nativ"], ["unknown attention backend", "torch_native"], 2),
-        (["x", "--backend", "fa3"], ["fa3", "attnmux-nvidia"], 2),
+        (["x", "--backend", "fa3"], ["fa3", "vendor: wanted cpu"], 3),
         (["x", "--kv-dtype", "fp4_e2m1"], ["kv_dtype", "torch_native"], 3),
         (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
         (["x", "--dtype", "int8"], ["dtype", "int8"], 2),
@@ -139,6 +221,14 @@ def test_dtype_and_backends_by_name():
         (["x", "--top-p", "0"], ["top_p"], 2),
         (["x", "--max-new-tokens", "0"], ["--max-new-tokens"], 2),
         (["x", "--page-size", "0"], ["--page-size"], 2),
+        (["x", "--memory", "much"], ["memory", "'much'", "2GB"], 2),
+        (["x", "--memory", "0%"], ["memory", "above 0%"], 2),
+        (["x", "--memory", "1KB"], ["KV pool", "more memory"], 1),
+        (["k417 ?k", "--memory", "100KB"], ["prompt 1", "fewer new tokens"], 1),
+        (["x", "--max-running", "0"], ["--max-running"], 2),
+        (["x", "--graph"], ["graph", "torch_native"], 3),
+        (["-", "--prompts", "-"], ["only once"], 2),
+        (["--prompts", "/no/such/file"], ["--prompts", "/no/such/file", "No such file"], 2),
         (["x", "--device", "nonsense"], ["--device", "nonsense"], 2),
         (["x", "--chat"], ["chat template"], 2),
         (["--model", "somewhere/else"], ["Give a PROMPT"], 2),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import click
 import torch
 
-from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.choosing.probe import Detection, pick_platform
@@ -22,20 +19,30 @@ from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.settings import Settings
 from attnmux.transformers import recall
+from attnmux.transformers.asking import Asked, read_asked
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
-from attnmux.transformers.generate import Generation, Generator
+from attnmux.transformers.engine import PREFILL_TOKENS, Engine
+from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import RunnerOptions, load_runner
+from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.printing import Printer
 from attnmux.transformers.prompts import encode_prompts
+from attnmux.transformers.reporting import as_dict, closing_line
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import SamplingParams
 
-SAMPLE_BYTES = 240
 AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command()
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
+@click.option(
+    "--prompts",
+    "file",
+    metavar="FILE",
+    help="More prompts, one a line, or one JSON object a line with the keys prompt, "
+    "max_new_tokens, temperature, top_p, seed; - is stdin.",
+)
 @click.option("--model", help="A folder or a Hugging Face hub id; default: the shipped model.")
 @click.option(
     "--max-new-tokens", type=AT_LEAST_1, default=128, show_default=True, help="For each prompt."
@@ -55,6 +62,26 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit."
 )
+@click.option(
+    "--memory",
+    help="Of the KV cache, such as 2GB, 512MiB or 80% of what is free; default: what the prompts "
+    "that run at a time can need.",
+)
+@click.option(
+    "--max-running", type=AT_LEAST_1, default=64, show_default=True, help="Prompts at a time."
+)
+@click.option(
+    "--prefill-tokens",
+    type=AT_LEAST_1,
+    default=PREFILL_TOKENS,
+    show_default=True,
+    help="Prompt tokens of one step; longer prompts come in chunks.",
+)
+@click.option(
+    "--graph/--no-graph",
+    default=None,
+    help="Replay decode steps from device graphs; default: where device and backend can.",
+)
 @click.option("--device", help="torch's name, such as cpu or cuda:1; default: the accelerator.")
 @click.option("--no-stream", is_flag=True, help="Print the text when all of it is there.")
 @common_options
@@ -64,6 +91,7 @@ def generate(
     /,
     as_json: bool,
     prompts: tuple[str, ...],
+    file: str | None,
     model: str | None,
     max_new_tokens: int,
     temperature: float,
@@ -74,6 +102,10 @@ def generate(
     kv_dtype: str | None,
     dtype: str | None,
     context: int | None,
+    memory: str | None,
+    max_running: int,
+    prefill_tokens: int,
+    graph: bool | None,
     device: str | None,
     no_stream: bool,
     **backends: str | None,
@@ -84,19 +116,22 @@ def generate(
     Text goes to stdout; the chosen backend, progress and speed go to stderr.
     """
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    budget = None if memory is None else MemoryBudget.parse(memory)
     settings = run.settings()
-    texts = read_prompts(prompts, model, seed)
+    asked = read_asked(prompts, file, model=model, seed=seed)
     with _quiet(run.debug):
         began = time.perf_counter()
         source = recall.PATH if model is None else model
         checkpoint = open_checkpoint(source, progress=sys.stderr.isatty())
         context = context_of(checkpoint, context)
-        ids = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
+        wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
         options = RunnerOptions(
-            max_batch_size=len(ids),
+            max_batch_size=min(len(wanted), max_running),
             max_context_len=context,
-            max_total_tokens=sum(min(len(one) + max_new_tokens, context) for one in ids),
+            max_total_tokens=_most_tokens(wanted, context, max_running) if budget is None else None,
+            memory=budget,
+            graph=graph,
             dtype=dtype,
             kv_dtype=kv_dtype,
             page_size=page_size,
@@ -105,43 +140,43 @@ def generate(
             debug=run.debug,
         )
         platform = platform_for(run.detect(plugins), settings, device)
-        runner = _load(checkpoint, platform, plugins, options)
+        runner = _load(run, checkpoint, platform, plugins, options)
         load_seconds = time.perf_counter() - began
         click.echo(runner.decision.summary(), err=True)
-        generation = _generate(
-            runner, checkpoint, ids, max_new_tokens, sampling, silent=as_json, stream=not no_stream
+        engine = Engine(
+            runner,
+            tokenizer=checkpoint.require_tokenizer(),
+            stop_ids=checkpoint.stop_ids(runner.model),
+            prefill_tokens=prefill_tokens,
         )
+        generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
     if as_json:
-        echo_json(
-            {
-                "model": checkpoint.source,
-                **_as_dict(generation, texts, load_seconds),
-                "decision": _decided(runner.decision),
-                "warnings": run.warnings,
-            }
-        )
-    click.echo(_speed(generation, runner.decision), err=True)
+        texts = [one.prompt for one in asked]
+        answer = as_dict(generation, texts, runner, load_seconds)
+        echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+    click.echo(closing_line(generation, runner), err=True)
 
 
-def read_prompts(prompts: Sequence[str], model: str | None, seed: int) -> list[str]:
-    """The texts to continue; for the shipped model one is made up where none is given."""
-    if prompts:
-        return [_stdin() if prompt == "-" else prompt for prompt in prompts]
-    if model is not None:
-        raise click.UsageError("Give a PROMPT, or - to read one from stdin.")
-    prompt, answer = recall.make_prompt(random.Random(seed), SAMPLE_BYTES)
-    click.echo(f"no prompt given; a made-up one, to which {answer} is right:\n{prompt}", err=True)
-    return [prompt]
+def _encode(
+    checkpoint: Checkpoint,
+    asked: Sequence[Asked],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    context: int,
+    chat: bool,
+) -> list[Prompt]:
+    texts = [one.prompt for one in asked]
+    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
+    return [
+        one.with_ids(ids, max_new_tokens, params)
+        for one, ids, params in zip(asked, encoded, sampling.for_each(len(asked)), strict=True)
+    ]
 
 
-def _stdin() -> str:
-    """All of stdin without the last line's end, UTF-8 whatever the locale says."""
-    if sys.stdin is None:
-        raise click.UsageError("- reads a prompt from stdin, which is closed.")
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise InvalidInput("stdin", came=str(error), expected="text in UTF-8") from error
+def _most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> int:
+    """Tokens of the longest prompts that may run at a time, with their answers."""
+    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
+    return sum(lens[-max_running:])
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
@@ -181,40 +216,31 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 
 
 def _load(
-    checkpoint: Checkpoint, platform: Platform, plugins: Plugins, options: RunnerOptions
+    run: Run, checkpoint: Checkpoint, platform: Platform, plugins: Plugins, options: RunnerOptions
 ) -> ModelRunner:
+    offers = plugins.offers()
+    progress = sys.stderr.isatty()
     try:
-        return load_runner(
-            checkpoint, platform, plugins.offers(), options, progress=sys.stderr.isatty()
-        )
+        return load_runner(checkpoint, platform, offers, options, progress=progress, warn=run.warn)
     except PoolExhausted as error:
+        if options.memory is not None:
+            raise
         raise PoolExhausted(
             error.what,
             wanted=error.wanted,
             available=error.available,
-            hint="lower --max-new-tokens, give fewer or shorter prompts, or a smaller --kv-dtype",
+            hint="lower --max-running, --max-new-tokens or --context, set --memory (what does not "
+            "fit waits), or take a smaller --kv-dtype",
         ) from error
 
 
 def _generate(
-    runner: ModelRunner,
-    checkpoint: Checkpoint,
-    ids: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    *,
-    silent: bool,
-    stream: bool,
+    engine: Engine, wanted: Sequence[Prompt], *, silent: bool, stream: bool
 ) -> Generation:
-    generator = Generator(
-        runner, tokenizer=checkpoint.require_tokenizer(), stop_ids=checkpoint.stop_ids(runner.model)
-    )
     if silent:
-        return generator.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling)
-    with Printer(len(ids), stream=stream) as printer:
-        return generator.generate(
-            ids, max_new_tokens=max_new_tokens, sampling=sampling, on_text=printer
-        )
+        return run_prompts(engine, wanted)
+    with Printer(len(wanted), stream=stream) as printer:
+        return run_prompts(engine, wanted, on_text=printer)
 
 
 @contextmanager
@@ -224,49 +250,3 @@ def _quiet(debug: bool) -> Iterator[None]:
         if not debug:
             warnings.simplefilter("ignore")
         yield
-
-
-def _as_dict(generation: Generation, texts: Sequence[str], load_seconds: float) -> dict[str, Any]:
-    timings = generation.timings
-    return {
-        "results": [
-            {
-                "prompt": text,
-                "text": result.text,
-                "token_ids": list(result.token_ids),
-                "finish_reason": result.finish_reason,
-            }
-            for text, result in zip(texts, generation.results, strict=True)
-        ],
-        "timings": {
-            "load_seconds": load_seconds,
-            **asdict(timings),
-            "prefill_tokens_per_second": timings.prefill_tokens_per_second,
-            "decode_tokens_per_second": timings.decode_tokens_per_second,
-        },
-    }
-
-
-def _decided(decision: Decision) -> dict[str, Any]:
-    return {
-        "hash": decision.hash,
-        "page_size": decision.page_size,
-        "kv_dtype": decision.kv_dtype,
-        "phases": {
-            phase: {"backend": choice.backend, "plugin": choice.plugin}
-            for phase, choice in decision.phases.items()
-        },
-    }
-
-
-def _speed(generation: Generation, decision: Decision) -> str:
-    timings = generation.timings
-    served = {
-        phase: f"{choice.backend} ({choice.plugin})" for phase, choice in decision.phases.items()
-    }
-    return (
-        f"prefill: {timings.prefill_tokens} tokens, "
-        f"{timings.prefill_tokens_per_second:.1f} tokens/s, {served['extend']}; "
-        f"decode: {timings.decode_tokens} tokens, "
-        f"{timings.decode_tokens_per_second:.1f} tokens/s, {served['decode']}"
-    )

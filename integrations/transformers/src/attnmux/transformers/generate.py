@@ -16,13 +16,16 @@ OnText = Callable[[int, str, bool], None]
 none) and whether that was the last."""
 
 
+GREEDY = SamplingParams()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """A prompt of token ids and how to continue it."""
 
     token_ids: Sequence[int]
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,7 @@ def run_prompts(
     if engine.has_work:
         raise InvalidInput("engine", came="one with requests", expected="one without")
     for index, prompt in enumerate(prompts):
-        engine.check(prompt.token_ids, prompt.max_new_tokens, f"prompt {index + 1}")
+        engine.check(prompt.token_ids, prompt.max_new_tokens, name=f"prompt {index + 1}")
     engine.stats.reset()
     index_of = {
         engine.add(

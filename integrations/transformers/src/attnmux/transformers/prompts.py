@@ -9,12 +9,16 @@ from transformers import PreTrainedTokenizerBase
 from attnmux.core.errors import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint
 
-Prompt = str | Sequence[int]
+TextOrIds = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 
 
 def encode_prompts(
-    checkpoint: Checkpoint, prompts: Sequence[Prompt], *, max_context_len: int, chat: bool = False
+    checkpoint: Checkpoint,
+    prompts: Sequence[TextOrIds],
+    *,
+    max_context_len: int,
+    chat: bool = False,
 ) -> list[list[int]]:
     """The token ids of each prompt; `chat` puts texts into the tokenizer's chat template.
 

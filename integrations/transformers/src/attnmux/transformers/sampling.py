@@ -35,8 +35,6 @@ class SamplingParams:
 
     def for_each(self, num_requests: int) -> list[SamplingParams]:
         """The same for many requests, each with a seed of its own that follows from this one."""
-        if self.temperature == 0:
-            return [self] * num_requests
         generator = torch.Generator().manual_seed(self.seed)
         seeds = torch.randint(2**63 - 1, (num_requests,), generator=generator)
         return [replace(self, seed=seed) for seed in seeds.tolist()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.transformers.engine.engine import Engine
+from attnmux.transformers.engine.engine import PREFILL_TOKENS, Engine
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse
 from attnmux.transformers.engine.request import FinishReason, GenerationResult, OnText, TokenOutput
@@ -10,6 +10,7 @@ from attnmux.transformers.engine.stats import PARTS, EngineStats, StepStats
 
 __all__ = [
     "PARTS",
+    "PREFILL_TOKENS",
     "Engine",
     "EngineStats",
     "FinishReason",

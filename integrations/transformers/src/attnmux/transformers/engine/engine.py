@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.sizes import check_positive
 from attnmux.transformers.detokenize import TextStream
+from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -93,18 +95,26 @@ class Engine:
         """Who has the pool's pages."""
         return self._cache.memory
 
-    def check(self, token_ids: Sequence[int], max_new_tokens: int, name: str = "token_ids") -> None:
+    def check(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        encoder_len: int = 0,
+        name: str = "token_ids",
+    ) -> None:
         """Refuse a request that can never run.
 
         Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
         does not fit into the pool even when it is alone there.
         """
         steps = self.runner.steps
-        context = steps.req_to_token_pool.max_context_len
+        context = steps.max_context_len
         check_positive("max_new_tokens", max_new_tokens)
         check_prompt(name, token_ids, self.runner.vocabulary_size, context)
+        check_encoder_len(encoder_len, steps.max_encoder_len)
         # The last token is never run, so it needs no slot.
-        longest = min(len(token_ids) + max_new_tokens - 1, context)
+        longest = encoder_len + min(len(token_ids) + max_new_tokens - 1, context)
         page_size, size = steps.allocator.page_size, steps.allocator.size
         wanted = -(-longest // page_size) * page_size
         if wanted > size:
@@ -123,22 +133,25 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop_ids: Collection[int] | None = None,
         on_text: OnText | None = None,
+        encoder_states: torch.Tensor | None = None,
     ) -> int:
         """Queue a prompt of token ids. Returns the request's id.
 
         The request ends at a stop id, at its last new token, or when its context is full.
         on_text: called from `step` with the text as it grows. It may add and abort requests. What
         it raises comes out of `step`, with the engine in order.
+        encoder_states: [E, width], for an encoder-decoder model.
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
-        self.check(token_ids, max_new_tokens)
+        state = SequenceState(token_ids=list(token_ids), encoder_states=encoder_states)
+        self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len)
         if on_text is not None and self.tokenizer is None:
             raise InvalidInput("on_text", came="no tokenizer", expected="an engine with one")
-        context = self.runner.steps.req_to_token_pool.max_context_len
+        context = self.runner.steps.max_context_len
         request = LiveRequest(
             id=self._next_id,
             prompt_len=len(token_ids),
-            state=SequenceState(token_ids=list(token_ids)),
+            state=state,
             end_len=min(len(token_ids) + max_new_tokens, context + 1),
             stop_ids=self.stop_ids if stop_ids is None else frozenset(stop_ids),
             sampler=Sampler(sampling or SamplingParams()),

@@ -34,9 +34,13 @@ class PrefixCache:
         self.page_size = steps.allocator.page_size
         self._tree = PrefixTree(steps.allocator, self.page_size)
 
+    def shares(self, request: LiveRequest) -> bool:
+        """Whether its prefix may be another's: what lies behind an encoder is its own."""
+        return self.enabled and not request.state.encoder_len
+
     def match(self, request: LiveRequest) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to run."""
-        return self._tree.match(request.state.token_ids[:-1] if self.enabled else [])
+        return self._tree.match(request.state.token_ids[:-1] if self.shares(request) else [])
 
     def lock(self, match: PrefixMatch) -> None:
         self._tree.lock(match.node)
@@ -56,7 +60,7 @@ class PrefixCache:
         """
         state = request.state
         whole = state.num_cached // self.page_size * self.page_size
-        if not self.enabled or state.row is None or whole <= state.num_shared:
+        if not self.shares(request) or state.row is None or whole <= state.num_shared:
             return
         ids = state.token_ids[:whole]
         slots = self.steps.slots(state, 0, whole)

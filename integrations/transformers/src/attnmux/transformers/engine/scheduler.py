@@ -127,15 +127,20 @@ class Scheduler:
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
         """Evict what the step needs. Returns whether that was enough."""
         page_size, free = self._page_size, self._cache.allocator.available_size
-        need = sum(self._pages(one.state.num_cached, count) for one, count in chunks) * page_size
+        need = sum(self._new_pages(one, count) for one, count in chunks) * page_size
         if need + len(self.decoding) * page_size <= free():
             return True
-        need += page_size * sum(one.state.num_cached % page_size == 0 for one in self.decoding)
+        need += page_size * sum(one.state.num_columns % page_size == 0 for one in self.decoding)
         self.stats.evicted_tokens += self._cache.make_room(need)
         return need <= free()
 
+    def _new_pages(self, request: LiveRequest, num_new: int) -> int:
+        """Fresh pages for its next `num_new` tokens, and for its encoder's before the first."""
+        state = request.state
+        return self._pages(state.num_columns, state.columns_for(num_new))
+
     def _pages(self, start: int, count: int) -> int:
-        """Fresh pages for `count` tokens behind the first `start`."""
+        """Fresh pages for `count` slots behind the first `start`."""
         return -(-(start + count) // self._page_size) - -(-start // self._page_size)
 
     def _retract(self) -> None:
@@ -177,21 +182,22 @@ class Scheduler:
 
     def _worth_waiting(self, request: LiveRequest, num_cached: int) -> bool:
         """Whether a prompt that is being run begins as this one does, beyond what is cached."""
-        if not self._cache.enabled:
+        if not self._cache.shares(request):
             return False
         pages = -(-WORTH_WAITING // self._page_size)
         end = num_cached + pages * self._page_size
         ids = request.state.token_ids
         return len(ids) > end and any(
-            other.state.token_ids[:end] == ids[:end] for other in self.prefilling
+            other.state.token_ids[:end] == ids[:end] and self._cache.shares(other)
+            for other in self.prefilling
         )
 
     def _fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
         """Whether there is memory for its whole prompt beside what the running ones still need."""
-        cached = match.slots.shape[0]
-        need = self._pages(cached, len(request.state.token_ids) - cached)
+        need = self._new_pages(request, request.state.num_pending)
+        need -= match.slots.shape[0] // self._page_size
         for one in self.prefilling:
-            need += self._pages(one.state.num_cached, one.state.num_pending)
+            need += self._new_pages(one, one.state.num_pending)
         for one in self.prefilling + self.decoding:
             need += self._pages(0, min(one.num_remaining, GROWTH))
         return need * self._page_size <= self._cache.obtainable

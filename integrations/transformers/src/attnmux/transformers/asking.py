@@ -1,0 +1,145 @@
+"""What a user asks for: prompts from the command line, from stdin and from files."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from attnmux.core.errors import InvalidInput
+from attnmux.transformers import recall
+from attnmux.transformers.generate import Prompt
+from attnmux.transformers.prompts import TextOrIds
+from attnmux.transformers.sampling import SamplingParams
+
+SAMPLE_BYTES = 240
+
+KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "prompt": (str, list),
+        "max_new_tokens": (int,),
+        "temperature": (int, float),
+        "top_p": (int, float),
+        "seed": (int,),
+    }
+)
+"""What a line of JSON may hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One prompt, with what is said about it alone."""
+
+    prompt: TextOrIds
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Some of `KEYS` but for the prompt."""
+
+    def with_ids(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams) -> Prompt:
+        """The prompt in token ids; max_new_tokens and sampling hold for what it does not say."""
+        own = dict(self.overrides)
+        most = own.pop("max_new_tokens", max_new_tokens)
+        return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+
+
+def read_asked(
+    prompts: Sequence[str], file: str | None, *, model: str | None, seed: int
+) -> list[Asked]:
+    """The prompts of the command line, then those of the file; "-" is stdin in both.
+
+    For the shipped model one is made up where there is none. Raises UsageError for no prompts and
+    for a stdin that is wanted twice or closed, InvalidInput for a file that cannot be used.
+    """
+    if [*prompts, file].count("-") > 1:
+        raise click.UsageError("- reads stdin, which can be read only once.")
+    asked = [Asked(prompt=_stdin("stdin") if one == "-" else one) for one in prompts]
+    if file is not None:
+        asked += _from_file(file)
+    if asked:
+        return asked
+    if model is not None:
+        raise click.UsageError("Give a PROMPT, - to read one from stdin, or --prompts FILE.")
+    prompt, answer = recall.make_prompt(random.Random(seed), SAMPLE_BYTES)
+    click.echo(f"no prompt given; a made-up one, to which {answer} is right:\n{prompt}", err=True)
+    return [Asked(prompt=prompt)]
+
+
+def _stdin(name: str) -> str:
+    """All of stdin without the last line's end."""
+    if sys.stdin is None:
+        raise click.UsageError("- reads from stdin, which is closed.")
+    return _decode(name, sys.stdin.buffer.read()).removesuffix("\n")
+
+
+def _decode(name: str, data: bytes) -> str:
+    """UTF-8 whatever the locale says."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(name, came=str(error), expected="text in UTF-8") from error
+
+
+def _from_file(file: str) -> list[Asked]:
+    """One prompt a line, or one JSON object a line; blank lines do not count."""
+    if file == "-":
+        text = _stdin("--prompts -")
+    else:
+        try:
+            text = _decode(f"--prompts {file}", Path(file).read_bytes())
+        except OSError as error:
+            came = f"{file} ({error.strerror})"
+            raise InvalidInput("--prompts", came=came, expected="a readable file") from error
+    lines = [
+        (f"{file}, line {number}", line.removesuffix("\r"))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not lines:
+        raise InvalidInput("--prompts", came=f"{file}, which is empty", expected="prompts")
+    if _object(lines[0][1]) is None:
+        return [Asked(prompt=line) for _, line in lines]
+    return [_from_json(name, line) for name, line in lines]
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """A line of JSON that speaks of a prompt; anything else is a prompt itself."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and "prompt" in value else None
+
+
+def _from_json(name: str, line: str) -> Asked:
+    value = _object(line)
+    if value is None:
+        expected = 'a JSON object with "prompt", as in the first line'
+        raise InvalidInput(name, came=f"{line[:60]!r}", expected=expected)
+    for key, given in value.items():
+        if key not in KEYS:
+            raise InvalidInput(name, came=f"{key!r}", expected=f"only {', '.join(KEYS)}")
+        if not isinstance(given, KEYS[key]) or isinstance(given, bool):
+            words = " or ".join(kind.__name__ for kind in KEYS[key])
+            raise InvalidInput(f"{name}, {key}", came=f"{given!r}", expected=words)
+    prompt = value.pop("prompt")
+    if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
+        raise InvalidInput(f"{name}, prompt", came="a list", expected="text or token ids")
+    _check_ranges(name, value)
+    return Asked(prompt=prompt, overrides=value)
+
+
+def _check_ranges(name: str, overrides: Mapping[str, Any]) -> None:
+    if overrides.get("max_new_tokens", 1) < 1:
+        came = overrides["max_new_tokens"]
+        raise InvalidInput(f"{name}, max_new_tokens", came=came, expected="at least 1")
+    try:
+        SamplingParams(**{key: overrides[key] for key in overrides if key != "max_new_tokens"})
+    except InvalidInput as error:
+        argument = f"{name}, {error.argument}"
+        raise InvalidInput(argument, came=error.came, expected=error.expected) from None

@@ -1,0 +1,79 @@
+"""What is told about a generation: the JSON answer and the closing line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from attnmux.core.choosing.decision import Decision
+from attnmux.transformers.generate import Generation
+from attnmux.transformers.prompts import TextOrIds
+from attnmux.transformers.runner import ModelRunner
+
+
+def as_dict(
+    generation: Generation, prompts: Sequence[TextOrIds], runner: ModelRunner, load_seconds: float
+) -> dict[str, Any]:
+    """Results, timings, what was reused, and what served."""
+    timings, stats = generation.timings, generation.stats
+    return {
+        "results": [
+            {
+                "prompt": prompt,
+                "text": result.text,
+                "token_ids": list(result.token_ids),
+                "finish_reason": result.finish_reason,
+                "reused_tokens": result.reused_tokens,
+            }
+            for prompt, result in zip(prompts, generation.results, strict=True)
+        ],
+        "timings": {
+            "load_seconds": load_seconds,
+            **asdict(timings),
+            "prefill_tokens_per_second": timings.prefill_tokens_per_second,
+            "decode_tokens_per_second": timings.decode_tokens_per_second,
+        },
+        "prefix_cache": {
+            "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
+            "evicted_tokens": stats.evicted_tokens,
+        },
+        "retractions": stats.retractions,
+        "kv_pool_tokens": runner.context.token_to_kv_pool.size,
+        "graph_batch_sizes": [] if runner.graphs is None else list(runner.graphs.batch_sizes),
+        "decision": _decided(runner.decision),
+    }
+
+
+def _decided(decision: Decision) -> dict[str, Any]:
+    return {
+        "hash": decision.hash,
+        "page_size": decision.page_size,
+        "kv_dtype": decision.kv_dtype,
+        "phases": {
+            phase: {"backend": choice.backend, "plugin": choice.plugin}
+            for phase, choice in decision.phases.items()
+        },
+    }
+
+
+def closing_line(generation: Generation, runner: ModelRunner) -> str:
+    """Speed of both phases and by what, prompt tokens that were reused, requests that had to wait
+    for memory."""
+    timings, stats = generation.timings, generation.stats
+    served = {
+        phase: f"{choice.backend} ({choice.plugin})"
+        for phase, choice in runner.decision.phases.items()
+    }
+    graphs = "" if runner.graphs is None else " in graphs"
+    parts = [
+        f"prefill: {timings.prefill_tokens} tokens, "
+        f"{timings.prefill_tokens_per_second:.1f} tokens/s, {served['extend']}",
+        f"decode: {timings.decode_tokens} tokens, "
+        f"{timings.decode_tokens_per_second:.1f} tokens/s, {served['decode']}{graphs}",
+        f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
+    ]
+    if stats.retractions:
+        parts.append(f"memory ran out {stats.retractions} times: requests waited and ran again")
+    return "; ".join(parts)
