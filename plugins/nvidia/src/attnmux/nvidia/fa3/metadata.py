@@ -12,6 +12,9 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
 from attnmux.core.layer import LayerSpec
 
+Tables = dict[tuple[bool, int], torch.Tensor]
+"""Page tables before they are translated, by whether they are the encoder's and by page size."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyGroup:
@@ -24,15 +27,28 @@ class KeyGroup:
     page_size: int
     """Of the table. With an encoder, the decoder's keys begin in the middle of a page: then the
     table names slots, and the pool is seen in pages of one."""
+    pool_group: int
+    """As `KVPool.group_of`."""
+    layer_id: int = field(compare=False)
+    """One of the layers."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> KeyGroup:
         has_encoder = any(other.is_cross_attention for other in context.layers)
-        page_size = context.token_to_kv_pool.page_size
+        pool = context.token_to_kv_pool
         return cls(
             is_cross=layer.is_cross_attention,
-            page_size=1 if has_encoder and not layer.is_cross_attention else page_size,
+            page_size=1 if has_encoder and not layer.is_cross_attention else pool.page_size,
+            pool_group=pool.group_of(layer.layer_id),
+            layer_id=layer.layer_id,
         )
+
+    def translated(self, table: torch.Tensor, context: BackendContext) -> torch.Tensor:
+        """A table of the request table's pages, as pages of these layers' buffers."""
+        pool = context.token_to_kv_pool
+        if self.page_size == pool.page_size:
+            return pool.translate_pages(table, self.layer_id)
+        return pool.translate(table, self.layer_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,8 +117,9 @@ class Step:
         """Build what the layers read, by device operations of static shape."""
         # What a warm-up made is not part of the capture that follows it.
         self.bounds.clear()
+        tables: Tables = {}
         for group in groups:
-            self.keys[group] = self._keys(batch, group, context)
+            self.keys[group] = self._keys(batch, group, context, tables)
         if self.queries_each is None and batch.extend_seq_lens is not None:
             self.bounds["queries"] = cu_seqlens(batch.extend_seq_lens)
 
@@ -120,26 +137,34 @@ class Step:
             self.bounds["encoder"] = cu_seqlens(_encoder_lens(batch))
         return self.bounds["encoder"]
 
-    def _keys(self, batch: ForwardBatch, group: KeyGroup, context: BackendContext) -> Keys:
+    def _keys(
+        self, batch: ForwardBatch, group: KeyGroup, context: BackendContext, tables: Tables
+    ) -> Keys:
         buffers = self.fixed.get(group)
-        out = None if buffers is None else buffers.page_table[: self.batch_size]
-        lens = batch.seq_lens
-        max_len = self.max_seqlen_k
-        if group.is_cross:
-            lens, max_len = _encoder_lens(batch), context.max_context_len
-        elif batch.forward_mode.is_target_verify() and self.queries_each is not None:
-            into = None if buffers is None else buffers.lens
-            lens = verify_kv_lens(lens, self.queries_each, out=into)
-        table = page_table(
-            context.req_to_token_pool.req_to_token,
-            batch.req_pool_indices,
-            lens,
-            page_size=group.page_size,
-            kv_start=None if group.is_cross else batch.encoder_lens,
-            max_len=max_len if out is None else None,
-            out=out,
-        )
+        lens = self._key_lens(batch, group, None if buffers is None else buffers.lens)
+        table = tables.get((group.is_cross, group.page_size))
+        if table is None:
+            table = tables[group.is_cross, group.page_size] = page_table(
+                context.req_to_token_pool.req_to_token,
+                batch.req_pool_indices,
+                lens,
+                page_size=group.page_size,
+                kv_start=None if group.is_cross else batch.encoder_lens,
+                max_len=context.max_context_len if group.is_cross else self.max_seqlen_k,
+            )
+        table = group.translated(table, context)
+        if buffers is not None:
+            table = buffers.page_table[: self.batch_size].copy_(table)
         return Keys(page_table=table, lens=lens)
+
+    def _key_lens(
+        self, batch: ForwardBatch, group: KeyGroup, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if group.is_cross:
+            return _encoder_lens(batch)
+        if batch.forward_mode.is_target_verify() and self.queries_each is not None:
+            return verify_kv_lens(batch.seq_lens, self.queries_each, out=out)
+        return batch.seq_lens
 
 
 def fixed_buffers(
