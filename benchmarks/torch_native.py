@@ -82,11 +82,11 @@ class Bench:
 
     @classmethod
     def of(cls, workload: Workload) -> Bench:
-        context = _context(workload)
+        context = make_context(workload)
         return cls(
             workload=workload,
             backend=TorchNativeBackend(context),
-            batch=_batch(workload, context),
+            batch=make_batch(workload, context),
             q=torch.randn(workload.num_tokens, Q_HEADS, DIM).to(DTYPE),
         )
 
@@ -127,7 +127,7 @@ class Bench:
         return out
 
 
-def _context(workload: Workload) -> BackendContext:
+def make_context(workload: Workload) -> BackendContext:
     page, longest = workload.page_size, max(workload.lens)
     size = sum(-(-length // page) * page for length in workload.lens)
     layers = tuple(
@@ -169,7 +169,7 @@ def _context(workload: Workload) -> BackendContext:
     )
 
 
-def _batch(workload: Workload, context: BackendContext) -> ForwardBatch:
+def make_batch(workload: Workload, context: BackendContext) -> ForwardBatch:
     """Requests on pages in random order."""
     page, pool, table = workload.page_size, context.token_to_kv_pool, context.req_to_token_pool
     pages = PagedAllocator(pool.size, page, "cpu").alloc(pool.size).view(-1, page)

@@ -141,7 +141,8 @@ def test_speculation(call, mode) -> None:
 def test_a_library_counts_as_there_unless_told_otherwise(call) -> None:
     result = call("--platform", HERE, "--without", "Torch", "--json")
     assert result.exit_code == 3
-    (reason,) = answer(result)["candidates"][0]["reasons"]
+    found = {each["backend"]: each["reasons"] for each in answer(result)["candidates"]}
+    (reason,) = found["torch_native"]
     assert reason["code"] == "LIBRARY"
     assert reason["hint"] == "pip install 'attnmux-cpu[torch]'"
 

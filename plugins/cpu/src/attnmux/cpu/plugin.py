@@ -6,10 +6,11 @@ The CPU itself is found by core, since it is on every machine.
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
-from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.choosing.conditions import ANY, Condition, includes, one_of
 from attnmux.core.choosing.plugins import hookimpl
 
-DTYPES = one_of("bfloat16", "float16", "float32")
+_UNSCALED = ("bfloat16", "float16", "float32")
+DTYPES = one_of(*_UNSCALED)
 KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 TORCH_NATIVE = BackendCard(
@@ -53,6 +54,55 @@ TORCH_NATIVE = BackendCard(
 )
 
 
+def _flex(dtype: str, **more: Condition) -> Clause:
+    """What flex_attention serves of one dtype, which K and V have to be stored in."""
+    return Clause(
+        phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+        dtype=one_of(dtype),
+        kv_dtype=one_of(dtype),
+        page_size=ANY,
+        v_head_dim=ANY,
+        spec_topk=ANY,
+        sliding_window=ANY,
+        attention_chunk=ANY,
+        cross_attention=ANY,
+        logit_cap=ANY,
+        custom_mask=ANY,
+        multi_item=ANY,
+        **more,
+    )
+
+
+FLEX_ATTENTION = BackendCard(
+    name="flex_attention",
+    summary="torch's compiled flex_attention: pages are read where they lie, masks are compiled in",
+    factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
+    requires=("torch>=2.11",),
+    extra="torch",
+    clauses=(
+        *(
+            _flex(
+                dtype,
+                vendor=one_of("cpu"),
+                features=includes("cxx_compiler", "avx2"),
+                kind=one_of("mha", "mla"),
+                head_dim=ANY,
+                kv_lora_rank=ANY,
+                qk_rope_head_dim=ANY,
+            )
+            for dtype in _UNSCALED
+        ),
+    ),
+    priors=(
+        Prior(
+            rank=60,
+            when=when(vendor=one_of("cpu")),
+            source="benchmarks/flex_attention.py: a prefill takes twice as long as torch_native or more",
+        ),
+    ),
+)
+
+
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return [TORCH_NATIVE]
+    return [TORCH_NATIVE, FLEX_ATTENTION]

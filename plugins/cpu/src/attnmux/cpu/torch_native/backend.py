@@ -29,7 +29,7 @@ class TorchNativeBackend(AttentionBackend):
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         super().__init__(context, options)
         self._lens: StepLens | None = None
-        self._plans: dict[tuple[KeyRule, TileSize], Plan] = {}
+        self._plans: dict[tuple[KeyRule, TileSize, int], Plan] = {}
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -133,19 +133,17 @@ class TorchNativeBackend(AttentionBackend):
         return TileSize.of(layer, self.context.device)
 
     def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
-        """The step's plan for the layer, made by the first of the layers that share it.
-
-        Layers of one window share their slots too: a pool that keeps some layers apart does so
-        by their window.
-        """
+        """The step's plan for the layer, made by the first of the layers that share it."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
         rule = KeyRule.of(layer, in_call=in_call)
         size = self.tile_size(layer)
-        plan = self._plans.get((rule, size))
+        # The call's own k and v have no slots, whatever the pool.
+        group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
+        plan = self._plans.get((rule, size, group))
         if plan is None:
             plan = make_plan(rule, size, layer, batch, self._lens, self.context)
-            self._plans[rule, size] = plan
+            self._plans[rule, size, group] = plan
         return plan
 
 

@@ -1,0 +1,253 @@
+"""The contract, served by torch's compiled `flex_attention`.
+
+A step's queries are cut into tiles of one request each, the kernel's batch dimension; what a tile
+reads and sees is worked out on the device (`tiles.py`, `keys.py`, `ranges.py`), and each layer is
+one call of a kernel that was compiled once for its shape (`kernel.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.cpu.flex_attention.fixed import FixedPlan
+from attnmux.cpu.flex_attention.kernel import kernel, plain_tensors
+from attnmux.cpu.flex_attention.keys import block_of_page
+from attnmux.cpu.flex_attention.plan import (
+    Plan,
+    first_specs,
+    make_plan,
+    spec_of,
+    tile_size,
+)
+from attnmux.cpu.flex_attention.spec import heads_first
+from attnmux.cpu.flex_attention.tiles import StepLens, Tiles, make_tiles
+from attnmux.cpu.torch_native.visibility import KeyRule
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+
+
+class FlexAttentionBackend(AttentionBackend):
+    """Any feature that a mask can say, over pages where they lie; a GPU gives LSE and sinks too."""
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        """Compile for the request's phases, for the smallest steps; longer ones when they come.
+
+        Raises BackendFailed where that cannot be done here.
+        """
+        super().__init__(context, options)
+        self._lens: StepLens | None = None
+        self._tiles: dict[int, Tiles] = {}
+        self._plans: dict[tuple[KeyRule, int], Plan] = {}
+        self._fixed: dict[tuple[KeyRule, int], FixedPlan] = {}
+        pool = context.token_to_kv_pool
+        with plain_tensors():
+            self._scale_and_cap = {
+                layer.layer_id: torch.tensor(
+                    [
+                        layer.scaling * pool.read_scales(layer.k_scale, layer.v_scale)[0],
+                        layer.logit_cap,
+                    ],
+                    device=context.device,
+                )
+                for layer in context.layers
+            }
+        for spec in first_specs(context):
+            kernel(spec)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Plan the step for every layer whose K and V are in the pool.
+
+        A step that graphs were announced for is planned in their buffers, without synchronising.
+        """
+        if in_capture and not all(fixed.holds(batch) for fixed in self._fixed.values()):
+            raise GraphUnsupported(
+                "flex_attention captures DECODE and TARGET_VERIFY of announced sizes, "
+                "without a custom mask or items"
+            )
+        self._plans.clear()
+        self._tiles.clear()
+        self._lens = None
+        if batch.forward_mode is ForwardMode.IDLE:
+            return
+        with plain_tensors():
+            self._lens = StepLens.of(batch)
+            if not batch.num_tokens:
+                return
+            for layer in self.context.layers:
+                if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
+                    self._plan(layer, batch, in_call=False)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Buffers for DECODE and TARGET_VERIFY.
+
+        Raises GraphUnsupported for pages whose keys are gathered: how many there are is not known
+        before a replay.
+        """
+        page_size = self.context.token_to_kv_pool.page_size
+        if not block_of_page(page_size):
+            raise GraphUnsupported(
+                f"flex_attention gathers the keys from pages of {page_size} tokens, which a graph "
+                "cannot hold; take a page size that is a multiple of 16"
+            )
+        with plain_tensors():
+            for layer in self.context.layers:
+                for size in (1, tile_size(layer, self.context.device)):
+                    self._fixed[KeyRule.of(layer, in_call=False), size] = FixedPlan(
+                        self.context,
+                        layer.layer_id,
+                        size,
+                        max_bs=max_bs,
+                        max_num_tokens=max_num_tokens,
+                    )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attend(q, q_rope, self._from_pool(layer), layer, batch, lse, in_call=False)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        in_call = k is not None and not save_kv_cache
+        keys_and_values: tuple[torch.Tensor, torch.Tensor | None]
+        if k is None or save_kv_cache:
+            keys_and_values = self._from_pool(layer)
+        elif k_rope is not None:
+            keys_and_values = torch.cat([k, k_rope], dim=-1), None
+        else:
+            keys_and_values = k, v
+        return self._attend(q, q_rope, keys_and_values, layer, batch, lse, in_call=in_call)
+
+    def _from_pool(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pool = self.context.token_to_kv_pool
+        keys = pool.get_key_buffer(layer.layer_id)
+        return keys, None if layer.kind == "mla" else pool.get_value_buffer(layer.layer_id)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        keys_and_values: tuple[torch.Tensor, torch.Tensor | None],
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        lse: torch.Tensor | None,
+        *,
+        in_call: bool,
+    ) -> torch.Tensor:
+        if not q.shape[0]:
+            return q.new_empty((0, layer.tp_q_head_num, layer.v_head_dim))
+        with plain_tensors():
+            plan = self._plan(layer, batch, in_call=in_call)
+            keys, values = self._blocks(plan, keys_and_values)
+            needs_lse = lse is not None or layer.sinks is not None
+            spec = spec_of(plan, layer, q.dtype, lse=needs_lse)
+            queries = _rows(q if q_rope is None else torch.cat([q, q_rope], dim=-1), plan, layer)
+            result, result_lse = kernel(spec)(
+                queries,
+                heads_first(keys),
+                heads_first(keys[..., : layer.v_head_dim] if values is None else values),
+                self._scale_and_cap[layer.layer_id],
+                plan.given,
+            )
+            out = _unrows(result, plan, layer)
+            if result_lse is not None:
+                of_tokens = _unrows(result_lse.unsqueeze(-1), plan, layer).squeeze(-1)
+                if layer.sinks is not None:
+                    out = out * torch.sigmoid(of_tokens - layer.sinks).unsqueeze(-1).to(out.dtype)
+                    of_tokens = torch.logaddexp(of_tokens, layer.sinks)
+                if lse is not None:
+                    lse.copy_(of_tokens)
+            pool = self.context.token_to_kv_pool
+            v_scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[1]
+            return out if v_scale == 1 else out * v_scale
+
+    def _blocks(
+        self, plan: Plan, keys_and_values: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, Hkv, D] each, whole blocks: the pool's buffers, or scratch with what is gathered."""
+        keys, values = keys_and_values
+        slots = plan.slots
+        if slots is None:
+            return keys.detach(), None if values is None else values.detach()
+
+        def gathered(name: str, source: torch.Tensor) -> torch.Tensor:
+            shape = (slots.shape[0], *source.shape[1:])
+            scratch = self.context.workspace.tensor(f"flex_attention.{name}", shape, source.dtype)
+            return torch.index_select(source.detach(), 0, slots, out=scratch)
+
+        return gathered("keys", keys), None if values is None else gathered("values", values)
+
+    def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
+        """The step's plan for the layer, made by the first of the layers that share it.
+
+        Layers of one window share their slots too: a pool that keeps some layers apart does so
+        by their window.
+        """
+        if self._lens is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        rule = KeyRule.of(layer, in_call=in_call)
+        size = 1 if batch.forward_mode.is_decode() else tile_size(layer, self.context.device)
+        plan = self._plans.get((rule, size))
+        if plan is None:
+            tiles = self._tiles.get(size)
+            if tiles is None:
+                tiles = self._tiles[size] = make_tiles(self._lens, batch.num_tokens, size)
+            fixed = self._fixed.get((rule, size))
+            if fixed is not None and not fixed.holds(batch):
+                fixed = None
+            width = None if fixed is None else fixed.width
+            plan = make_plan(rule, layer, batch, self._lens, tiles, self.context, width=width)
+            plan = plan if fixed is None else fixed.take(plan)
+            self._plans[rule, size] = plan
+        return plan
+
+
+def _rows(q: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:
+    """[T, Hq, D] as [N, Hkv, G * size, D]: heads of a group are rows, one query after another."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    tiled = q.detach().index_select(0, plan.tokens)
+    tiled = tiled.view(-1, plan.tile_size, layer.tp_k_head_num, group, q.shape[-1])
+    return tiled.permute(0, 2, 3, 1, 4).reshape(
+        tiled.shape[0], layer.tp_k_head_num, group * plan.tile_size, q.shape[-1]
+    )
+
+
+def _unrows(rows: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:
+    """[N, Hkv, G * size, n] as [T, Hq, n]."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    width = rows.shape[-1]
+    tiled = rows.reshape(rows.shape[0], layer.tp_k_head_num, group, plan.tile_size, width)
+    tokens = tiled.permute(0, 3, 1, 2, 4).reshape(-1, layer.tp_q_head_num, width)
+    return tokens.index_select(0, plan.places)

@@ -1,0 +1,198 @@
+"""What is compiled: `flex_attention` for tiles of queries over blocks of keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    flex_attention,
+)
+
+from attnmux.core.errors import BackendFailed
+from attnmux.cpu.flex_attention.spec import (
+    KernelInput,
+    KernelSpec,
+    block_list,
+    heads_first,
+    list_room,
+)
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+"""Out [N, Hkv, rows, Dv], and LSE [N, Hkv, rows] fp32 where it is asked for."""
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput], Result]
+"""(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], [scale, cap] fp32, the rest)."""
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """No autograd, and no inference tensors: a kernel is compiled for one kind of tensor."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@functools.cache
+def kernel(spec: KernelSpec) -> Kernel:
+    """The compiled kernel, of which all backends of the process share one.
+
+    Raises BackendFailed where it does not compile.
+    """
+    compiled = torch.compile(_function(spec), dynamic=False, fullgraph=True)
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_and_cap: torch.Tensor,
+        given: KernelInput,
+    ) -> Result:
+        result: Result = compiled(
+            q,
+            k,
+            v,
+            scale_and_cap,
+            given.columns,
+            given.first,
+            given.end,
+            given.num_partial,
+            given.partial,
+            given.num_whole,
+            given.whole,
+            given.hidden,
+            given.mask,
+        )
+        return result
+
+    try:
+        with plain_tensors():
+            run(*_tiny(spec))
+    except Exception as error:  # Dynamo, Inductor, Triton and a compiler each raise their own
+        raise BackendFailed(
+            "cpu/flex_attention",
+            f"torch.compile(flex_attention) failed: {_first_line(error)}",
+            hint="a CPU needs AVX2 and a C++ compiler, a GPU Triton; or choose another backend",
+        ) from error
+    return run
+
+
+def _function(spec: KernelSpec) -> Callable[..., Result]:
+    block, tile_size, room = spec.block, spec.tile_size, spec.mask_room
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_and_cap: torch.Tensor,
+        columns: torch.Tensor,
+        first: torch.Tensor,
+        end: torch.Tensor,
+        num_partial: torch.Tensor,
+        partial: torch.Tensor,
+        num_whole: torch.Tensor | None,
+        whole: torch.Tensor | None,
+        hidden: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Result:
+        def sees(
+            tile: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            query = row % tile_size
+            column = columns[key // block] + key % block
+            seen = (column >= first[tile, query]) & (column < end[tile, query])
+            if hidden is not None:
+                behind_prefix = column >= hidden[0][tile, query]
+                seen = seen & ~(behind_prefix & (column < hidden[1][tile, query]))
+            if mask is not None:
+                place = (mask[1][tile, query] + column).clamp(0, room - 1)
+                seen = seen & mask[0][place]
+            return seen
+
+        def logit(
+            score: torch.Tensor,
+            tile: torch.Tensor,
+            head: torch.Tensor,
+            row: torch.Tensor,
+            key: torch.Tensor,
+        ) -> torch.Tensor:
+            scaled = score * scale_and_cap[0]
+            if spec.capped:
+                return torch.tanh(scaled / scale_and_cap[1]) * scale_and_cap[1]
+            return scaled
+
+        block_mask = BlockMask.from_kv_blocks(
+            num_partial,
+            partial,
+            num_whole,
+            whole,
+            BLOCK_SIZE=(spec.block_rows, block),
+            mask_mod=sees,
+            seq_lengths=(q.shape[2], k.shape[2]),
+            compute_q_blocks=False,
+        )
+        out, aux = flex_attention(
+            q,
+            k,
+            v,
+            score_mod=logit,
+            block_mask=block_mask,
+            scale=1.0,
+            kernel_options=spec.kernel_options,
+            return_aux=AuxRequest(lse=spec.lse),
+        )
+        return out, aux.lse
+
+    # Dynamo limits how often one code object is compiled: a spec has one of its own.
+    attend.__code__ = attend.__code__.replace()
+    return attend
+
+
+def _tiny(
+    spec: KernelSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput]:
+    """Arguments of the spec's shapes that ask for nothing, over two blocks of keys."""
+    made = functools.partial(torch.zeros, device=spec.device)
+    shape = (spec.num_tiles, spec.num_kv_heads, spec.rows, spec.qk_head_dim)
+    q = made(shape, dtype=spec.dtype)
+    k = made((2 * spec.block, spec.num_kv_heads, spec.qk_head_dim), dtype=spec.dtype)
+    v = k[..., : spec.v_head_dim]
+    if not spec.latent:
+        v = made((2 * spec.block, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype)
+    k, v = heads_first(k), heads_first(v)
+    torch._dynamo.mark_dynamic(k, 2)
+    torch._dynamo.mark_dynamic(v, 2)
+    of_queries = functools.partial(made, (spec.num_tiles, spec.tile_size))
+    counts = made((spec.num_tiles, 1, 1), dtype=torch.int32)
+
+    def lists() -> torch.Tensor:
+        memory = made(
+            list_room(spec.device, spec.num_tiles, spec.listed, spec.capacity), dtype=torch.int32
+        )
+        return block_list(memory, spec.num_tiles, spec.listed, spec.capacity)
+
+    given = KernelInput(
+        columns=made(spec.capacity, dtype=torch.int32),
+        first=of_queries(dtype=torch.int32),
+        end=of_queries(dtype=torch.int32),
+        num_partial=counts,
+        partial=lists(),
+        num_whole=counts.clone() if spec.split else None,
+        whole=lists() if spec.split else None,
+        hidden=(of_queries(dtype=torch.int32), of_queries(dtype=torch.int32))
+        if spec.has_items
+        else None,
+        mask=(made(spec.mask_room, dtype=torch.bool), of_queries(dtype=torch.int64))
+        if spec.mask_room
+        else None,
+    )
+    return q, k, v, made(2) + 1, given
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
