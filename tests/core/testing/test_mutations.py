@@ -275,6 +275,31 @@ class NewTokensUnrounded(FakeBackend):
         return keys, values
 
 
+class SlotsOfTheTable(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the window's buffer at the numbers that the request table has."""
+        keys, values = self.context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        slots = slots % len(keys)
+        return keys[slots].double(), values[slots].double()
+
+
+class SlotsOfTheFirstLayer(FakeBackend):
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Translate once a step for all layers."""
+        pool, first = self.context.token_to_kv_pool, self.context.layers[0]
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        slots = pool.translate(slots, first.layer_id)
+        return keys[slots].double(), values[slots].double()
+
+
+class WindowWrittenUntranslated(FakeBackend):
+    def save_kv(self, k, v, layer, batch, *, k_rope=None) -> None:
+        """Write as to a pool without translation."""
+        keys, values = self.context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        loc = batch.out_cache_loc % len(keys)
+        keys[loc], values[loc] = k, v
+
+
 class ProductsOfEightBits(FakeBackend):
     def attend(self, q, k, v, keep, layer):
         """Round the softmax's weights to the pool's dtype, relative to each row's largest."""
@@ -324,6 +349,9 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     WrittenWithoutScale: ("extend-fp8_e4m3-scales", "mla-extend-fp8_e4m3"),
     OverflowIsNaN: ("extend-fp8_e4m3-saturated", "decode-fp8_e5m2-saturated"),
     NewTokensUnrounded: ("extend-fp8_e4m3", "extend-fp8_e5m2-scales", "decode-fp8_e4m3"),
+    SlotsOfTheTable: ("decode-window-pool", "extend-window-pool", "verify-window-pool"),
+    SlotsOfTheFirstLayer: ("decode-window-pool", "extend-two-windows-pool"),
+    WindowWrittenUntranslated: ("decode-window-pool", "extend-window-pool-shared-prefix"),
     ProductsOfEightBits: ("decode-fp8_e4m3", "extend-fp8_e5m2"),
 }
 """The cases, at page size 16 where they have pages, that each fault fails."""

@@ -77,7 +77,7 @@ def prepare_step(
 def kv_rows(
     world: World, given: LayerInput, batch: ForwardBatch
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """What the layer's call has to write: slots [n], and rows [n, …] for each of `buffers`."""
+    """What the layer's call has to write: slots [n] of its `buffers`, and rows [n, …] of each."""
     loc = batch.encoder_out_cache_loc if given.layer.is_cross_attention else batch.out_cache_loc
     if given.k is None or loc is None or not world.case.save_kv_cache:
         return batch.out_cache_loc[:0], ()
@@ -85,7 +85,8 @@ def kv_rows(
         rows = [torch.cat([given.k, given.k_rope], dim=-1)]
     else:
         rows = [tensor for tensor in (given.k, given.v) if tensor is not None]
-    return loc, stored_rows(world, given.layer, rows)
+    pool = world.context.token_to_kv_pool
+    return pool.translate(loc, given.layer.layer_id), stored_rows(world, given.layer, rows)
 
 
 def _make_batch(world: World, step: Step, requests: list[Placed], host_lens: bool) -> ForwardBatch:

@@ -127,6 +127,8 @@ class Case:
     """Of the first layer; the next has twice that. None: head_dim ** -0.5 in all."""
     windows: tuple[int | None, ...] = (None, None)
     """The sliding window of each layer."""
+    window_pool: bool = False
+    """Layers with a window have a pool of their own, which has let go of what nobody sees."""
     attention_chunk: int | None = None
     """Of every other layer."""
     logit_cap: float | None = None

@@ -202,8 +202,9 @@ class FakeBackend(AttentionBackend):
         return row[num_encoder : num_encoder + num_keys]
 
     def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the slots, de-quantised."""
+        """K and V of the slots of the request table, de-quantised."""
         pool = self.context.token_to_kv_pool
+        slots = pool.translate(slots, layer.layer_id)
         k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
         keys, values = pool.get_kv_buffer(layer.layer_id)
         return keys[slots].double() * k_scale, values[slots].double() * v_scale

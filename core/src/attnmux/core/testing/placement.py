@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.batch import ForwardMode
+from attnmux.core.kv import SWAKVPool, tokens_behind_window
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.core.testing.cases import Step
@@ -85,6 +86,8 @@ def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
             )
         )
     _write_table(world, requests, stale=_slots(pages, page_size))
+    if isinstance(pool, SWAKVPool):
+        _pair(world, pool, requests)
     return requests + [_padding(step, seq_len_fill, pool.device)] * step.padding
 
 
@@ -103,10 +106,13 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
         [nothing, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
     for layer in world.context.layers:
-        slots = encoder if layer.is_cross_attention else cached
+        slots = pool.translate(encoder if layer.is_cross_attention else cached, layer.layer_id)
+        # What fell out of the window is nowhere: it leads to the reserved page, which is finite.
+        slots = slots[slots > 0]
+        left_over = pool.translate(in_owned_pages, layer.layer_id)
         for buffer in buffers(world, layer.layer_id):
             buffer.fill_(torch.nan)
-            _leave_over(buffer, in_owned_pages)
+            _leave_over(buffer, left_over)
         drawn = tuple(
             world.random(len(slots), *buffer.shape[1:]) for buffer in buffers(world, layer.layer_id)
         )
@@ -171,6 +177,19 @@ def _write_table(world: World, requests: list[Placed], stale: torch.Tensor) -> N
     table[0] = 0
     for request in requests:
         table[request.row, : len(request.slots)] = request.slots.int()
+
+
+def _pair(world: World, pool: SWAKVPool, requests: list[Placed]) -> None:
+    """Give scattered pages of the window pool to what some new token still sees."""
+    widest = max(layer.sliding_window_size for layer in world.context.layers)
+    seen = set()
+    for request in requests:
+        behind = tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
+        seen.update((request.slots[behind :: pool.page_size] // pool.page_size).tolist())
+    pages = torch.tensor(sorted(seen), dtype=torch.int64)
+    swa_pages = torch.randperm(pool.swa.size // pool.page_size, generator=world.generator) + 1
+    pool.unpair(torch.arange(pool.num_slots // pool.page_size, device=pool.device))
+    pool.pair(pages.to(pool.device), swa_pages[: len(pages)].to(pool.device))
 
 
 def _padding(step: Step, seq_len_fill: int, device: torch.device) -> Placed:

@@ -35,6 +35,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += _shapes(page)
         cases += _mla(page)
         cases += _fp8(page)
+        cases += _window_pool(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
@@ -174,6 +175,29 @@ def _shapes(page: int) -> Iterator[Case]:
     for name, settings in shapes.items():
         yield _case(f"decode-{name}", page, decode(45, 3), **settings)
         yield _case(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
+
+
+def _window_pool(page: int) -> Iterator[Case]:
+    """Layers with a window over a pool of their own, whose slots have other numbers."""
+    pool: dict[str, Any] = {"window_pool": True, "windows": (8, None)}
+    long = 2 * page + 30
+    yield _case("decode-window-pool", page, decode(45, 3, long, 9), **pool)
+    yield _case("decode-window-pool-padding", page, decode(long, 3, padding=3), **pool)
+    growing = extend((0, 41), (page + 3, 20), (long, 5))
+    yield _case("extend-window-pool", page, growing, **pool)
+    shared = extend((2 * page, 5), (2 * page, 9), shared_prefix=2 * page)
+    yield _case("extend-window-pool-shared-prefix", page, shared, **pool)
+    yield _case("extend-then-decode-window-pool", page, growing, decode(42, page + 24), **pool)
+    two: dict[str, Any] = {**pool, "windows": (None, 8, 21, None)}
+    yield _case("decode-two-windows-pool", page, decode(45, 3, long), **two)
+    yield _case("extend-two-windows-pool", page, growing, **two)
+    chain = verify(4, 9, page, long)
+    yield _case("verify-window-pool", page, chain, spec_topk=1, **pool)
+    yield _case("decode-window-pool-sinks", page, decode(45, 3, long), sinks=True, **pool)
+    yield _case("extend-window-pool-kv-in-pool", page, growing, kv_in_pool=True, **pool)
+    scaled: dict[str, Any] = {**pool, "kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+    yield _case("decode-window-pool-fp8_e4m3", page, decode(45, 3, long), **scaled)
+    yield _case("extend-window-pool-fp8_e4m3", page, growing, **scaled)
 
 
 def _fp8(page: int) -> Iterator[Case]:

@@ -9,7 +9,13 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from attnmux.core.kv import (
+    KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
 from attnmux.core.layer import LayerSpec
 from attnmux.core.testing.cases import Case, Step
 from attnmux.core.workspace import Workspace
@@ -97,6 +103,16 @@ def pages_of(length: int, page_size: int) -> int:
 
 
 def _make_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -> KVPool:
+    if not case.window_pool:
+        return _one_pool(case, layers, device)
+    in_window = [layer for layer in layers if layer.sliding_window_size >= 0]
+    others = [layer for layer in layers if layer.sliding_window_size < 0]
+    return SWAKVPool(
+        full=_one_pool(case, tuple(others), device), swa=_one_pool(case, tuple(in_window), device)
+    )
+
+
+def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -> KVPool:
     pages = SPARE_PAGES + max(_pages_of_step(step, case.page_size) for step in case.steps)
     size = pages * case.page_size
     dtype = torch_dtype(case.kv_dtype or case.dtype)
