@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from torch.nn.functional import linear, pad
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import attention_with_output, current_forward_context
@@ -26,14 +26,14 @@ from attnmux.transformers.attention import (
     IMPLEMENTATION,
     AttentionCall,
     check_recorded,
-    no_mask,
     read_call,
     refuse_mask,
 )
 from attnmux.transformers.probe import Probe, Recorder
 
 ABSORBED = "attnmux_absorbed"
-"""The attention implementation that transformers knows absorbed layers by."""
+"""The attention implementation that transformers knows absorbed layers by; without a mask function,
+as `SERVED`."""
 
 TOLERANCE = 0.02
 """Share of the largest value by which expanded K and V may differ in the probe: far above
@@ -243,4 +243,3 @@ def _agree(expanded: AttentionCall, absorbed: AttentionCall) -> bool:
 
 
 AttentionInterface.register(ABSORBED, absorbed_forward)
-AttentionMaskInterface.register(ABSORBED, no_mask)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "attnmux"
 
+SERVED = "attnmux_served"
+"""The same without a mask function, for a model that a runner calls, which passes no masks: before
+it asks for a mask, transformers reads positions on the host, and so waits for the device."""
+
 NOT_ATTENTION = frozenset(
     {
         "cache_position",
@@ -231,4 +235,5 @@ def no_mask(
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
+AttentionInterface.register(SERVED, attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, no_mask)

@@ -164,7 +164,8 @@ def decoder_forward(
     step = current_forward_context()
     layer = step.backend.context.layer(layer_id)
     check_recorded(call, layer)
-    if layer.is_cross_attention and step.batch.encoder_out_cache_loc is None:
+    loc = step.batch.encoder_out_cache_loc
+    if layer.is_cross_attention and (loc is None or not loc.shape[0]):
         out = step.backend.forward(call.q, None, None, layer, step.batch)
     else:
         out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)

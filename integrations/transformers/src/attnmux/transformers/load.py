@@ -22,6 +22,7 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput, NoBackend
 from attnmux.core.layer import LayerSpec
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
+from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.encoder_decoder_layers import record_decoder
@@ -126,6 +127,7 @@ def _load_decoder(
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
+            model.set_attn_implementation(SERVED)
             return _make(model, layers, decision, options)
         absorb(model, layers)
         try:
