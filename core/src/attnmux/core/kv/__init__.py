@@ -5,6 +5,7 @@ from __future__ import annotations
 from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
 from attnmux.core.kv.mha import MHATokenToKVPool
 from attnmux.core.kv.mla import MLATokenToKVPool
+from attnmux.core.kv.planning import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import ReqToTokenPool
@@ -21,6 +22,9 @@ __all__ = [
     "ReqToTokenPool",
     "SWAAllocator",
     "SWAKVPool",
+    "SWASizes",
     "TokenAllocator",
+    "swa_tokens_in_budget",
     "tokens_behind_window",
+    "tokens_in_budget",
 ]
