@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core.errors import GraphViolation
-from attnmux.core.graph.tape import Operation, Outside, Tape, identity, tensors
+from attnmux.core.graph.tape import Operation, Place, Tape, identity, tensors
 from attnmux.core.op import attention_with_output
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         )
         self._tape.operations.append(operation)
 
-    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Place:
         """A number on the host is part of a kernel's launch: it stays what it was."""
         return tensor.clone() if identity(tensor) in self._on_host else self._tape.freeze(tensor)
 
@@ -105,14 +105,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """The result where its memory is new; None for a view or an argument."""
         if identity(result) in known:
             return None
-        self._tape.keep(result, str(func))
-        return result
+        return self._tape.keep(result, str(func))
 
     def _scribble(self, result: torch.Tensor) -> None:
         """Memory of a graph's pool holds whatever another part of it left there."""
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
-            self._note(aten.fill_.Scalar, (result, torch.nan), {}, (None,))
+            place = self._tape.freeze(result)
+            self._note(aten.fill_.Scalar, (place, torch.nan), {}, (None,))
 
     def _refuse(
         self,

@@ -15,9 +15,9 @@ from attnmux.core.errors import GraphViolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outside:
-    """A tensor that was there before the capture. A device graph keeps its address and nothing
-    else, so the memory is not kept alive."""
+class Place:
+    """Where an operation's argument lies. A device graph keeps the address and nothing else, so
+    memory from before the capture is not kept alive."""
 
     storage: StorageWeakRef
     address: int
@@ -28,7 +28,7 @@ class Outside:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Outside:
+    def of(cls, tensor: torch.Tensor) -> Place:
         storage = tensor.untyped_storage()
         return cls(
             storage=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch's own
@@ -64,7 +64,7 @@ class Operation:
     """What a new result is written to; None for those that are views or arguments."""
 
     def run(self) -> None:
-        args, kwargs = pytree.tree_map_only(Outside, self._now, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(Place, self._now, (self.args, self.kwargs))
         results = self.func(*args, **kwargs)
         for kept, new in zip(self.results, tensors(results), strict=True):
             if kept is not None:
@@ -76,13 +76,13 @@ class Operation:
                     )
                 kept.copy_(new)
 
-    def _now(self, outside: Outside) -> torch.Tensor:
-        tensor = outside.tensor()
+    def _now(self, place: Place) -> torch.Tensor:
+        tensor = place.tensor()
         if tensor is None:
             raise GraphViolation(
                 self.method,
                 self.name,
-                f"read a tensor of {outside.dtype} and shape {outside.size} when captured, whose "
+                f"read a tensor of {place.dtype} and shape {place.size} when captured, whose "
                 "memory has been freed or moved since",
                 hint="keep what a graph reads in buffers that init_cuda_graph_state made",
             )
@@ -101,10 +101,13 @@ class Tape:
     seen: dict[int, StorageWeakRef] = field(default_factory=dict)
     """Storages from before. A weak reference keeps another from getting the same identity."""
 
-    def keep(self, tensor: torch.Tensor, maker: str) -> None:
-        """Hold memory that the step made."""
-        self.made[identity(tensor)] = tensor
+    def keep(self, tensor: torch.Tensor, maker: str) -> torch.Tensor:
+        """Hold memory that the step made. Returns the tensor that holds it."""
+        # One of our own, so that whoever else holds the memory can be told.
+        holder = tensor.detach()
+        self.made[identity(tensor)] = holder
         self.makers[identity(tensor)] = maker
+        return holder
 
     def held_elsewhere(self) -> list[tuple[str, torch.Tensor]]:
         """Memory that the step made and that others than the tape hold, with its maker."""
@@ -121,14 +124,12 @@ class Tape:
             if torch._C._storage_Use_Count(key) > uncounted + users[key]
         ]
 
-    def freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
+    def freeze(self, tensor: torch.Tensor) -> Place:
         """What an operation holds of an argument."""
-        key = identity(tensor)
-        if key in self.made:
-            return tensor
-        outside = Outside.of(tensor)
-        self.seen[key] = outside.storage
-        return outside
+        place = Place.of(tensor)
+        if identity(tensor) not in self.made:
+            self.seen[identity(tensor)] = place.storage
+        return place
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether an operation made or used the tensor's memory."""

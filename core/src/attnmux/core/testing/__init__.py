@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnmux.core.testing.candidate import Candidate, find_candidate
     from attnmux.core.testing.cases import Case, Step
     from attnmux.core.testing.fakes import FakeBackend, fake_card, fake_platform
+    from attnmux.core.testing.graph_fakes import GraphFakeBackend, graph_card
     from attnmux.core.testing.limits import OutsidePoint, outside_points, try_point
     from attnmux.core.testing.outcome import Outcome
     from attnmux.core.testing.runner import run_case
@@ -27,6 +28,7 @@ _MODULES = {
     "Case": "cases",
     "FakeBackend": "fakes",
     "Outcome": "outcome",
+    "GraphFakeBackend": "graph_fakes",
     "OutsidePoint": "limits",
     "PreparedStep": "builders",
     "Step": "cases",
@@ -34,6 +36,7 @@ _MODULES = {
     "fake_card": "fakes",
     "fake_platform": "fakes",
     "find_candidate": "candidate",
+    "graph_card": "graph_fakes",
     "make_world": "world",
     "outside_points": "limits",
     "prepare_step": "builders",
@@ -47,6 +50,7 @@ __all__ = [
     "Candidate",
     "Case",
     "FakeBackend",
+    "GraphFakeBackend",
     "Outcome",
     "OutsidePoint",
     "PreparedStep",
@@ -55,6 +59,7 @@ __all__ = [
     "fake_card",
     "fake_platform",
     "find_candidate",
+    "graph_card",
     "make_world",
     "outside_points",
     "prepare_step",

@@ -54,6 +54,18 @@ class Step:
         encoder = self.encoder or (0,) * len(self.lens)
         return tuple(length + more for length, more in zip(self.lens, encoder, strict=True))
 
+    def halved(self) -> Step:
+        """Another step of as many requests: in reverse order, with half of what was before."""
+        new = self.new[::-1]
+        cached = [before // 2 for before in reversed(self.cached)]
+        return replace(
+            self,
+            lens=tuple(before + more for before, more in zip(cached, new, strict=True)),
+            new=new,
+            encoder=tuple(length // 2 for length in reversed(self.encoder)),
+            items=(),
+        )
+
     def varied(self, max_len: int) -> Step:
         """Another step of as many requests: in reverse order, each a token longer if it may be."""
         lens = [

@@ -24,8 +24,8 @@ from attnmux.core.testing.world import World
 class GraphExecution(Execution):
     """Replays the steps that graphs serve, and runs the others on the same backend.
 
-    The graphs are captured with other lengths, pages and values than any step has, in the sizes
-    that the default ones pad the steps to.
+    The graphs are captured with shorter requests, other pages and other values than the steps
+    have, in the sizes that the default ones pad the steps to.
     """
 
     def __init__(self, world: World, backend: AttentionBackend, *, host_lens: bool) -> None:
@@ -33,7 +33,7 @@ class GraphExecution(Execution):
         first = next(step for step in world.case.steps if step.can_be_captured)
         sample = prepare_step(
             world,
-            first.varied(world.case.max_context_len),
+            first.halved(),
             seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
         )

@@ -1,0 +1,368 @@
+"""The runner: what is captured in which order, what is replayed, what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import HybridAttnBackend
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import GraphUnsupported, GraphViolation, InvalidInput
+from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.devices import (
+    CapturedGraph,
+    CudaGraphs,
+    DeviceGraphs,
+    GraphStep,
+    device_graphs,
+)
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.graph.sizes import graph_batch_sizes
+from attnmux.core.op import current_forward_context, forward_context
+from attnmux.core.testing import (
+    Case,
+    FakeBackend,
+    GraphFakeBackend,
+    fake_platform,
+    make_world,
+    prepare_step,
+)
+from attnmux.core.testing.cases import decode, extend, verify
+
+CASE = Case(
+    name="runner", steps=(decode(40, 30, 14, 17, 9),), dtype="float32", page_size=4, windows=(None,)
+)
+INPUTS = {"input_ids": ModelInput(dtype=torch.int64)}
+
+
+class Noted(RecordingGraphs):
+    """Notes what it is asked for."""
+
+    def __init__(self, notes: list[object]) -> None:
+        self._notes = notes
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self._notes.append("session")
+        yield
+        self._notes.append("end of session")
+
+    def warm_up(self, step: GraphStep) -> None:
+        self._notes.append("warm-up")
+        super().warm_up(step)
+
+    def capture(self, step: GraphStep) -> CapturedGraph:
+        self._notes.append("capture")
+        return super().capture(step)
+
+
+@pytest.fixture
+def world():
+    return make_world(CASE, fake_platform(), "cpu")
+
+
+def model(batch, inputs):
+    """Attention of one layer, and what it was called with."""
+    context = current_forward_context()
+    assert context.batch is batch
+    layer = context.backend.context.layers[0]
+    ids = inputs["input_ids"]
+    q = torch.arange(8 * 128).view(8, 128).sin() * ids[:, None, None]
+    k, v = q[:, :2].cos(), q[:, 2:4].sin()
+    out = context.backend.forward(q, k, v, layer, batch)
+    return {"out": out, "nothing": None, "rows": (batch.positions + ids, ids * 1.0)}
+
+
+def runner_of(world, *, backend=None, forward=model, **settings) -> GraphRunner:
+    given = {name: settings.pop(name) for name in ("collectives", "rank") if name in settings}
+    devices = settings.pop("devices", RecordingGraphs())
+    progress = settings.pop("progress", iter)
+    config = GraphConfig(**{"batch_sizes": (1, 2, 4, 8), **settings})
+    return GraphRunner(
+        backend or GraphFakeBackend(world.context),
+        forward,
+        config,
+        devices=devices,
+        inputs=INPUTS,
+        progress=progress,
+        **given,
+    )
+
+
+def ids_of(batch) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(batch.num_tokens) + 1}
+
+
+def test_captures_from_large_to_small_after_two_warm_ups(world) -> None:
+    notes: list[object] = []
+
+    class Watched(GraphFakeBackend):
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            notes.append(("state", max_bs, max_num_tokens))
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+
+        def init_forward_metadata_out_graph(self, batch, in_capture=False) -> None:
+            notes.append((batch.batch_size, in_capture))
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+    @contextmanager
+    def collective() -> Iterator[None]:
+        notes.append("collective")
+        yield
+        notes.append("end of collective")
+
+    runner = runner_of(
+        world,
+        backend=Watched(world.context),
+        devices=Noted(notes),
+        collectives=[collective, collective],
+        batch_sizes=(1, 4, 8),
+    )
+    assert runner.batch_sizes == ()
+    runner.capture()
+    each = ["warm-up", "warm-up", "capture"]
+    assert notes == [
+        ("state", 8, 8),
+        "session",
+        *["collective"] * 2,
+        *[(8, True), *each],
+        *[(4, True), *each],
+        *[(1, True), *each],
+        *["end of collective"] * 2,
+        "end of session",
+    ]
+    assert runner.batch_sizes == (1, 4, 8)
+    assert list(runner.memory_bytes) == [1, 4, 8]
+    assert 0 < runner.memory_bytes[1] < runner.memory_bytes[8]
+    notes.clear()
+    batch = prepare_step(world, decode(3, 4)).batch
+    runner.replay(batch, ids_of(batch))
+    assert notes == [(4, False)]
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
+def test_replays_what_an_eager_step_gives(world, num_requests: int) -> None:
+    runner = runner_of(world)
+    runner.capture()
+    backend = FakeBackend(world.context)
+    buffers = world.context.token_to_kv_pool.get_kv_buffer(1)
+    for lens in ((9, 30, 2, 14, 7), (11, 1, 40, 3, 3)):
+        batch = prepare_step(world, decode(*lens[:num_requests])).batch
+        before = [buffer.clone() for buffer in buffers]
+        backend.init_forward_metadata(batch)
+        expected = _in_context(backend, batch)
+        written = [buffer.clone() for buffer in buffers]
+        for buffer, copy in zip(buffers, before, strict=True):
+            buffer.copy_(copy)
+        outputs = runner.replay(batch, ids_of(batch))
+        assert set(outputs) == {"out", "nothing", "rows"}
+        assert outputs["nothing"] is None
+        assert isinstance(outputs["rows"], tuple)
+        torch.testing.assert_close(outputs["out"], expected["out"])
+        for mine, theirs in zip(outputs["rows"], expected["rows"], strict=True):
+            assert torch.equal(mine, theirs)
+        for buffer, copy in zip(buffers, written, strict=True):
+            assert torch.equal(buffer[1:].view(torch.int32), copy[1:].view(torch.int32))
+
+
+def _in_context(backend, batch):
+    with torch.no_grad(), forward_context(backend, batch):
+        return model(batch, ids_of(batch))
+
+
+def test_capturing_leaves_the_cache_alone_but_for_slot_0(world) -> None:
+    prepare_step(world, decode(5, 9))
+    pool = world.context.token_to_kv_pool
+    before = [buffer.clone() for buffer in pool.get_kv_buffer(1)]
+    runner_of(world).capture()
+    for buffer, copy in zip(pool.get_kv_buffer(1), before, strict=True):
+        assert torch.equal(buffer[1:].view(torch.int32), copy[1:].view(torch.int32))
+
+
+def test_serves_batches_like_those_of_the_capture(world) -> None:
+    runner = runner_of(world, batch_sizes=(2, 4), host_lens=True)
+    batch = prepare_step(world, decode(5, 9, 3), host_lens=True).batch
+    assert not runner.can_run(batch)
+    runner.capture()
+    assert runner.can_run(batch)
+    lens = torch.zeros(3, dtype=torch.int32)
+    for other in (
+        prepare_step(world, decode(5, 9, 3, 17, 2), host_lens=True).batch,
+        prepare_step(world, extend((0, 2)), host_lens=True).batch,
+        prepare_step(world, extend(mode=ForwardMode.IDLE), host_lens=True).batch,
+        prepare_step(world, decode(5, 9, 3)).batch,
+        replace(batch, encoder_lens=lens),
+        replace(batch, encoder_out_cache_loc=lens.long()),
+        replace(batch, out_cache_loc=batch.out_cache_loc[:2]),
+    ):
+        assert not runner.can_run(other)
+        with pytest.raises(InvalidInput):
+            runner.replay(other, ids_of(other))
+
+
+def test_without_padding_only_captured_sizes_are_served(world) -> None:
+    runner = runner_of(world, batch_sizes=(1, 3), padding=False)
+    runner.capture()
+    served = [
+        runner.can_run(prepare_step(world, decode(*[4] * size)).batch) for size in (1, 2, 3, 4)
+    ]
+    assert served == [True, False, True, False]
+
+
+def test_progress_is_shown_on_rank_0(world) -> None:
+    shown: list[list[int]] = []
+
+    def progress(sizes):
+        shown.append(list(sizes))
+        return sizes
+
+    runner_of(world, progress=progress, rank=1).capture()
+    assert shown == []
+    runner_of(world, progress=progress).capture()
+    assert shown == [[8, 4, 2, 1]]
+
+
+def test_compiles_small_sizes_where_asked(world) -> None:
+    compiled = []
+
+    def compiler(forward):
+        def run(batch, inputs):
+            compiled.append(batch.batch_size)
+            return forward(batch, inputs)
+
+        return run
+
+    runner_of(world, compile=compiler, batch_sizes=(1, 32, 40)).capture()
+    assert compiled == [32] * 3 + [1] * 3
+    compiled.clear()
+    runner_of(world, compile=compiler, compile_max_batch_size=1, batch_sizes=(1, 2)).capture()
+    assert compiled == [1] * 3
+
+
+def test_a_backend_without_graphs_says_so(world) -> None:
+    runner = runner_of(world, backend=FakeBackend(world.context))
+    with pytest.raises(GraphUnsupported, match="FakeBackend cannot be captured in a device graph"):
+        runner.capture()
+    assert runner.batch_sizes == ()
+
+
+def test_debug_checks_cannot_be_captured(world) -> None:
+    context = replace(world.context, debug=True)
+    with pytest.raises(GraphUnsupported, match="debug"):
+        runner_of(world, backend=GraphFakeBackend(context))
+
+
+def test_a_failed_capture_leaves_no_graph(world) -> None:
+    def forward(batch, inputs):
+        if batch.batch_size == 2:
+            batch.seq_lens.tolist()
+        return inputs["input_ids"] + 1
+
+    runner = runner_of(world, forward=forward)
+    with pytest.raises(GraphViolation, match=r"forward: Tensor\.tolist synchronises"):
+        runner.capture()
+    assert runner.batch_sizes == ()
+    assert not runner.can_run(prepare_step(world, decode(3)).batch)
+
+
+@pytest.mark.parametrize("output", ["text", torch.zeros(3), torch.tensor(1.0)])
+def test_outputs_have_a_row_for_each_token(world, output: object) -> None:
+    devices = _Unchecked()
+    with pytest.raises(InvalidInput, match="forward: expected tensors of 8 rows"):
+        runner_of(world, forward=lambda *_: output, devices=devices).capture()
+
+
+class _Unchecked(RecordingGraphs):
+    """Captures nothing."""
+
+    def capture(self, step: GraphStep) -> CapturedGraph:
+        graph = super().capture(replace(step, forward=lambda: None))
+        graph.outputs = step.forward()
+        return graph
+
+
+def test_a_hybrid_captures_decode_alone(world) -> None:
+    decode_side = GraphFakeBackend(world.context)
+    hybrid = HybridAttnBackend(prefill=FakeBackend(world.context), decode=decode_side)
+    runner = runner_of(world, backend=hybrid, batch_sizes=(4,))
+    runner.capture()
+    batch = prepare_step(world, decode(6, 2, 9)).batch
+    expected = runner_of(world, batch_sizes=(4,))
+    expected.capture()
+    actual = runner.replay(batch, ids_of(batch))["out"].clone()
+    assert torch.equal(actual, expected.replay(batch, ids_of(batch))["out"])
+
+
+@pytest.mark.parametrize(("speculative", "captures"), [("prefill", True), ("decode", False)])
+def test_a_hybrid_captures_prefill_where_it_verifies(speculative: str, captures: bool) -> None:
+    case = replace(CASE, steps=(verify(3, 5, 9),), spec_topk=1)
+    world = make_world(case, fake_platform(), "cpu")
+    request = world.context.request.replace(speculative_attention_mode=speculative)
+    context = replace(world.context, request=request)
+    graphs, no_graphs = GraphFakeBackend(context), FakeBackend(context)
+    hybrid = HybridAttnBackend(
+        prefill=graphs if captures else no_graphs, decode=GraphFakeBackend(context)
+    )
+    settings = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": 3}
+    runner = runner_of(world, backend=hybrid, batch_sizes=(2,), **settings)
+    runner.capture()
+    batch = prepare_step(world, verify(3, 7, 2)).batch
+    assert runner.replay(batch, ids_of(batch))["out"].shape[0] == 6
+    without = HybridAttnBackend(prefill=no_graphs, decode=no_graphs)
+    with pytest.raises(GraphUnsupported):
+        runner_of(world, backend=without, **settings).capture()
+
+
+def test_devices_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Others(RecordingGraphs):
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+    npu = torch.device("meta")
+    made = device_graphs(npu, others={"meta": Others})
+    assert isinstance(made, Others)
+    assert made.device == npu
+    with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices, only for cuda, meta"):
+        device_graphs(torch.device("cpu"), others={"meta": Others})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    assert isinstance(device_graphs(torch.device("cuda")), CudaGraphs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_replay_and_report_their_memory() -> None:
+    device = torch.device("cuda")
+    world = make_world(CASE, fake_platform(), device)
+    devices: DeviceGraphs = device_graphs(device)
+    runner = GraphRunner(
+        GraphFakeBackend(world.context),
+        lambda batch, inputs: batch.seq_lens * inputs["input_ids"],
+        GraphConfig(batch_sizes=graph_batch_sizes(pool_size=8)),
+        devices=devices,
+        inputs=INPUTS,
+        progress=iter,
+    )
+    runner.capture()
+    batch = prepare_step(world, decode(5, 9, 3)).batch
+    ids = {"input_ids": torch.tensor([1, 2, 3], device=device)}
+    assert runner.replay(batch, ids).tolist() == [5, 18, 9]
+    assert set(runner.memory_bytes) == {1, 2, 4, 8}
+
+    def synchronises(batch, inputs):
+        return batch.seq_lens * int(batch.seq_lens[0])
+
+    failing = GraphRunner(
+        GraphFakeBackend(world.context),
+        synchronises,
+        GraphConfig(batch_sizes=(1,)),
+        devices=device_graphs(device),
+        inputs=INPUTS,
+        progress=iter,
+    )
+    with pytest.raises(GraphUnsupported, match="the step cannot be captured"):
+        failing.capture()
