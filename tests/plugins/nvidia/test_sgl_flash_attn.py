@@ -1,0 +1,230 @@
+"""The emulator of sgl_kernel.flash_attn: the real signature, and conventions counted out.
+
+With Q of 0 every visible key weighs the same, so that LSE is the logarithm of their number.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnmux.core import reference
+from attnmux.nvidia.emulators import sgl_flash_attn as emulator
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "sgl_flash_attn.json").read_text())
+FUNCTIONS = tuple(RECORDED["functions"])
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
+
+
+def parameters(function) -> list[str]:
+    return [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature_is_the_recorded_one(name):
+    assert parameters(getattr(emulator, name)) == RECORDED["functions"][name]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature_is_the_installed_one(name):
+    real = pytest.importorskip(RECORDED["module"], exc_type=ImportError)
+    assert parameters(getattr(emulator, name)) == parameters(getattr(real, name))
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paged(*lens: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
+    """A cache with that many keys a request, on pages in falling order; the others hold NaN."""
+    counts = [-(-length // PAGE) for length in lens]
+    pages = torch.arange(sum(counts), 0, -1, dtype=torch.int32).split(counts)
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    cache = torch.randn(2, sum(counts) + 1, PAGE, KV_HEADS, DIM)
+    cache[:, 0] = torch.nan
+    for row, own, length in zip(table, pages, lens, strict=True):
+        row[: len(own)] = own
+        if length % PAGE:
+            cache[:, own[-1], length % PAGE :] = torch.nan
+    k_cache, v_cache = cache.to(dtype)
+    return {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": table,
+        "cache_seqlens": int32(*lens),
+    }
+
+
+def keys_seen(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **rule) -> list[list[int]]:
+    """How many keys each query of each request sees."""
+    q = torch.zeros(sum(q_lens), HEADS, DIM, dtype=torch.bfloat16)
+    bounds = int32(*torch.tensor((0, *q_lens)).cumsum(0).tolist())
+    _, lse, *_ = emulator.flash_attn_with_kvcache(
+        q,
+        **paged(*kv_lens),
+        cu_seqlens_q=bounds,
+        max_seqlen_q=max(q_lens),
+        return_softmax_lse=True,
+        **rule,
+    )
+    assert lse.shape == (HEADS, sum(q_lens))
+    assert lse.dtype == torch.float32
+    counts = lse.exp().round().int()
+    assert (counts == counts[0]).all()
+    return [part.tolist() for part in counts[0].split(q_lens)]
+
+
+def test_causality_counts_from_the_end():
+    assert keys_seen((2, 3), (5, 3), causal=True) == [[4, 5], [1, 2, 3]]
+    assert keys_seen((2, 3), (5, 3)) == [[5, 5], [3, 3, 3]]
+    assert keys_seen((4,), (2,), causal=True) == [[0, 0, 1, 2]]
+
+
+def test_a_window_counts_keys_before_the_token():
+    assert keys_seen((3,), (9,), causal=True, window_size=(4, 0)) == [[5, 5, 5]]
+    assert keys_seen((3,), (9,), causal=True, window_size=(0, 0)) == [[1, 1, 1]]
+    assert keys_seen((3,), (9,), window_size=(1, 1)) == [[3, 3, 2]]
+    assert keys_seen((3,), (9,), causal=True, window_size=(-1, -1)) == [[7, 8, 9]]
+
+
+def test_a_chunk_counts_from_the_first_key():
+    assert keys_seen((5,), (10,), causal=True, attention_chunk=4) == [[2, 3, 4, 1, 2]]
+    assert keys_seen((2,), (10,), causal=True, attention_chunk=None) == [[9, 10]]
+
+
+def test_batched_queries_have_batched_lse():
+    q = torch.zeros(2, 1, HEADS, DIM, dtype=torch.bfloat16)
+    out, lse, *_ = emulator.flash_attn_with_kvcache(
+        q, **paged(3, 6), causal=True, return_softmax_lse=True
+    )
+    assert out.shape == q.shape
+    assert lse.shape == (2, HEADS, 1)
+    torch.testing.assert_close(lse[:, 0, 0].exp(), torch.tensor([3.0, 6.0]))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.ones(HEADS, dtype=torch.bfloat16)])
+def test_a_request_without_keys(sinks):
+    q = torch.randn(2, 1, HEADS, DIM).bfloat16()
+    cache = paged(3, 2)
+    cache["cache_seqlens"][0] = 0
+    out, lse, *_ = emulator.flash_attn_with_kvcache(
+        q, **cache, causal=True, sinks=sinks, return_softmax_lse=True
+    )
+    assert not out[0].any()
+    assert lse[0].isneginf().all()
+    assert lse[1].isfinite().all()
+
+
+def test_no_keys_at_all():
+    q, nothing = torch.randn(2, HEADS, DIM).half(), torch.zeros(0, KV_HEADS, DIM).half()
+    out, lse, *_ = emulator.flash_attn_varlen_func(
+        q, nothing, nothing, int32(0, 2), int32(0, 0), 2, 0, return_softmax_lse=True
+    )
+    assert not out.any()
+    assert lse.isposinf().all()
+
+
+def test_sinks_cap_and_scale():
+    q = torch.randn(3, HEADS, DIM).half()
+    k, v = torch.randn(2, 3, KV_HEADS, DIM).half()
+    sinks = torch.randn(HEADS).bfloat16()
+    out, lse, *_ = emulator.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        int32(0, 3),
+        int32(0, 3),
+        3,
+        3,
+        softmax_scale=0.3,
+        softcap=1.5,
+        sinks=sinks,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    keep = reference.visibility(torch.arange(3), 3)
+    expected, expected_lse = reference.dense_attention(
+        q, k, v, keep, scaling=0.3, logit_cap=1.5, sinks=sinks
+    )
+    torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.t().double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_varlen_ignores_a_page_table():
+    q = torch.randn(3, HEADS, DIM).half()
+    k, v = torch.randn(2, 3, KV_HEADS, DIM).half()
+    arguments = (q, k, v, int32(0, 3), int32(0, 3), 3, 3)
+    with_table = emulator.flash_attn_varlen_func(*arguments, page_table=int32(7).view(1, 1))
+    assert torch.equal(with_table, emulator.flash_attn_varlen_func(*arguments))
+
+
+def test_rows_of_no_request_are_left_alone():
+    q = torch.randn(5, HEADS, DIM).half()
+    out = torch.full_like(q, 7)
+    emulator.flash_attn_with_kvcache(
+        q,
+        **paged(4, 4, dtype=torch.float16),
+        cu_seqlens_q=int32(0, 2, 3),
+        max_seqlen_q=5,
+        out=out,
+    )
+    assert (out[3:] == 7).all()
+    assert not (out[:3] == 7).any()
+
+
+def test_fp8_gives_bfloat16_and_multiplies_by_the_descales():
+    cache = paged(6, 6)
+    for name in ("k_cache", "v_cache"):
+        cache[name] = cache[name].to(torch.float8_e4m3fn)
+    q = torch.randn(2, 1, HEADS, DIM).to(torch.float8_e4m3fn)
+    factors = {name: torch.rand(2, KV_HEADS) + 0.5 for name in ("q_descale", "k_descale")}
+    v_descale = torch.rand(2, KV_HEADS) + 0.5
+
+    def run(**descales):
+        return emulator.flash_attn_with_kvcache(q, **cache, softmax_scale=0.2, **descales)
+
+    plain, scaled = run(), run(v_descale=v_descale)
+    assert plain.dtype == torch.bfloat16
+    per_head = v_descale.repeat_interleave(HEADS // KV_HEADS, 1)[:, None, :, None]
+    torch.testing.assert_close(scaled.float(), plain * per_head, atol=1e-2, rtol=2e-2)
+    assert not torch.allclose(run(**factors), plain)
+
+
+def bad(**changes):
+    arguments = {"q": torch.zeros(2, 1, HEADS, DIM).half(), **paged(3, 6, dtype=torch.float16)}
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (bad(q=torch.zeros(2, 1, HEADS, DIM)), "only supports fp16, bf16, and fp8_e4m3"),
+        (bad(q=torch.zeros(2, 1, HEADS, DIM).bfloat16()), "key must have the same dtype"),
+        (bad(page_table=torch.zeros(2, 2, dtype=torch.int64)), "page_table must have dtype"),
+        (bad(cache_seqlens=torch.zeros(2, dtype=torch.int64)), "seqused_k must have dtype"),
+        (bad(page_table=torch.zeros(3, 2, dtype=torch.int32)), "batch_size must be equal"),
+        (bad(cu_seqlens_q=int32(0, 1, 2), q=torch.zeros(2, HEADS, DIM).half()), "max_seqlen_q"),
+        (bad(sinks=torch.zeros(HEADS)), "sinks must have dtype bfloat16"),
+        (bad(out=torch.zeros(2, 1, HEADS, DIM)), "output must have the dtype"),
+        (bad(q=torch.zeros(2, 1, HEADS, 2 * DIM).half()[..., ::2]), "contiguous last dimension"),
+        (bad(q=torch.zeros(2 * HEADS * DIM + 1).half()[1:].view(2, 1, HEADS, DIM)), "misaligned"),
+        (bad(q=torch.zeros(2, 1, 3, DIM).half()), "must divide"),
+    ],
+)
+def test_what_the_library_refuses(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        emulator.flash_attn_with_kvcache(**arguments)
+
+
+def test_varlen_wants_both_longest_lengths():
+    q = torch.zeros(3, HEADS, DIM).half()
+    with pytest.raises(ValueError, match="max_seqlen_k"):
+        emulator.flash_attn_varlen_func(q, q, q, int32(0, 3), int32(0, 3), max_seqlen_q=3)
