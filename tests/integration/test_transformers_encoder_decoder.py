@@ -8,10 +8,11 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.transformers import SequenceState, record_layers
+from attnmux.transformers import Engine, SequenceState, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.encoder_decoder_layers import record_decoder
+from attnmux.transformers.engine import scheduler
 
 SHARED = {
     "vocab_size": 97,
@@ -155,6 +156,63 @@ def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
         )[0].tolist()
         # transformers stops behind the first end of text, id 2
         assert state.token_ids[: len(theirs)] == theirs
+
+
+def generated(engine, requests):
+    """What requests (token ids, encoder states) get; the last ones come while others run."""
+    waiting, finished, order = list(requests), {}, []
+    while waiting or engine.has_work:
+        for ids, states in waiting[:2]:
+            order.append(engine.add(ids, max_new_tokens=18, encoder_states=states))
+        del waiting[:2]
+        for output in engine.step():
+            if output.result is not None:
+                finished[output.request_id] = list(output.result.token_ids)
+    return [finished[one] for one in order]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_the_engine_gives_each_request_what_it_gets_alone(
+    made, run_on, monkeypatch, name, page_size
+):
+    """The same prompts behind other encoders share nothing; the pool holds two or three of six.
+
+    Admitted without regard to their growth, some are retracted and run again.
+    """
+    monkeypatch.setattr(scheduler, "GROWTH", 0)
+    runner = run_on(
+        made(name)[1],
+        page_size=page_size,
+        max_total_tokens=100,
+        max_context_len=40,
+        max_batch_size=6,
+        debug=False,
+    )
+    prompts = [[2], [2, 5, 7], [2] * 20] * 2
+    encoded = [runner.encode(given) for given in encoder_inputs(name) * 2]
+    alone = []
+    for prompt, states in zip(prompts, encoded, strict=True):
+        alone += generated(Engine(runner, prefix_cache=False), [(prompt, states)])
+    engine = Engine(runner, prefill_tokens=16)
+    assert generated(engine, list(zip(prompts, encoded, strict=True))) == alone
+    assert engine.stats.reused_tokens == 0
+    assert engine.stats.retractions > 0
+    memory = engine.memory
+    assert (memory.cached, memory.held) == (0, 0)
+    assert memory.free == runner.context.token_to_kv_pool.size
+
+
+def test_the_engine_counts_the_encoders_tokens(made, run_on):
+    runner = run_on(made("bart")[1], max_total_tokens=32, max_context_len=40, page_size=1)
+    engine = Engine(runner)
+    states = runner.encode(encoder_inputs("bart")[0])
+    engine.check([2] * 5, 9, encoder_len=19)
+    with pytest.raises(PoolExhausted):
+        engine.add([2] * 5, max_new_tokens=10, encoder_states=states)
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        engine.add([2] * 5, max_new_tokens=2)
+    assert not engine.has_work
 
 
 def test_two_layers_of_the_pool_for_each_of_the_decoders(made, run_on):
