@@ -58,16 +58,16 @@ class PrefixCache:
 
         Where the tree has the same tokens already, the request goes on with the tree's slots.
         """
-        state = request.state
+        state, before = request.state, request.node
         whole = state.num_cached // self.page_size * self.page_size
-        if not self.shares(request) or state.row is None or whole <= state.num_shared:
+        if not self.shares(request) or before is None or whole <= state.num_shared:
             return
         ids = state.token_ids[:whole]
         slots = self.steps.slots(state, 0, whole)
         known = self._tree.insert(ids, slots)
         match = self._tree.match(ids)
         self._tree.lock(match.node)
-        self._tree.unlock(request.node)
+        self._tree.unlock(before)
         request.node = match.node
         if known > state.num_shared:
             self.allocator.free(slots[state.num_shared : known])
@@ -79,7 +79,7 @@ class PrefixCache:
 
         keep False: what it computed must not be found, as after a step that failed.
         """
-        if request.state.row is None:
+        if request.node is None:
             return
         if keep:
             self.store(request)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from attnmux.core.kv.prefix_node import PrefixNode
 from attnmux.transformers.detokenize import TextStream
 from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sequence import SequenceState
@@ -55,7 +56,7 @@ class LiveRequest:
     sampler: Sampler
     stream: TextStream | None
     on_text: OnText | None
-    node: object | None = None
+    node: PrefixNode | None = None
     """Of the prefix tree: locked from its admission to its release."""
     reused_tokens: int | None = None
     """None until it is admitted for the first time."""
