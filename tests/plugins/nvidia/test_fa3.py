@@ -1,12 +1,31 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+
+from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.testing import AttentionBackendTests, Candidate
+from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput
+from attnmux.core.graph.devices import GraphStep
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    World,
+    make_world,
+    prepare_step,
+    run_case,
+)
+from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.emulators import sgl_flash_attn
 from attnmux.nvidia.fa3 import FA3Backend, Kernels
+from attnmux.nvidia.fa3.trial import try_kernels
 
 EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
@@ -23,3 +42,290 @@ CANDIDATE = Candidate(
 
 class TestFA3Emulated(AttentionBackendTests):
     backend = CANDIDATE
+
+
+class Spy:
+    """Kernels that note what they are called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.kernels = Kernels(
+            flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
+            flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
+        )
+
+    def _noting(self, function):
+        def called(*args, **kwargs):
+            self.calls.append({"function": function.__name__, "args": args, **kwargs})
+            return function(*args, **kwargs)
+
+        return called
+
+
+def world_of(*steps: Step, **case_settings: Any) -> World:
+    case = Case(name="of-this-test", steps=steps, **{"max_context_len": 256, **case_settings})
+    return make_world(case, CANDIDATE.platform, "cpu")
+
+
+def run(world: World, backend: FA3Backend, step: Step, **prepared: Any) -> list[torch.Tensor]:
+    """The output of each layer."""
+    made = prepare_step(world, step, **prepared)
+    backend.init_forward_metadata(made.batch)
+    return [
+        backend.forward(given.q, given.k, given.v, given.layer, made.batch, made.save_kv_cache)
+        for given in made.inputs
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [96, 192])
+@pytest.mark.parametrize("step", [decode(45, 3), extend((0, 41), (16, 7))])
+def test_other_head_dims(head_dim, step):
+    case = Case(
+        name="dim", steps=(step,), head_dim=head_dim, v_head_dim=head_dim, page_size=16, lse=True
+    )
+    outcome = run_case(CANDIDATE, case)
+    assert outcome.status == "passed", outcome.message
+
+
+def test_metadata_is_made_once_a_step():
+    step = decode(40, 7)
+    world = world_of(step, kv_in_pool=True)
+    backend = FA3Backend(world.context, {}, EMULATED)
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+
+    def outputs() -> list[torch.Tensor]:
+        return [
+            backend.forward(given.q, None, None, given.layer, prepared.batch)
+            for given in prepared.inputs
+        ]
+
+    before = outputs()
+    world.context.req_to_token_pool.req_to_token.zero_()
+    torch.testing.assert_close(outputs(), before, rtol=0, atol=0)
+
+
+def test_layers_of_one_pool_share_a_page_table():
+    step = decode(40, 7)
+    spy, world = Spy(), world_of(step, windows=(None, 8, 21), page_size=16)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    assert len({call["page_table"].data_ptr() for call in spy.calls}) == 1
+    assert [call["window_size"] for call in spy.calls] == [(-1, -1), (8, 0), (21, 0)]
+
+
+def test_decode_keys_are_counted_by_the_batch_itself():
+    step = decode(40, 7)
+    spy, world = Spy(), world_of(step)
+    backend, prepared = FA3Backend(world.context, {}, spy.kernels), prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+    assert spy.calls[0]["cache_seqlens"] is prepared.batch.seq_lens
+    assert "cu_seqlens_q" not in spy.calls[0]
+
+
+@pytest.mark.parametrize(
+    ("host_lens", "deterministic", "longest"),
+    [(True, False, (30, 3)), (False, False, (37, 16)), (True, True, (256, 16))],
+)
+def test_longest_lengths(host_lens, deterministic, longest):
+    step = extend((10, 30), (0, 7))
+    spy = Spy()
+    world = world_of(step, page_size=16, deterministic=deterministic)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step, host_lens=host_lens)
+    call = spy.calls[0]
+    assert (call["max_seqlen_q"], call["page_table"].shape[1]) == longest
+    assert call["num_splits"] == (1 if deterministic else 0)
+
+
+def test_an_option_fixes_the_splits():
+    step = decode(40)
+    spy, world = Spy(), world_of(step)
+    run(world, FA3Backend(world.context, {"num_splits": 4}, spy.kernels), step)
+    assert spy.calls[0]["num_splits"] == 4
+
+
+def test_keys_of_the_call_are_not_looked_for_in_the_pool():
+    step = extend((0, 9), (0, 4))
+    spy, world = Spy(), world_of(step, save_kv_cache=False)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    assert {call["function"] for call in spy.calls} == {"flash_attn_varlen_func"}
+
+
+def test_rows_that_the_kernels_cannot_load_are_copied():
+    step = extend((0, 9), (3, 4))
+    world = world_of(step, kv_in_pool=True)
+    backend, prepared = FA3Backend(world.context, {}, EMULATED), prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+
+    def forward(q, out=None):
+        return backend.forward(q, None, None, given.layer, prepared.batch, out=out)
+
+    expected = forward(given.q)
+    width = given.q[0].numel()
+    rows = torch.empty(len(given.q), width + 3, dtype=given.q.dtype)
+    for start in (0, 1):
+        odd = rows[:, start : start + width].view(given.q.shape)
+        assert torch.equal(forward(odd.copy_(given.q)), expected)
+    out = torch.full_like(rows, 7)[:, 1 : width + 1].view(given.q.shape)
+    assert forward(given.q, out) is out
+    assert torch.equal(out, expected)
+
+
+def test_queries_beyond_the_range_of_fp8_saturate():
+    step = decode(5)
+    world = world_of(step, kv_dtype="fp8_e4m3", kv_in_pool=True)
+    backend, prepared = FA3Backend(world.context, {}, EMULATED), prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    out = backend.forward(given.q * 1e4, None, None, given.layer, prepared.batch)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cross_attention_to_an_empty_encoder(sinks):
+    step = extend((0, 3), encoder=(4,))
+    world = world_of(step, sinks=sinks)
+    backend, prepared = FA3Backend(world.context, {}, EMULATED), prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[-1]
+    lse = torch.zeros(given.q.shape[:2])
+    nothing = given.k[:0]
+    out = backend.forward(
+        given.q, nothing, nothing, given.layer, prepared.batch, save_kv_cache=False, lse=lse
+    )
+    assert not out.any()
+    expected = given.layer.sinks if sinks else torch.full((8,), -torch.inf)
+    assert torch.equal(lse, expected.expand_as(lse))
+
+
+def test_graphs_of_several_modes_live_side_by_side():
+    small, large = decode(40, 7), verify(3, 9, 21, 30, 5)
+    world = world_of(small, large, spec_topk=1, kv_in_pool=True)
+    backend, graphs = FA3Backend(world.context, {}, EMULATED), RecordingGraphs()
+
+    def capture(step: Step):
+        prepared = prepare_step(world, step)
+        batch = prepared.batch
+        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        given = prepared.inputs[0]
+        with torch.no_grad():
+            return graphs.capture(
+                GraphStep(
+                    prepare=lambda: backend.init_forward_metadata_in_graph(batch),
+                    forward=lambda: backend.forward(given.q, None, None, given.layer, batch),
+                )
+            ), prepared
+
+    graph, prepared = capture(small)
+    graph.replay()
+    expected = graph.outputs.clone()
+    buffers = [buffer.clone() for buffer in world.context.token_to_kv_pool.get_kv_buffer(1)]
+    table = world.context.req_to_token_pool.req_to_token.clone()
+    other, of_other = capture(large)
+    other.replay()
+    world.context.req_to_token_pool.req_to_token.copy_(table)
+    for buffer, before in zip(
+        world.context.token_to_kv_pool.get_kv_buffer(1), buffers, strict=True
+    ):
+        buffer.copy_(before)
+    graph.outputs.zero_()
+    graph.replay()
+    assert torch.equal(graph.outputs, expected)
+    assert (prepared.batch.batch_size, of_other.batch.batch_size) == (2, 4)
+
+
+def changed(step: Step, **fields: Any):
+    world = world_of(step, spec_topk=1)
+    return FA3Backend(world.context, {}, EMULATED), replace(
+        prepare_step(world, step).batch, **fields
+    )
+
+
+MASKED = prepare_step(world_of(verify(3, 5), spec_topk=4), verify(3, 5)).batch.spec_info
+ITEMS = MultiItem(
+    prefix_lens=torch.zeros(1, dtype=torch.int32),
+    token_pos_in_items=torch.zeros(3, dtype=torch.int32),
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "fields", "argument"),
+    [
+        (verify(3, 5), {"spec_info": MASKED}, "custom_mask"),
+        (verify(3, 5), {"spec_info": None}, "spec_info"),
+        (extend((0, 3)), {"multi_item": ITEMS}, "multi_item"),
+        (extend((0, 3)), {"extend_seq_lens": None}, "extend_seq_lens"),
+        (decode(3, 4), {"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "out_cache_loc"),
+    ],
+)
+def test_steps_that_are_refused(step, fields, argument):
+    backend, batch = changed(step, **fields)
+    with pytest.raises(InvalidInput) as refusal:
+        backend.init_forward_metadata(batch)
+    assert refusal.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("settings", "argument"),
+    [
+        ({"kv_dtype": "float16"}, "token_to_kv_pool"),
+        ({"kv_dtype": "fp8_e5m2"}, "token_to_kv_pool"),
+        (
+            {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
+            "layer 1",
+        ),
+    ],
+)
+def test_pools_and_layers_that_are_refused(settings, argument):
+    world = world_of(decode(3), **settings)
+    with pytest.raises(InvalidInput) as refusal:
+        FA3Backend(world.context, {}, EMULATED)
+    assert refusal.value.argument == argument
+
+
+def test_keys_of_another_dtype_are_refused():
+    step = extend((0, 3))
+    world = world_of(step, save_kv_cache=False)
+    backend, prepared = FA3Backend(world.context, {}, EMULATED), prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    with pytest.raises(InvalidInput, match=r"k: expected torch\.bfloat16"):
+        backend.forward(
+            given.q, given.k.half(), given.v, given.layer, prepared.batch, save_kv_cache=False
+        )
+
+
+def test_forward_needs_a_prepared_step():
+    step = decode(3)
+    world = world_of(step)
+    backend, prepared = FA3Backend(world.context, {}, EMULATED), prepare_step(world, step)
+    given = prepared.inputs[0]
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+
+
+def test_nothing_is_prepared_for_an_idle_step():
+    backend, batch = changed(extend(mode=ForwardMode.IDLE))
+    backend.init_forward_metadata(batch)
+
+
+def test_kernels_that_do_not_run_here():
+    def fails(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+
+    world = world_of(decode(3))
+    try_kernels(EMULATED, world.context)
+    kernels = replace(EMULATED, flash_attn_varlen_func=fails)
+    with pytest.raises(BackendFailed, match=r"no kernel image is available$"):
+        try_kernels(kernels, world.context)
+
+
+def test_scale_is_the_layers():
+    step = decode(3)
+    spy, world = Spy(), world_of(step, scaling=0.3, logit_cap=2.0)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    assert [call["softcap"] for call in spy.calls] == [2.0, 4.0]
+    assert math.isclose(spy.calls[1]["softmax_scale"], 0.6)
