@@ -38,6 +38,10 @@ class GraphState:
     slots: torch.Tensor
     """[B, max_context_len] int32"""
 
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether the step can lie in the buffers: a larger one runs without them, eagerly."""
+        return _is_static(batch) and batch.batch_size <= self.cached.shape[0]
+
     @classmethod
     def make(cls, max_bs: int, max_context_len: int, device: torch.device) -> GraphState:
         lens = torch.zeros(max_bs, dtype=torch.int32, device=device)
@@ -66,7 +70,7 @@ class GraphFakeBackend(FakeBackend):
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         state, size = self.state, batch.batch_size
-        if state is None or not _is_static(batch):
+        if state is None or not state.fits(batch):
             super().init_forward_metadata_out_graph(batch, in_capture)
             return
         state.raw_rows[:size] = batch.req_pool_indices
@@ -76,7 +80,7 @@ class GraphFakeBackend(FakeBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         state, size = self.state, batch.batch_size
-        if state is None or not _is_static(batch):
+        if state is None or not state.fits(batch):
             super().init_forward_metadata_in_graph(batch)
             return
         torch.sub(
@@ -97,7 +101,7 @@ class GraphFakeBackend(FakeBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         state = self.state
-        if state is None or not _is_static(batch):
+        if state is None or not state.fits(batch):
             return super()._forward(q, k, v, layer, batch, q_rope, out, lse)
         if q_rope is not None:
             q = torch.cat([q, q_rope], dim=-1)
