@@ -1,0 +1,264 @@
+"""The engine on real models: greedy text is what each prompt gets alone, eagerly and in graphs."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.testing.fakes import fake_platform
+from attnmux.core.testing.graph_fakes import graph_card
+from attnmux.transformers import (
+    Engine,
+    MemoryBudget,
+    Prompt,
+    RunnerOptions,
+    SamplingParams,
+    load_runner,
+    open_checkpoint,
+    recall,
+    run_prompts,
+)
+from attnmux.transformers.engine import scheduler
+from attnmux.transformers.memory import tokens_within
+
+
+def random_prompts(seed, num):
+    """Of 1 to 40 tokens; the later half begin as one of the first."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 41))] for _ in range(num // 2)]
+    for stem in list(prompts):
+        tail = [rng.randrange(97) for _ in range(rng.randrange(1, 9))]
+        prompts.append(stem[: rng.randrange(len(stem) + 1)] + tail)
+    return prompts
+
+
+def alone(model, prompts, num):
+    """What transformers' own attention generates for each."""
+    whole = [
+        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
+        for ids in prompts
+    ]
+    return [tuple(ids[len(prompt) :]) for ids, prompt in zip(whole, prompts, strict=True)]
+
+
+def results(engine, prompts, num, on_text=None):
+    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
+    try:
+        return run_prompts(engine, asked, on_text=on_text).results
+    finally:
+        engine.clear_cache()
+        assert engine.memory.free == engine.runner.steps.allocator.size
+
+
+def tokens(engine, prompts, num):
+    return [result.token_ids for result in results(engine, prompts, num)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monkeypatch):
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    model, folder = tiny(architecture)
+    prompts = random_prompts(3, 10)
+    expected = alone(model, prompts, 9)
+    roomy = run_on(folder, page_size=4, max_total_tokens=1024, max_batch_size=8)
+    for options in ({}, {"prefill_tokens": 5}, {"prefix_cache": False}):
+        assert tokens(Engine(roomy, **options), prompts, 9) == expected
+    tight = run_on(folder, page_size=4, max_total_tokens=44, max_batch_size=6)
+    engine = Engine(tight, prefill_tokens=11)
+    assert tokens(engine, prompts, 9) == expected
+    assert engine.stats.retractions > 0
+    assert engine.stats.evicted_tokens > 0
+
+
+def test_samples_are_those_of_each_prompt_alone(tiny, run_on):
+    runner = run_on(tiny("llama")[1], page_size=4, max_total_tokens=60)
+    prompts = random_prompts(5, 8)
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=7).for_each(len(prompts))
+    asked = [
+        Prompt(token_ids=ids, max_new_tokens=7, sampling=one)
+        for ids, one in zip(prompts, params, strict=True)
+    ]
+    engine = Engine(runner, prefill_tokens=9)
+    together = [one.token_ids for one in run_prompts(engine, asked).results]
+    assert together == [run_prompts(engine, [one]).results[0].token_ids for one in asked]
+
+
+def test_the_shipped_model_answers_many_questions_about_one_text(run_on):
+    tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
+    text, _ = recall.make_prompt(random.Random(4), 600, pairs=12)
+    stem = text[:-2]
+    pairs = [word for word in stem.replace(".", " ").replace(",", " ").replace(";", " ").split()]
+    asked = {word[0]: word[1:] for word in pairs if word[1:].isdigit()}
+    runner = run_on(
+        recall.PATH, page_size=16, max_batch_size=8, max_context_len=640, max_total_tokens=2000
+    )
+    said = {}
+    engine = Engine(runner, tokenizer=tokenizer, stop_ids={tokenizer.eos_token_id})
+    prompts = [tokenizer(f"{stem}?{key}")["input_ids"] for key in asked]
+
+    def hear(index, piece, last):
+        said.setdefault(index, []).append((piece, last))
+
+    answers = results(engine, prompts, 8, on_text=hear)
+    plain = Engine(
+        runner, tokenizer=tokenizer, stop_ids={tokenizer.eos_token_id}, prefix_cache=False
+    )
+    assert [one.text for one in answers] == [one.text for one in results(plain, prompts, 8)]
+    assert sum(one.text == value for one, value in zip(answers, asked.values(), strict=True)) >= 10
+    assert [one.reused_tokens for one in answers[1:]] == [592] * (len(asked) - 1)
+    assert engine.stats.extend.prompt_tokens + engine.stats.mixed.prompt_tokens < 900
+    for index, answer in enumerate(answers):
+        assert "".join(piece for piece, _ in said[index]) == answer.text
+        assert [last for _, last in said[index]] == [False] * (len(said[index]) - 1) + [True]
+
+
+def test_a_callback_may_abort_and_add(run_on):
+    tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
+    engine = Engine(run_on(recall.PATH), tokenizer=tokenizer)
+    heard = {0: "", 1: "", 2: ""}
+
+    def hear(piece, last, index=0):
+        heard[index] += piece
+        if index == 0 and len(heard[0]) == 2 and not last:
+            assert engine.abort(0).text == heard[0]
+            engine.abort(1)
+            assert engine.memory.held == 0
+            engine.add(
+                b"b52 ?b", max_new_tokens=2, on_text=lambda piece, last: hear(piece, last, 2)
+            )
+
+    engine.add(b"k417, x90 ?k", max_new_tokens=9, on_text=hear)
+    engine.add(b"hm", max_new_tokens=9, on_text=lambda piece, last: hear(piece, last, 1))
+    while engine.has_work:
+        engine.step()
+    assert (heard[0], heard[2]) == ("41", "52")
+    assert len(heard[1]) <= 2
+
+
+def test_what_a_callback_raises_comes_out_and_nothing_is_lost(run_on):
+    tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
+    engine = Engine(run_on(recall.PATH), tokenizer=tokenizer)
+    heard = []
+    failures = []
+
+    def fail(piece, last):
+        failures.append(piece)
+        raise ConnectionError("no listener")
+
+    engine.add(b"k417, x90 ?k", max_new_tokens=3, on_text=fail)
+    engine.add(b"k417, x90 ?x", max_new_tokens=2, on_text=lambda piece, last: heard.append(piece))
+    while engine.has_work:
+        with suppress(ConnectionError):
+            engine.step()
+    assert "".join(failures) == "417"
+    assert "".join(heard) == "90"
+    engine.clear_cache()
+    assert engine.memory.free == engine.runner.steps.allocator.size
+
+
+def test_a_model_that_fails_leaves_the_engine_in_order(tiny, run_on, monkeypatch):
+    runner = run_on(tiny("llama")[1], page_size=4)
+    engine = Engine(runner)
+    engine.add([1, 2, 3, 4, 5], max_new_tokens=5)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.backend, "forward_decode", None)
+        with pytest.raises(TypeError):
+            engine.step()
+    assert not engine.has_work
+    assert engine.memory.held == 0
+    assert engine.stats.aborted == 1
+    model, _ = tiny("llama")
+    assert tokens(engine, [[1, 2, 3, 4, 5]], 5) == alone(model, [[1, 2, 3, 4, 5]], 5)
+
+
+def graph_runner(folder, **changes):
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    given = {"max_batch_size": 6, "max_context_len": 64, "max_total_tokens": 512, **changes}
+    options = RunnerOptions(page_size=4, **given)
+    return load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+
+
+def test_decode_steps_replayed_from_graphs_give_the_same_tokens(tiny):
+    model, folder = tiny("llama")
+    runner = graph_runner(folder)
+    assert runner.graphs is None
+    prompts = random_prompts(8, 12)
+    lens = [3 + index for index in range(12)]
+    asked = [
+        Prompt(token_ids=ids, max_new_tokens=num) for ids, num in zip(prompts, lens, strict=True)
+    ]
+    eager = Engine(runner)
+    expected = [one.token_ids for one in run_prompts(eager, asked).results]
+    assert expected == [
+        one for ids, num in zip(prompts, lens, strict=True) for one in alone(model, [ids], num)
+    ]
+    eager.clear_cache()
+    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
+    assert runner.graphs.batch_sizes == (1, 2, 4)
+    ran = []
+    replay = runner.graphs.replay
+
+    def counted(batch, inputs):
+        ran.append(batch.batch_size)
+        return replay(batch, inputs)
+
+    runner.graphs.replay = counted
+    engine = Engine(runner)
+    assert [one.token_ids for one in run_prompts(engine, asked).results] == expected
+    assert set(ran) >= {1, 2, 3}
+    assert max(ran) <= 4
+    assert len(ran) < engine.stats.decode.steps, "five and six requests decode eagerly"
+
+
+def test_graphs_that_cannot_be_had(tiny, run_on):
+    with pytest.raises(GraphUnsupported, match="cpu"):
+        graph_runner(tiny("llama")[1], graph=True)
+    runner = run_on(tiny("llama")[1])
+    with pytest.raises(GraphUnsupported):
+        runner.capture_graphs(devices=RecordingGraphs())
+    assert runner.graphs is None
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes", "fraction"),
+    [
+        ("2GB", 2 * 10**9, None),
+        ("512 MiB", 2**29, None),
+        ("1.5g", 15 * 10**8, None),
+        ("1000", 1000, None),
+        ("80%", None, 0.8),
+    ],
+)
+def test_memory_in_words(text, nbytes, fraction):
+    assert MemoryBudget.parse(text) == MemoryBudget(nbytes=nbytes, fraction=fraction)
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "2 GBs", "101%", "0", "1e9", "80%B"])
+def test_words_that_are_no_memory(text):
+    with pytest.raises(InvalidInput, match="memory"):
+        MemoryBudget.parse(text)
+
+
+def test_a_budget_becomes_tokens(tiny, run_on):
+    assert tokens_within(1000, 10, 4) == 96
+    assert MemoryBudget(fraction=0.5).resolve(torch.device("cpu")) > 0
+    with pytest.raises(InvalidInput, match="either"):
+        MemoryBudget()
+    folder = tiny("llama")[1]
+    token_bytes = 3 * 2 * 2 * 8 * 4
+    budget = MemoryBudget(nbytes=token_bytes * 103)
+    runner = run_on(folder, page_size=4, max_total_tokens=None, memory=budget)
+    assert runner.context.token_to_kv_pool.size == 96
+    assert runner.context.token_to_kv_pool.nbytes <= budget.nbytes
+    capped = run_on(folder, page_size=4, max_total_tokens=10_000, memory=budget)
+    assert capped.context.token_to_kv_pool.size == 96
+    with pytest.raises(InvalidInput, match="memory"):
+        run_on(folder, max_total_tokens=None)
