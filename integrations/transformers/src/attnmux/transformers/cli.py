@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import click
 import torch
@@ -60,6 +61,12 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--kv-dtype", help="Of the KV cache; default: as the model.")
 @click.option("--dtype", help="Of the model; default: the checkpoint's.")
 @click.option(
+    "--mla",
+    type=click.Choice(["absorbed", "expanded"]),
+    help="What the KV cache of a DeepSeek model holds, the latent or every head's K and V; "
+    "default: absorbed where a backend serves it.",
+)
+@click.option(
     "--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit."
 )
 @click.option(
@@ -101,6 +108,7 @@ def generate(
     page_size: int | None,
     kv_dtype: str | None,
     dtype: str | None,
+    mla: Literal["absorbed", "expanded"] | None,
     context: int | None,
     memory: str | None,
     max_running: int,
@@ -123,6 +131,7 @@ def generate(
         began = time.perf_counter()
         source = recall.PATH if model is None else model
         checkpoint = open_checkpoint(source, progress=sys.stderr.isatty())
+        _refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
         wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
@@ -134,6 +143,7 @@ def generate(
             graph=graph,
             dtype=dtype,
             kv_dtype=kv_dtype,
+            mla=mla,
             page_size=page_size,
             device=device,
             policy=settings.policy(**backends),
@@ -177,6 +187,16 @@ def _most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> in
     """Tokens of the longest prompts that may run at a time, with their answers."""
     lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
     return sum(lens[-max_running:])
+
+
+def _refuse_encoders(checkpoint: Checkpoint) -> None:
+    if checkpoint.config.is_encoder_decoder:
+        raise InvalidInput(
+            "model",
+            came=f"{checkpoint.source}, an encoder-decoder model",
+            expected="a model that continues its prompt; others run from Python: Engine.add with "
+            "encoder_states",
+        )
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
