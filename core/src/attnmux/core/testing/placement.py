@@ -110,6 +110,8 @@ def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> Non
         # What fell out of the window is nowhere: it leads to the reserved page, which is finite.
         slots = slots[slots > 0]
         left_over = pool.translate(in_owned_pages, layer.layer_id)
+        if bool((left_over == 0).any()):
+            left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
         for buffer in buffers(world, layer.layer_id):
             buffer.fill_(torch.nan)
             _leave_over(buffer, left_over)
