@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnmux.core.workspace import Workspace
     from attnmux.cpu.torch_native.metadata import Tile
     from attnmux.cpu.torch_native.visibility import Visibility
+    from attnmux.cpu.torch_native.widening import Widening
 
 _NO_LOGIT = torch.finfo(torch.float32).min
 """The maximum of no logits: finite, since -inf - -inf is NaN."""
@@ -37,6 +38,8 @@ class LayerCall:
     """What K and V are multiplied by."""
     dtype: torch.dtype
     """Of the factors in matrix products."""
+    widening: Widening | None
+    """How K and V come to that dtype where they are 8-bit floats."""
     workspace: Workspace
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -113,10 +116,16 @@ def _gather(call: LayerCall, source: torch.Tensor, rows: torch.Tensor) -> torch.
     """[R * Hkv, S, width] of the product's dtype."""
     shape = (rows.shape[0] * rows.shape[1], rows.shape[2], source.shape[1])
     gathered = call.scratch("gathered", shape, source.dtype)
-    torch.index_select(source, 0, rows.view(-1), out=gathered.view(-1, source.shape[1]))
+    # As bytes where it is 8-bit floats, which torch does not gather everywhere.
+    raw = torch.uint8 if source.itemsize == 1 else source.dtype
+    into = gathered.view(-1, source.shape[1]).view(raw)
+    torch.index_select(source.view(raw), 0, rows.view(-1), out=into)
     if source.dtype == call.dtype:
         return gathered
-    return call.scratch("converted", shape, call.dtype).copy_(gathered)
+    converted = call.scratch("converted", shape, call.dtype)
+    if call.widening is None:
+        return converted.copy_(gathered)
+    return call.widening(gathered, converted, call.scratch)
 
 
 def _logits(call: LayerCall, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from attnmux.core.errors import AttnmuxError
 from attnmux.cpu.torch_native.attend import LayerCall, attend
 from attnmux.cpu.torch_native.metadata import Plan, TileSize, make_plan
 from attnmux.cpu.torch_native.visibility import KeyRule, StepLens
+from attnmux.cpu.torch_native.widening import Widening
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -30,6 +31,7 @@ class TorchNativeBackend(AttentionBackend):
         super().__init__(context, options)
         self._lens: StepLens | None = None
         self._plans: dict[tuple[KeyRule, TileSize, int], Plan] = {}
+        self._widenings: dict[torch.dtype, Widening] = {}
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -107,6 +109,7 @@ class TorchNativeBackend(AttentionBackend):
         pool = self.context.token_to_kv_pool
         if out is None:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        dtype = _product_dtype(q.dtype, keys.dtype)
         call = LayerCall(
             layer=layer,
             q=q.detach(),
@@ -114,7 +117,8 @@ class TorchNativeBackend(AttentionBackend):
             keys=_rows_of_heads(keys),
             values=None if values is None else _rows_of_heads(values),
             scales=(1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale),
-            dtype=_product_dtype(q.dtype, keys.dtype),
+            dtype=dtype,
+            widening=self._widening(keys.dtype, dtype),
             workspace=self.context.workspace,
         )
         for tile in plan.tiles:
@@ -127,6 +131,15 @@ class TorchNativeBackend(AttentionBackend):
             if lse is not None:
                 lse[plan.keyless] = -torch.inf if layer.sinks is None else layer.sinks
         return out
+
+    def _widening(self, source: torch.dtype, target: torch.dtype) -> Widening | None:
+        """The conversion of 8-bit floats, made once; None for other dtypes."""
+        if source.itemsize > 1:
+            return None
+        widening = self._widenings.get(target)
+        if widening is None:
+            widening = self._widenings[target] = Widening(source, target, self.context.device)
+        return widening
 
     def tile_size(self, layer: LayerSpec) -> TileSize:
         """How much of the step to compute at once: what bounds the scratch memory."""
