@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
+import torch
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.testing import AttentionBackendTests, Candidate
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.graph.config import GraphConfig
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    World,
+    make_world,
+    prepare_step,
+    run_case,
+)
+from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
+from attnmux.nvidia.flashinfer.groups import plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.settings import MIB, read_settings
 
 EMULATED = Kernels(
     decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
@@ -26,6 +52,341 @@ CANDIDATE = Candidate(
     factory=lambda context, options: FlashInferBackend(context, options, EMULATED),
 )
 
+UNEVEN = extend((0, 7), (9, 3))
+
 
 class TestFlashInferEmulated(AttentionBackendTests):
     backend = CANDIDATE
+
+
+@dataclass
+class Spy:
+    """The emulator, with a list of what was made, planned and run."""
+
+    calls: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(
+            decode=self._spied("decode", EMULATED.decode),
+            paged=self._spied("paged", EMULATED.paged),
+            ragged=self._spied("ragged", EMULATED.ragged),
+            merge_state=self._noted("merge", EMULATED.merge_state),
+            fast_decode_plan=self._noted("fast", EMULATED.fast_decode_plan),
+        )
+
+    def clear(self) -> None:
+        self.calls.clear()
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(f"{kind}.{method}" for kind, method, _ in self.calls)
+
+    def keywords(self, kind: str, method: str, name: str) -> list[Any]:
+        return [given[name] for k, m, given in self.calls if (k, m) == (kind, method)]
+
+    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, "call", kwargs))
+            return function(*args, **kwargs)
+
+        return noted
+
+    def _spied(self, kind: str, wrapper: type) -> Callable[..., Any]:
+        calls = self.calls
+
+        class Spied(wrapper):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                calls.append((kind, "make", kwargs))
+                super().__init__(*args, **kwargs)
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                calls.append((kind, "plan", kwargs))
+                super().plan(*args, **kwargs)
+
+            def run(self, *args: Any, **kwargs: Any) -> Any:
+                calls.append((kind, "run", kwargs))
+                return super().run(*args, **kwargs)
+
+        return Spied
+
+
+@pytest.fixture
+def spy() -> Spy:
+    return Spy()
+
+
+def world_of(*steps: Step, **settings: Any) -> World:
+    case = Case(name="of-this-test", steps=steps, max_context_len=64, **settings)
+    return make_world(case, CANDIDATE.platform, "cpu")
+
+
+def options(**given: Any) -> Any:
+    return complete(FLASHINFER, given)
+
+
+def run_steps(spy: Spy, *steps: Step, **settings: Any) -> None:
+    """Run eagerly, as the suite would; only what the steps call is in the spy afterwards."""
+    world = world_of(*steps, **settings)
+    backend = FlashInferBackend(world.context, options(), spy.kernels)
+    spy.clear()
+    for step in steps:
+        prepared = prepare_step(world, step, host_lens=True)
+        backend.init_forward_metadata(prepared.batch)
+        for given in prepared.inputs:
+            backend.forward(
+                given.q, given.k, given.v, given.layer, prepared.batch, prepared.save_kv_cache
+            )
+
+
+def test_extend_without_a_prefix_reads_the_calls_keys(spy) -> None:
+    run_steps(spy, extend((0, 7), (0, 3)))
+    assert spy.counts == {"ragged.plan": 1, "ragged.run": 2}
+    assert spy.keywords("ragged", "plan", "causal") == [True]
+
+
+def test_a_prefix_is_merged_by_lse(spy) -> None:
+    run_steps(spy, UNEVEN)
+    assert spy.counts["merge.call"] == spy.counts["ragged.run"] == spy.counts["paged.run"] == 2
+    assert spy.keywords("paged", "plan", "causal") == [False]
+    assert spy.keywords("ragged", "plan", "causal") == [True]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"windows": (8, None)},
+        {"kv_dtype": "fp8_e4m3"},
+        {"kv_in_pool": True},
+    ],
+    ids=["window", "quantised", "nothing-given"],
+)
+def test_other_extends_read_the_pool(spy, settings) -> None:
+    run_steps(spy, UNEVEN, **settings)
+    assert spy.counts["paged.run"] == 2
+    assert not spy.counts["ragged.run"]
+    assert not spy.counts["merge.call"]
+
+
+def test_cross_attention_reads_the_pool_and_is_not_causal(spy) -> None:
+    run_steps(spy, extend((0, 5), (0, 3), encoder=(12, 4)))
+    assert spy.counts["paged.plan"] == 2
+    assert spy.keywords("paged", "plan", "causal") == [True, False]
+    assert not spy.counts["ragged.run"]
+
+
+def test_windows_have_a_plan_each_and_layers_share_it(spy) -> None:
+    run_steps(spy, decode(5, 30), windows=(8, None, 21, 8))
+    assert spy.counts == {"decode.plan": 3, "decode.run": 4}
+    assert spy.keywords("decode", "plan", "window_left") == [8, -1, 21]
+
+
+def test_layers_of_another_scale_or_cap_have_a_plan_of_their_own(spy) -> None:
+    run_steps(spy, decode(5, 30), scaling=0.3, logit_cap=2.0)
+    assert spy.keywords("decode", "plan", "sm_scale") == [0.3, 0.6]
+    assert spy.keywords("decode", "plan", "logits_soft_cap") == [2.0, 4.0]
+
+
+def test_scales_of_quantised_pools_are_numbers(spy) -> None:
+    run_steps(spy, decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
+    assert spy.keywords("decode", "run", "k_scale") == [0.5, None]
+    assert spy.keywords("decode", "run", "v_scale") == [3.0, 6.0]
+
+
+def test_steps_plan_once_and_layers_do_not(spy) -> None:
+    run_steps(spy, decode(5, 30), decode(6, 31), windows=(None,) * 5)
+    assert spy.counts["decode.plan"] == 2
+    assert spy.counts["decode.run"] == 10
+
+
+def test_only_replays_of_decode_take_the_fast_plan(spy) -> None:
+    world = world_of(decode(5, 30))
+    backend = FlashInferBackend(world.context, options(), spy.kernels)
+    prepared = prepare_step(world, decode(5, 30), host_lens=True)
+    runner = GraphRunner(
+        backend,
+        lambda batch, inputs: batch.positions + 1,
+        GraphConfig(batch_sizes=(2, 4), host_lens=True),
+        devices=RecordingGraphs(),
+        progress=iter,
+    )
+    spy.clear()
+    runner.capture(prepared.batch)
+    assert spy.counts["decode.plan"] == 2
+    spy.clear()
+    runner.replay(prepared.batch)
+    assert spy.counts == {"fast.call": 1}
+    spy.clear()
+    backend.init_forward_metadata(prepared.batch)
+    assert spy.counts == {"decode.plan": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_q_heads": 8, "num_kv_heads": 2}, True),
+        ({"num_q_heads": 6, "num_kv_heads": 2}, False),
+        ({"num_q_heads": 6, "num_kv_heads": 2, "kv_dtype": "fp8_e4m3"}, True),
+        ({"num_q_heads": 2, "num_kv_heads": 2, "deterministic": True}, True),
+    ],
+)
+def test_tensor_cores_from_four_heads_on_and_with_fp8(spy, settings, expected) -> None:
+    run_steps(spy, decode(5), decode(7), **settings)
+    world = world_of(decode(5), **settings)
+    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    assert read_settings(world.context, options(), groups).tensor_cores is expected
+    for asked, forced in (("on", True), ("off", expected and bool(settings.get("deterministic")))):
+        read = read_settings(world.context, options(use_tensor_cores=asked), groups)
+        assert read.tensor_cores is forced
+
+
+def test_deterministic_decode_does_not_split_keys(spy) -> None:
+    run_steps(spy, decode(5, 30), deterministic=True, kv_in_pool=True)
+    assert spy.keywords("decode", "plan", "disable_split_kv") == [True]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "mib"),
+    [((32, 8), 128, 256), ((28, 4), 128, 256), ((64, 4), 128, 512), ((16, 2), 256, 512)],
+)
+def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
+    world = world_of(
+        decode(1),
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+    )
+    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    assert read_settings(world.context, options(), groups).workspace_bytes == mib * MIB
+    given = read_settings(world.context, options(workspace_bytes=64 * MIB), groups)
+    assert given.workspace_bytes == 64 * MIB
+
+
+def test_a_batch_without_host_lengths_is_refused() -> None:
+    world = world_of(decode(5))
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    with pytest.raises(InvalidInput, match="seq_lens_cpu"):
+        backend.init_forward_metadata(prepare_step(world, decode(5)).batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "option"),
+    [
+        ({"kv_dtype": "fp8_e4m3"}, {"prefill_backend": "fa3"}, "prefill_backend"),
+        ({"num_q_heads": 14}, {"use_tensor_cores": "off"}, "use_tensor_cores"),
+    ],
+)
+def test_options_that_no_kernel_serves(settings, given, option) -> None:
+    world = world_of(decode(5), **settings)
+    with pytest.raises(InvalidInput, match=option):
+        FlashInferBackend(world.context, options(**given), EMULATED)
+
+
+def test_drafts_and_masks_are_not_given_to_fa3(spy) -> None:
+    """The library keeps what "auto" came to, and fa3 would drop the mask."""
+    for settings in ({"spec_topk": 1}, {"spec_topk": 4}):
+        run_steps(spy, verify(4, 9, 20), **settings)
+        world = world_of(verify(4, 9, 20), **settings)
+        spy.clear()
+        FlashInferBackend(world.context, options(prefill_backend="fa3"), spy.kernels)
+        assert spy.keywords("paged", "make", "backend") == ["fa2"]
+
+
+def test_a_kernel_that_does_not_compile_fails_the_constructor() -> None:
+    def no_compiler(*args: object, **kwargs: object) -> object:
+        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
+
+    world = world_of(decode(5))
+    with pytest.raises(BackendFailed, match="Could not find nvcc") as failed:
+        FlashInferBackend(world.context, options(), replace(EMULATED, decode=no_compiler))
+    assert failed.value.address == "nvidia/flashinfer"
+    assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed.value)
+    assert "more" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "made"),
+    [
+        (decode(5), {}, {"decode"}),
+        (extend((3, 5)), {}, {"ragged", "paged"}),
+        (extend((3, 5)), {"windows": (4,)}, {"paged"}),
+        (verify(4, 9), {"spec_topk": 4}, {"paged"}),
+        (extend((0, 5)), {"is_encoder": True, "save_kv_cache": False}, {"ragged"}),
+    ],
+)
+def test_the_constructor_plans_what_steps_will(spy, step, settings, made) -> None:
+    """Each phase that the request asks for, so that no step compiles anything."""
+    world = world_of(step, **settings)
+    FlashInferBackend(world.context, options(), spy.kernels)
+    assert {kind for kind, method, _ in spy.calls if method == "plan"} == made
+
+
+def test_more_heads_than_a_block_of_the_merge_holds() -> None:
+    case = Case(
+        name="many-heads", steps=(UNEVEN,), num_q_heads=72, num_kv_heads=8, lse=True, head_dim=128
+    )
+    outcome = run_case(CANDIDATE, case)
+    assert outcome.status == "passed", outcome.message
+
+
+def test_graphs_of_two_modes_on_one_backend() -> None:
+    """The second runner's sizes do not take the buffers of the first."""
+    steps = (decode(5, 30), verify(4, 9, 20))
+    world = world_of(*steps, spec_topk=1)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+
+    def runner(step: Step, mode: ForwardMode, tokens: int) -> tuple[GraphRunner, Any]:
+        prepared = prepare_step(world, step, host_lens=True)
+
+        def forward(batch: Any, inputs: Any) -> list[torch.Tensor]:
+            return [
+                backend.forward(given.q, None, None, given.layer, batch)
+                for given in prepared.inputs
+            ]
+
+        config = GraphConfig(
+            batch_sizes=(2,), forward_mode=mode, tokens_per_request=tokens, host_lens=True
+        )
+        made = GraphRunner(backend, forward, config, devices=RecordingGraphs(), progress=iter)
+        made.capture(prepared.batch)
+        return made, prepared
+
+    runners = [
+        runner(steps[0], ForwardMode.DECODE, 1),
+        runner(steps[1], ForwardMode.TARGET_VERIFY, 4),
+    ]
+    for made, prepared in runners:
+        replayed = [out.clone() for out in made.replay(prepared.batch)]
+        backend.init_forward_metadata(prepared.batch)
+        for out, given in zip(replayed, prepared.inputs, strict=True):
+            eager = backend.forward(given.q, None, None, given.layer, prepared.batch)
+            torch.testing.assert_close(out, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ("dtype=bf16", "fa3"),
+        ("dtype=bf16,spec_topk=4,custom_mask=true", "flashinfer"),
+        ("dtype=bf16,spec_topk=1,page_size=64", "flashinfer"),
+    ],
+)
+def test_rank_beside_fa3(asked, chosen) -> None:
+    from_plugin = pytest.importorskip("attnmux.nvidia.plugin").attnmux_cards()
+    offers = [Offer(card=card, plugin="nvidia") for card in from_plugin]
+    platform = Platform.parse("nvidia:sm90,cuda=13.0")
+    decision = solve(Request.parse(asked), platform, offers, Policy(hypothetical=True))
+    assert {choice.backend for choice in decision.phases.values()} == {chosen}
+
+
+@pytest.mark.parametrize("platform", ["nvidia:sm80,cuda=13.0", "nvidia:sm89,cuda=12.6"])
+def test_first_on_other_devices(platform) -> None:
+    offers = [Offer(card=FLASHINFER, plugin="nvidia")]
+    decision = solve(
+        Request.parse("dtype=fp16,kv_dtype=fp8_e5m2,head_dim=64,page_size=7,sliding_window=9"),
+        Platform.parse(platform),
+        offers,
+        Policy(hypothetical=True),
+    )
+    assert {choice.backend for choice in decision.phases.values()} == {"flashinfer"}

@@ -87,7 +87,8 @@ class FlashInferBackend(AttentionBackend):
         nbytes = self._settings.workspace_bytes
         if not self.options["workspace_bytes"]:
             nbytes = max(nbytes, graph_workspace_bytes(self._distinct, max_bs, max_num_tokens))
-        self._eager = self._eager_plans(nbytes)
+        if nbytes > self._settings.workspace_bytes:
+            self._eager = self._eager_plans(nbytes)
         # Graphs that were captured before go on with their own buffers.
         self._graphs.append(
             GraphPlans(

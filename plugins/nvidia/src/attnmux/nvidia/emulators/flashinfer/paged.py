@@ -35,6 +35,7 @@ class Paged(Wrapper):
         unserved: tuple[object, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         refuse(*unserved)
+        self._check_planned()
         k_cache, v_cache = paged_kv_cache
         if k_cache.stride() != v_cache.stride():
             raise RuntimeError("k/v strides differs")

@@ -101,6 +101,10 @@ class Wrapper:
         self._keeps_keys_whole = disable_split_kv
         self._int_workspace_buffer[:8].view(torch.int64).fill_(self._stamp)
 
+    def _check_planned(self) -> None:
+        if self._rows is None:
+            raise RuntimeError("run before plan")
+
     def _check_run(
         self,
         q: torch.Tensor,
@@ -110,8 +114,7 @@ class Wrapper:
         lse: torch.Tensor | None,
         window_left: int | None,
     ) -> None:
-        if self._rows is None:
-            raise RuntimeError("run before plan")
+        self._check_planned()
         num_qo_heads, num_kv_heads, dim_qk, dim_vo = self._heads
         if q.shape != (self._rows, num_qo_heads, dim_qk):
             raise ValueError(

@@ -1,0 +1,209 @@
+"""flashinfer's conventions, one by one: what the emulator keeps and the adapter has to know."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attnmux.nvidia.emulators import flashinfer as emulator
+from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.states import merge, to_natural
+
+KERNELS = Kernels(
+    decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
+    paged=emulator.BatchPrefillWithPagedKVCacheWrapper,
+    ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
+    merge_state=emulator.merge_state,
+    fast_decode_plan=emulator.fast_decode_plan,
+)
+
+HEADS = {
+    "num_qo_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "page_size": 4,
+    "q_data_type": torch.float32,
+}
+
+
+def workspace() -> torch.Tensor:
+    return torch.zeros(1 << 10, dtype=torch.uint8)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cache() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 4, 2, 64), torch.randn(8, 4, 2, 64)
+
+
+def decode_in_graph(size: int = 2) -> emulator.BatchDecodeWithPagedKVCacheWrapper:
+    return KERNELS.decode(
+        workspace(),
+        use_cuda_graph=True,
+        paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32),
+        paged_kv_indices_buffer=torch.zeros(4, dtype=torch.int32),
+        paged_kv_last_page_len_buffer=torch.zeros(size, dtype=torch.int32),
+    )
+
+
+def test_lse_is_in_base_2_and_empty_rows_are_finite() -> None:
+    wrapper = KERNELS.decode(workspace())
+    wrapper.plan(ints(0, 1, 1), ints(3), ints(2, 0), **HEADS)
+    q, (keys, values) = torch.randn(2, 4, 64), cache()
+    out, lse = wrapper.run(q, (keys, values), return_lse=True)
+    logits = torch.einsum("hd,shd->hs", q[0], keys[3, :2].repeat_interleave(2, 1)) / 8
+    torch.testing.assert_close(lse[0], torch.logsumexp(logits, 1) / math.log(2))
+    assert not out[1].any()
+    assert lse[1].tolist() == [-5e4] * 4
+
+
+def test_lse_becomes_natural_and_minus_infinity() -> None:
+    # Masked keys of an empty row each add to the sum: log2(100) above -5e4.
+    lse = torch.tensor([[-5e4, -5e4 + math.log2(100), -130.0, 0.0, 12.0]])
+    to_natural(lse)
+    assert lse[0, :2].isneginf().all()
+    torch.testing.assert_close(lse[0, 2:], torch.tensor([-130.0, 0, 12]) * math.log(2))
+
+
+def test_a_plan_with_host_lengths_keeps_the_length_of_empty_requests() -> None:
+    """Pages count from indptr, so an empty request's last page has to hold 0."""
+    wrapper = KERNELS.decode(workspace())
+    wrapper.plan(ints(0, 0, 1), ints(5), ints(0, 4), **HEADS)
+    out = wrapper.run(torch.randn(2, 4, 64), cache())
+    assert not out[0].any()
+    assert out[1].any()
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_window_left_counts_the_keys_before(window) -> None:
+    wrapper = KERNELS.decode(workspace())
+    wrapper.plan(ints(0, 2), ints(1, 6), ints(3), window_left=window, **HEADS)
+    q, (keys, values) = torch.randn(1, 4, 64), cache()
+    out = wrapper.run(q, (keys, values))
+    seen_k, seen_v = (
+        torch.cat([part[1], part[6, :3]])[-window - 1 :].repeat_interleave(2, 1).transpose(0, 1)
+        for part in (keys, values)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), seen_k, seen_v)
+    torch.testing.assert_close(out, expected.transpose(0, 1))
+
+
+def test_custom_mask_keeps_where_true() -> None:
+    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    mask = torch.tensor([True, False, True, False, True, True, False, True, True])
+    heads = {**HEADS, "head_dim_qk": HEADS["head_dim"]}
+    heads.pop("head_dim")
+    # 3 tokens on 3 keys, then 1 token on 5: the second request begins in a byte of its own.
+    mask = torch.cat([mask, torch.tensor([True, False, False, False, True])])
+    wrapper.plan(ints(0, 3, 4), ints(0, 1, 3), ints(2, 4, 7), ints(3, 1), custom_mask=mask, **heads)
+    keys, values = cache()
+    values[:] = 0
+    values[2, :3, :, 0] = torch.tensor([[1.0], [10.0], [100.0]])
+    values[4, 0, :, 0], values[7, 0, :, 0], values[4, 1:, :, 0] = 4, 6, 1000
+    out = wrapper.run(torch.zeros(4, 4, 64), (keys, values))
+    assert out[:, 0, 0].tolist() == pytest.approx([50.5, 55, 55, 5])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_heads", [8, 64, 71, 96, 128])
+def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
+    """Beyond 1024 threads a block the kernel does not launch; a natural-log kernel in its place
+    would weigh base-2 LSE wrongly."""
+    one, other = (
+        (torch.randn(5, num_heads, head_dim, dtype=torch.bfloat16), torch.randn(5, num_heads) * 3)
+        for _ in range(2)
+    )
+    out, lse = merge(KERNELS, one, other)
+    both = torch.stack([one[1], other[1]]).double() * math.log(2)
+    weights = both.softmax(0).unsqueeze(-1)
+    expected = weights[0] * one[0] + weights[1] * other[0]
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double() * math.log(2), both.logsumexp(0), atol=1e-5, rtol=1e-5)
+    in_wrong_base = torch.stack([one[1], other[1]]).softmax(0).unsqueeze(-1)
+    wrong = in_wrong_base[0] * one[0] + in_wrong_base[1] * other[0]
+    assert not torch.allclose(wrong.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_merge_of_nothing_is_nothing() -> None:
+    empty = torch.zeros(3, 4, 64), torch.full((3, 4), -5e4)
+    full = torch.randn(3, 4, 64), torch.randn(3, 4)
+    out, lse = merge(KERNELS, empty, empty)
+    to_natural(lse)
+    assert not out.any()
+    assert lse.isneginf().all()
+    for one, other in ((empty, full), (full, empty)):
+        out, lse = merge(KERNELS, one, other)
+        torch.testing.assert_close(out, full[0])
+        torch.testing.assert_close(lse, full[1])
+
+
+def test_the_merge_kernel_has_a_limit() -> None:
+    state = torch.zeros(1, 65, 128, dtype=torch.bfloat16), torch.zeros(1, 65)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        emulator.merge_state(*state, *state)
+
+
+def test_run_obeys_the_plan() -> None:
+    wrapper = KERNELS.decode(workspace())
+    with pytest.raises(RuntimeError, match="before plan"):
+        wrapper.run(torch.randn(1, 4, 64), cache())
+    wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)
+    with pytest.raises(ValueError, match="planned were"):
+        wrapper.run(torch.randn(2, 4, 64), cache())
+    with pytest.raises(ValueError, match="does not match"):
+        wrapper.run(torch.randn(1, 4, 64, dtype=torch.bfloat16), cache())
+    with pytest.raises(ValueError, match="planned were"):
+        wrapper.run(torch.randn(1, 8, 64), cache())
+    with pytest.raises(RuntimeError, match="strides"):
+        wrapper.run(torch.randn(1, 4, 64), (cache()[0], torch.randn(8, 4, 2, 32)))
+
+
+def test_a_graph_wrapper_is_of_one_batch_size_and_its_buffers() -> None:
+    wrapper = decode_in_graph()
+    with pytest.raises(RuntimeError, match="plan was never called"):
+        emulator.fast_decode_plan(wrapper, ints(0, 1, 2), ints(1, 2), ints(1, 1), **HEADS)
+    with pytest.raises(ValueError, match="batch size should be fixed"):
+        wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)
+    with pytest.raises(ValueError, match="allocated buffer"):
+        wrapper.plan(ints(0, 2, 5), ints(1, 2, 3, 4, 5), ints(1, 1), **HEADS)
+
+
+def test_fast_plan_copies_nothing() -> None:
+    wrapper = decode_in_graph(1)
+    wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)
+    q, kv = torch.randn(1, 4, 64), cache()
+    first = wrapper.run(q, kv)
+    emulator.fast_decode_plan(wrapper, ints(0, 2), ints(3, 5), ints(4), **HEADS)
+    assert torch.equal(wrapper.run(q, kv), first)
+
+
+def test_plans_that_share_an_int_workspace_overwrite_each_other() -> None:
+    one, other = decode_in_graph(1), decode_in_graph(1)
+    shared = torch.zeros(64, dtype=torch.uint8)
+    for wrapper in (one, other):
+        wrapper.reset_workspace_buffer(workspace(), shared)
+        wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)
+    q, kv = torch.randn(1, 4, 64), cache()
+    assert one.run(q, kv).isnan().all()
+    assert other.run(q, kv).isfinite().all()
+
+
+def test_workspace_is_aligned() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        KERNELS.decode(workspace()[1:])
+
+
+def test_no_rows_cannot_be_launched() -> None:
+    with pytest.raises(RuntimeError, match="no blocks"):
+        KERNELS.ragged(workspace()).plan(ints(0, 0), ints(0, 0), 4, 2, 64)
+
+
+def test_without_tensor_cores_groups_are_few() -> None:
+    heads = {**HEADS, "num_qo_heads": 14}
+    with pytest.raises(RuntimeError, match="group_size"):
+        KERNELS.decode(workspace()).plan(ints(0, 1), ints(3), ints(2), **heads)
+    KERNELS.decode(workspace(), use_tensor_cores=True).plan(ints(0, 1), ints(3), ints(2), **heads)
