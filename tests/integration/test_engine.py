@@ -51,12 +51,13 @@ class HashingRunner:
     hash of all that the cache holds for a request, so that one lost or foreign slot shows."""
 
     def __init__(
-        self, *, rows=4, context=64, size=256, page_size=4, max_step_tokens=None, debug=True
+        self, *, rows=4, context=64, size=256, page_size=4, max_step_tokens=None, max_encoder_len=0
     ):
         self.steps = StepBuilder(
-            ReqToTokenPool(rows, context, "cpu"),
-            PagedAllocator(size, page_size, "cpu", debug=debug),
+            ReqToTokenPool(rows, context + max_encoder_len, "cpu"),
+            PagedAllocator(size, page_size, "cpu"),
             max_step_tokens=max_step_tokens,
+            max_encoder_len=max_encoder_len,
         )
         self.vocabulary_size = VOCABULARY
         self.cache = torch.full((size + page_size,), -1)
@@ -71,16 +72,23 @@ class HashingRunner:
         batch = step.batch
         self.ran.append((batch.forward_mode, len(step.input_ids), batch.batch_size))
         self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions
+        if step.encoder_states is not None:
+            self.cache[batch.encoder_out_cache_loc] = step.encoder_states[:, 0].long()
         self.during()
         table = self.steps.req_to_token_pool.req_to_token
         logits = torch.zeros(batch.batch_size, VOCABULARY)
         lens = batch.seq_lens.tolist()
         assert lens == batch.seq_lens_cpu.tolist()
         assert sum(lens) == batch.seq_lens_sum
+        encoder_lens = (
+            [0] * len(lens) if batch.encoder_lens is None else batch.encoder_lens.tolist()
+        )
         for place, (row, length) in enumerate(zip(batch.req_pool_indices, lens, strict=True)):
-            held = self.cache[table[row, :length].long()].tolist()
+            first = encoder_lens[place]
+            heard = self.cache[table[row, :first].long()].tolist()
+            held = self.cache[table[row, first : first + length].long()].tolist()
             assert [one % PLACES for one in held] == list(range(length))
-            ids = [one // PLACES for one in held]
+            ids = heard + [one // PLACES for one in held]
             logits[place, next_token(ids)] = torch.nan if ids[0] in self.damaged else 1.0
         return logits[torch.searchsorted(step.last_indices, indices)]
 
@@ -92,7 +100,7 @@ def owned_pages(engine):
     for request in engine._live.values():
         state = request.state
         if state.row is not None:
-            own = table[state.row, state.num_shared : state.num_cached] // page_size
+            own = table[state.row, state.num_shared : state.num_columns] // page_size
             yield set(own.tolist())
 
 
@@ -206,6 +214,29 @@ def test_rows_of_limited_length_are_never_exceeded():
     results = finish(engine)
     assert all(new <= 6 for _, new, _ in runner.ran)
     assert list(results[9].token_ids) == continued(range(9, 20), 5)
+
+
+@pytest.mark.usefixtures("_bold")
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_requests_with_an_encoder_share_nothing_and_are_retracted_whole(page_size):
+    runner = HashingRunner(rows=4, size=100, page_size=page_size, max_encoder_len=20)
+    engine = Engine(runner, prefill_tokens=7)
+    rng = random.Random(2)
+    encoders = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 21))] for _ in range(9)]
+    for heard in encoders:
+        states = torch.tensor(heard, dtype=torch.float32).unsqueeze(1)
+        engine.add([1, 2, 3, 4, 5, 6, 7, 8], max_new_tokens=25, encoder_states=states)
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        engine.add([1], max_new_tokens=1)
+    with pytest.raises(InvalidInput, match="encoder_states"):
+        engine.add([1], max_new_tokens=1, encoder_states=torch.zeros(21, 1))
+    results = finish(engine)
+    for index, heard in enumerate(encoders):
+        expected = continued([*heard, *range(1, 9)], 25)
+        assert list(results[index].token_ids) == expected
+    assert engine.stats.reused_tokens == 0
+    assert engine.stats.retractions > 0
+    check_all_free(engine)
 
 
 @pytest.mark.parametrize(

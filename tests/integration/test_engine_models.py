@@ -77,6 +77,41 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
     assert engine.stats.evicted_tokens > 0
 
 
+def test_soak(tiny, run_on, monkeypatch):
+    """300 arrivals and aborts at random; what ends has said what it says alone."""
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    rng = random.Random(12)
+    model, folder = tiny("llama")
+    prompts = random_prompts(6, 12)
+    expected = alone(model, prompts, 12)
+    runner = run_on(folder, page_size=4, max_total_tokens=40, max_batch_size=5)
+    engine = Engine(runner, prefill_tokens=13)
+    live = {}
+    finished = events = 0
+    while events < 300 or live:
+        kind = rng.random() if events < 300 else 1
+        if kind < 0.3 and len(live) < 9:
+            index, num = rng.randrange(len(prompts)), rng.randrange(1, 13)
+            live[engine.add(prompts[index], max_new_tokens=num)] = index, num
+            events += 1
+        elif kind < 0.35 and live:
+            index, _ = live.pop(victim := rng.choice(sorted(live)))
+            said = engine.abort(victim).token_ids
+            assert said == expected[index][: len(said)]
+            events += 1
+        else:
+            for output in engine.step():
+                if output.result is not None:
+                    index, num = live.pop(output.request_id)
+                    assert output.result.token_ids == expected[index][:num]
+                    finished += 1
+        memory = engine.memory
+        assert memory.free + memory.cached + memory.held == runner.steps.allocator.size
+    engine.clear_cache()
+    assert (engine.memory.held, engine.memory.cached) == (0, 0)
+    assert min(finished, engine.stats.retractions, engine.stats.evicted_tokens) > 10
+
+
 def test_samples_are_those_of_each_prompt_alone(tiny, run_on):
     runner = run_on(tiny("llama")[1], page_size=4, max_total_tokens=60)
     prompts = random_prompts(5, 8)
