@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from attnmux.core.choosing.conditions import one_of
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.testing import Candidate, FakeBackend, fake_card, fake_platform
+from attnmux.core.testing import Candidate, FakeBackend, fake_card, fake_platform, graph_card
 
 
 class NoScale(FakeBackend):
@@ -92,3 +93,26 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     result = invoke("torch_native", "--device", "cpu")
     assert result.exit_code == 1
     assert "pip install 'attnmux-core[torch]'" in result.stderr
+
+
+def test_runs_cases_in_graphs_where_the_card_declares_them(on_trial) -> None:
+    on_trial(card=graph_card(page_size=one_of(48), phase=one_of("verify"), kind=one_of("mha")))
+    result = invoke("fake", "--page-size", "48")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    eager, graph = re.search(
+        r"(\d+) of \1 cases agree and (\d+) of \2 cases in graphs", said
+    ).groups()
+    assert int(eager) >= int(graph) > 0
+    for execution, count in (("eager", eager), ("graph", graph)):
+        result = invoke("fake", "--page-size", "48", "--execution", execution, "--json")
+        answer = json.loads(result.stdout)
+        assert answer["passed"] == int(count)
+        assert {case["execution"] for case in answer["cases"]} == {execution}
+
+
+def test_a_card_without_graphs_has_nothing_to_run_in_them(on_trial) -> None:
+    on_trial()
+    result = invoke("fake", "--execution", "graph")
+    assert result.exit_code == 3
+    assert "no case agrees" in " ".join(result.stdout.split())

@@ -108,7 +108,7 @@ class AttentionBackend(ABC):
         """Host work, dynamic shapes, a library's `plan()`. It may synchronise."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Device operations of static shape: no synchronisation and no allocation."""
+        """Device operations of static shape: no synchronisation, and nothing allocated is kept."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate, once, the buffers that captured graphs point at.

@@ -101,6 +101,8 @@ class CudaGraphs(DeviceGraphs):
 
     def capture(self, step: GraphStep) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
+        # Else what the warm-ups left in torch's cache would pay for the graph.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         try:
             with torch.cuda.graph(
