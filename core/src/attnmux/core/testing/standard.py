@@ -30,6 +30,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     cases: list[Case] = []
     for page in page_sizes:
         cases += _batches(page)
+        cases += _parts(page)
         cases += _speculation(page)
         cases += _features(page)
         cases += _shapes(page)
@@ -106,14 +107,27 @@ def _batches(page: int) -> Iterator[Case]:
     }
     for name, of_case in steps.items():
         yield _case(name, page, *of_case)
-    # Long enough for kernels that cut the keys of one request into parts.
-    far = max(longest, 1152)
+
+
+def _parts(page: int) -> Iterator[Case]:
+    """Long enough for kernels that cut the keys of one request into parts and put results together:
+    a sink must count once, an LSE must be that of all parts."""
+    far = max(_longest(page), 1152)
     yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
-    alone: dict[str, Any] = {"kv_in_pool": True, "deterministic": True}
-    yield _case(
-        "decode-long-deterministic", page, decode(1100, 5, 700), max_context_len=far, **alone
-    )
     yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
+    features: dict[str, dict[str, Any]] = {
+        "deterministic": {"kv_in_pool": True, "deterministic": True},
+        "sinks-lse": {"sinks": True, "lse": True},
+        "cap-lse": {"logit_cap": 2.0, "lse": True},
+        "windows": {"windows": (600, None, 8)},
+        "chunk": {"attention_chunk": 512},
+        "fp8_e4m3": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
+    }
+    for name, settings in features.items():
+        steps = decode(1100, 5, 700)
+        yield _case(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
+    drafts: dict[str, Any] = {"spec_topk": 1, "lse": True}
+    yield _case("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
 
 
 def _speculation(page: int) -> Iterator[Case]:
