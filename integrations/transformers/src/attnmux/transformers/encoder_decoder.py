@@ -58,8 +58,8 @@ class PackedDecoder(torch.nn.Module):
 
     @property
     def width(self) -> int:
-        """Dims of an encoder state."""
-        return int(self.config.hidden_size)
+        """Dims of an encoder state, as the decoder takes it."""
+        return int(self.config.get_text_config(decoder=True).hidden_size)
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

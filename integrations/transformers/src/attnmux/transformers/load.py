@@ -85,9 +85,8 @@ def load_runner(
     InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory,
     GraphUnsupported where graphs were asked for and cannot be had.
     """
-    load = _load_decoder
-    if checkpoint.config.is_encoder_decoder:
-        load = _load_encoder_decoder
+    check_rotary(checkpoint.config, options.max_context_len)
+    load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
     runner = load(checkpoint, platform, offers, options, progress, warn)
     if options.graph is not False:
         _capture_graphs(runner, warn, required=options.graph is True)
@@ -102,7 +101,6 @@ def _load_decoder(
     progress: bool,
     warn: Callable[[str], None],
 ) -> ModelRunner:
-    check_rotary(checkpoint.config, options.max_context_len)
     dtype = checkpoint.dtype(options.dtype)
     stated = stated_request(checkpoint)
     if stated is not None:
