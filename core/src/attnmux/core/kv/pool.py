@@ -33,6 +33,8 @@ class KVPool(ABC):
     There are `size + page_size` slots: page 0 is reserved, padding writes to its slot 0 and
     nobody reads it. Slots 1 … page_size - 1 stay unused, so that usable pages start at 1.
     Buffers lie as [slots, Hkv, D] and can be viewed as [pages, page_size, Hkv, D].
+    Attention reads what is here, of the tokens that its call has just written too: a pool of 8-bit
+    floats has rounded them, and a later step must not see other values than the first one did.
     """
 
     def __init__(
