@@ -91,7 +91,7 @@ def test_soak(tiny, run_on, monkeypatch):
     while events < 300 or live:
         kind = rng.random() if events < 300 else 1
         if kind < 0.3 and len(live) < 9:
-            index, num = rng.randrange(len(prompts)), rng.randrange(1, 13)
+            index, num = rng.randrange(len(prompts)), rng.randrange(6, 13)
             live[engine.add(prompts[index], max_new_tokens=num)] = index, num
             events += 1
         elif kind < 0.35 and live:
