@@ -490,7 +490,7 @@ def line(row: Row, *, has_bars: bool) -> str:
     "--dry-run", is_flag=True, help="Emulated libraries on the CPU: figures mean nothing."
 )
 def main(names: tuple[str, ...], only: str, rounds: int, path: Path | None, dry_run: bool) -> None:
-    """Print the figures as a Markdown table. Exits with 1 where a bar is missed."""
+    """Print the figures as a Markdown table, and whether the bars are kept."""
     torch.manual_seed(0)
     names = names or tuple(LIBRARIES)
     device = torch.device("cpu" if dry_run else "cuda")
@@ -514,8 +514,6 @@ def main(names: tuple[str, ...], only: str, rounds: int, path: Path | None, dry_
             click.echo(line(row, has_bars=not dry_run))
     if path is not None:
         path.write_text(json.dumps({**known, "rows": [asdict(row) for row in rows]}, indent=1))
-    if not dry_run and not all(row.within_bars for row in rows):
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
