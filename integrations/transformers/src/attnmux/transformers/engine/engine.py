@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.errors import InvalidInput
 from attnmux.core.sizes import check_positive
 from attnmux.transformers.detokenize import TextStream
-from attnmux.transformers.encoder_slots import check_encoder_len
+from attnmux.transformers.engine.checking import check_request
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -23,7 +22,7 @@ from attnmux.transformers.engine.request import (
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
 from attnmux.transformers.engine.stats import EngineStats, Laps
-from attnmux.transformers.prompts import check_prompt
+from attnmux.transformers.engine.teller import Teller
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
 from attnmux.transformers.sequence import SequenceState
 
@@ -82,13 +81,12 @@ class Engine:
         """The step that is in flight."""
         self._to_free: list[tuple[LiveRequest, bool]] = []
         """Requests that have ended, and whether the cache may keep what they computed."""
-        self._unsaid: deque[tuple[LiveRequest, str | None]] = deque()
-        """Requests with tokens whose text nobody was told; the last text of those that ended."""
+        self._teller = Teller()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._live or self._unsaid)
+        return bool(self._live or self._teller)
 
     @property
     def memory(self) -> MemoryUse:
@@ -108,22 +106,14 @@ class Engine:
         Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
         does not fit into the pool even when it is alone there.
         """
-        steps = self.runner.steps
-        context = steps.max_context_len
-        check_positive("max_new_tokens", max_new_tokens)
-        check_prompt(name, token_ids, self.runner.vocabulary_size, context)
-        check_encoder_len(encoder_len, steps.max_encoder_len)
-        # The last token is never run, so it needs no slot.
-        longest = encoder_len + min(len(token_ids) + max_new_tokens - 1, context)
-        page_size, size = steps.allocator.page_size, steps.allocator.size
-        wanted = -(-longest // page_size) * page_size
-        if wanted > size:
-            raise PoolExhausted(
-                f"KV slots for {name}",
-                wanted=wanted,
-                available=size,
-                hint="ask for fewer new tokens, shorten the prompt, or make the KV pool larger",
-            )
+        check_request(
+            name,
+            token_ids,
+            max_new_tokens,
+            encoder_len=encoder_len,
+            vocabulary_size=self.runner.vocabulary_size,
+            steps=self.runner.steps,
+        )
 
     def add(
         self,
@@ -199,7 +189,7 @@ class Engine:
         laps.lap("schedule")
         outputs = [] if plan is None else self._run(plan, laps)
         try:
-            self._say()
+            self._teller.tell()
         finally:
             laps.lap("stream")
             if plan is not None:
@@ -241,15 +231,13 @@ class Engine:
             return TokenOutput(request.id, token, self._finish(request, "stop"))
         if len(ids) >= request.end_len:
             return TokenOutput(request.id, token, self._finish(request, "length"))
-        if request.on_text is not None:
-            self._unsaid.append((request, None))
+        self._teller.add(request)
         return TokenOutput(request.id, token, None)
 
     def _finish(self, request: LiveRequest, reason: FinishReason) -> GenerationResult:
         piece, result = self._end(request, reason)
         self.stats.finished += 1
-        if request.on_text is not None:
-            self._unsaid.append((request, piece))
+        self._teller.add(request, last=piece)
         return result
 
     def _end(self, request: LiveRequest, reason: FinishReason) -> tuple[str, GenerationResult]:
@@ -277,13 +265,3 @@ class Engine:
         for request, keep in ended:
             self._cache.release(request, keep=keep)
         self._scheduler.drop_ended()
-
-    def _say(self) -> None:
-        while self._unsaid:
-            request, last = self._unsaid.popleft()
-            on_text = request.on_text
-            assert on_text is not None
-            if last is not None:
-                on_text(last, True)
-            elif not request.ended and (piece := request.new_text()):
-                on_text(piece, False)
