@@ -175,6 +175,41 @@ def _in_context(backend, batch):
         return model(batch, ids_of(batch))
 
 
+def test_the_graph_upgrades_raw_metadata(world) -> None:
+    """Rows are copied outside of the graph; the table of slots is built inside, at each replay."""
+    calls = []
+
+    class Watched(GraphFakeBackend):
+        def init_forward_metadata_in_graph(self, batch) -> None:
+            calls.append(batch.batch_size)
+            super().init_forward_metadata_in_graph(batch)
+
+    backend = Watched(world.context)
+    runner = runner_of(world, backend=backend, batch_sizes=(4,))
+    runner.capture()
+    state = backend.state
+    calls.clear()
+    for lens in ((9, 30, 2), (4, 1, 20)):
+        batch = prepare_step(world, decode(*lens)).batch
+        runner.replay(batch, ids_of(batch))
+        assert state.raw_rows.tolist() == [*batch.req_pool_indices.tolist(), 0]
+        assert state.cached.tolist() == [*(length - 1 for length in lens), 0]
+        table = world.context.req_to_token_pool.req_to_token
+        assert torch.equal(state.slots[:3], table[batch.req_pool_indices])
+    assert calls == []
+    assert backend.state is state
+
+
+@pytest.mark.parametrize("captured_in", [True, False])
+def test_capture_and_replay_may_differ_in_inference_mode(world, captured_in: bool) -> None:
+    runner = runner_of(world, batch_sizes=(2,))
+    with torch.inference_mode(captured_in):
+        runner.capture()
+    with torch.inference_mode(not captured_in):
+        batch = prepare_step(world, decode(5, 9)).batch
+        assert runner.replay(batch, ids_of(batch))["out"].isfinite().all()
+
+
 def test_capturing_leaves_the_cache_alone_but_for_slot_0(world) -> None:
     prepare_step(world, decode(5, 9))
     pool = world.context.token_to_kv_pool

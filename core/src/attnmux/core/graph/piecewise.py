@@ -8,7 +8,8 @@ CUDA graphs. What lies between two calls is captured once for each padded number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -96,7 +97,8 @@ class PiecewiseRunner:
         for size in shown:
             # CUDA graphs are recorded in the run after the one that compiles, then replayed.
             for _ in range(NUM_WARM_UPS + 1):
-                self._run(batch, size)
+                with _mode():
+                    self._run(batch, size)
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether a size holds the batch's tokens."""
@@ -115,9 +117,10 @@ class PiecewiseRunner:
                 came=f"{batch.forward_mode.name} of {num_tokens} tokens",
                 expected=f"an extend step of 1 to {self.token_counts[-1]} tokens",
             )
-        self._load(batch, inputs, size)
-        self._backend.init_forward_metadata(batch)
-        outputs = self._run(batch, size)
+        with _mode():
+            self._load(batch, inputs, size)
+            self._backend.init_forward_metadata(batch)
+            outputs = self._run(batch, size)
         return pytree.tree_map_only(torch.Tensor, lambda rows: rows[:num_tokens], outputs)
 
     def _size(self, batch: ForwardBatch) -> int | None:
@@ -146,9 +149,16 @@ class PiecewiseRunner:
     def _run(self, batch: ForwardBatch, size: int) -> Any:  # noqa: ANN401  # as the model's call returns it
         inputs = dict(self._views[size])
         padded = replace(batch, positions=inputs.pop("positions"))
-        with torch.no_grad(), forward_context(self._backend, batch):
+        with forward_context(self._backend, batch):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's own
             return self._forward(padded, inputs)
+
+
+@contextmanager
+def _mode() -> Iterator[None]:
+    """The one mode that a model is compiled for, whatever its caller's is."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _make_views(

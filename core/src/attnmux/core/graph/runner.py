@@ -125,10 +125,11 @@ class GraphRunner:
         Raises GraphUnsupported for a backend that cannot be captured.
         """
         config = self.config
-        self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
         sizes = config.batch_sizes[::-1]
         captured = {}
-        with ExitStack() as stack, torch.no_grad():
+        # What is made in inference mode could not be written outside of it later.
+        with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+            self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
             stack.enter_context(self._devices.session())
             for collective in self._collectives:
                 stack.enter_context(collective())
