@@ -9,8 +9,9 @@ from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpo
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult, TokenOutput
 from attnmux.transformers.generate import Generation, Prompt, Timings, run_prompts
 from attnmux.transformers.layers import record_layers
-from attnmux.transformers.load import RunnerOptions, load_runner
+from attnmux.transformers.load import load_runner
 from attnmux.transformers.memory import MemoryBudget
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.prompts import encode_prompts
 from attnmux.transformers.request import request_of
 from attnmux.transformers.runner import ModelRunner

@@ -24,8 +24,9 @@ from attnmux.transformers.asking import Asked, read_asked
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.engine import PREFILL_TOKENS, Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
-from attnmux.transformers.load import RunnerOptions, load_runner
+from attnmux.transformers.load import load_runner
 from attnmux.transformers.memory import MemoryBudget
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.printing import Printer
 from attnmux.transformers.prompts import encode_prompts
 from attnmux.transformers.reporting import as_dict, closing_line

@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import solve
 from attnmux.core.compose.fallback import make_first
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput, NoBackend
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
+from attnmux.transformers.deciding import (
+    decide,
+    decide_first,
+    stated_request,
+    stated_ways,
+    without,
+)
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.encoder_decoder_layers import record_decoder
 from attnmux.transformers.layers import record_layers
-from attnmux.transformers.memory import MemoryBudget
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.request import check_against_config, latent_request, request_of
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunnerOptions:
-    """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
-
-    max_batch_size: int
-    """Requests at a time."""
-    max_context_len: int
-    """Tokens of one request, prompt and answer."""
-    max_encoder_len: int | None = None
-    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
-    takes the model's limit."""
-    max_total_tokens: int | None = None
-    """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
-    memory: MemoryBudget | None = None
-    """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
-    counts."""
-    graph: bool | None = None
-    """Whether decode steps are replayed from device graphs; None: where device, backend and model
-    can."""
-    dtype: str | None = None
-    kv_dtype: str | None = None
-    mla: Literal["absorbed", "expanded"] | None = None
-    """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
-    K and V. None: absorbed where a backend serves it."""
-    page_size: int | None = None
-    device: str | None = None
-    """torch's name, such as "cuda:1"; None takes the platform's current device."""
-    policy: Policy = field(default_factory=Policy)
-    debug: bool = False
-    """Check every batch's values, at the cost of synchronising."""
 
 
 def load_runner(
@@ -105,7 +73,7 @@ def _load_decoder(
     stated = stated_request(checkpoint)
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
-        decide_first(_stated_ways(known, options), platform, offers, options)
+        decide_first(stated_ways(known, options), platform, offers, options)
     device = torch.device(options.device or platform.device_type)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     layers = record_layers(model, max_context_len=options.max_context_len)
@@ -135,7 +103,7 @@ def _load_decoder(
             raise
 
     runner = make_first(
-        lambda failed: decide_first(ways, platform, offers, _without(failed, options)),
+        lambda failed: decide_first(ways, platform, offers, without(failed, options)),
         make,
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
@@ -162,7 +130,7 @@ def _load_encoder_decoder(
     if max_encoder_len is None:
         raise InvalidInput("max_encoder_len", came=None, expected="a number: the model states none")
     return make_first(
-        lambda failed: decide(request, platform, offers, _without(failed, options)),
+        lambda failed: decide(request, platform, offers, without(failed, options)),
         lambda decision: _make(decoder, layers, decision, options, max_encoder_len),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
@@ -177,17 +145,6 @@ def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, require
             raise
         if runner.context.device.type != "cpu" and not runner.context.debug:
             warn(f"decode runs without graphs: {error}")
-
-
-def _stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
-    """How the model may run by its config.json, the way that is preferred first."""
-    if stated.kind != "mla" or options.mla == "expanded":
-        return [stated.expanded() if stated.latent else stated]
-    return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]
-
-
-def _without(failed: Mapping[str, BackendFailed], options: RunnerOptions) -> RunnerOptions:
-    return replace(options, policy=replace(options.policy, failed=failed))
 
 
 def _make(
@@ -222,53 +179,3 @@ def _warn_if_expanded(
         absorbed = bytes_per_token(latent, runner.decision)
         reason = f"no backend that may be chosen serves its latent attention, with {absorbed:,}"
     warn(f"the model runs expanded, with {takes} a token: {reason}")
-
-
-def decide_first(
-    requests: Sequence[Request],
-    platform: Platform,
-    offers: Sequence[Offer],
-    options: RunnerOptions,
-) -> Decision:
-    """The decision for the first of the requests that is served.
-
-    Raises what `decide` raises for the first of them where none is.
-    """
-    refusals = []
-    for request in requests:
-        try:
-            return decide(request, platform, offers, options)
-        except NoBackend as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
-
-
-def decide(
-    request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
-) -> Decision:
-    """Solve for a request with what the options insist on."""
-    asked = {
-        "page_size": options.page_size,
-        "kv_dtype": options.kv_dtype,
-        "graph": options.graph or None,
-    }
-    for name, value in asked.items():
-        if value is not None:
-            request = request.replace(origin="user", **{name: value})
-    # Text alone runs here, whatever else the model can read.
-    request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
-    return solve(request, platform, offers, options.policy)
-
-
-def stated_request(checkpoint: Checkpoint) -> Request | None:
-    """What config.json says of the model's attention; None where it says it in words of its own.
-
-    Such models (GPT-2's `n_head`) are known only once they run.
-    """
-    file = cached_file(checkpoint.source, "config.json")
-    if file is None:
-        return None
-    try:
-        return Request.from_model(Path(file))
-    except InvalidInput:
-        return None
