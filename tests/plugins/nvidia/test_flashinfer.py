@@ -35,7 +35,7 @@ from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.groups import plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.settings import MIB, read_settings
+from attnmux.nvidia.flashinfer.settings import MIB, graph_workspace_bytes, read_settings
 
 EMULATED = Kernels(
     decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
@@ -247,7 +247,7 @@ def test_deterministic_decode_does_not_split_keys(spy) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "mib"),
-    [((32, 8), 128, 256), ((28, 4), 128, 256), ((64, 4), 128, 512), ((16, 2), 256, 512)],
+    [((32, 8), 128, 256), ((28, 4), 128, 256), ((64, 4), 128, 512), ((32, 2), 256, 512)],
 )
 def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
     world = world_of(
@@ -261,6 +261,22 @@ def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
     assert read_settings(world.context, options(), groups).workspace_bytes == mib * MIB
     given = read_settings(world.context, options(workspace_bytes=64 * MIB), groups)
     assert given.workspace_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles", "rows"),
+    [
+        ((160, 160), 40 + 160, 16),
+        ((160, 640), 20 + 160, 128),
+        ((512, 512), 128 + 512, 16),
+        ((1, 8), 40, 64),  # one request is split over the whole device
+    ],
+)
+def test_workspace_of_graphs(sizes, tiles, rows) -> None:
+    """32 query heads over 8 of 128, so 4 rows a token; a partial output and its LSE in float32."""
+    world = world_of(decode(1), num_q_heads=32, num_kv_heads=8)
+    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    assert graph_workspace_bytes(groups, *sizes) == 32 * tiles * rows * (128 + 1) * 4
 
 
 def test_a_batch_without_host_lengths_is_refused() -> None:

@@ -12,11 +12,11 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import AttnmuxError, BackendFailed
 from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
 from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
-from attnmux.nvidia.flashinfer.graphs import GraphPlans, graph_workspace_bytes
+from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
-from attnmux.nvidia.flashinfer.settings import read_settings
+from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.states import merge, to_natural
 from attnmux.nvidia.flashinfer.step import Step
 
@@ -118,6 +118,8 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         if out is None or not out.is_contiguous():
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if not len(q):
+            return out
         self._attend(Role.DECODE, layer, q, k, v, out, lse)
         if lse is not None:
             to_natural(lse)

@@ -21,7 +21,7 @@ from attnmux.nvidia.flashinfer.planning import (
     plan_paged,
     prefill_backend,
 )
-from attnmux.nvidia.flashinfer.settings import MIB, ROWS_OF_A_TILE, Settings
+from attnmux.nvidia.flashinfer.settings import MIB, Settings
 from attnmux.nvidia.flashinfer.step import Keys, Step
 
 INT_WORKSPACE_BYTES = 8 * MIB
@@ -159,24 +159,6 @@ class GraphPlans:
             )
         wrapper.reset_workspace_buffer(self._workspace, buffers.of_plans[group])
         return wrapper
-
-
-def graph_workspace_bytes(
-    groups: Sequence[PlanGroup], max_batch_size: int, max_num_tokens: int
-) -> int:
-    """Scratch that a captured step of many tokens a request takes; 0 for one token each.
-
-    In a graph `PrefillPlan` reserves partial outputs for every tile that the tokens could need:
-    a tile for each 128 rows of Q, and one more a request.
-    """
-    if max_num_tokens <= max_batch_size:
-        return 0
-    sizes = []
-    for group in groups:
-        rows = max_num_tokens * (group.num_q_heads // group.num_kv_heads)
-        tiles = -(-rows // ROWS_OF_A_TILE) + max_batch_size
-        sizes.append(group.num_q_heads * tiles * ROWS_OF_A_TILE * (group.v_head_dim + 1) * 4)
-    return max(sizes)
 
 
 def _key(batch: ForwardBatch) -> _Key:

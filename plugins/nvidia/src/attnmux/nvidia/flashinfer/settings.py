@@ -24,9 +24,6 @@ TENSOR_CORE_GROUP = 4
 SPLIT_CTAS = 2 * 160
 """Most parts that keys are cut into: two thread blocks on each SM of the largest devices."""
 
-ROWS_OF_A_TILE = 128
-"""Query rows of one thread block, at most."""
-
 _USE = {"on": True, "off": False}
 
 
@@ -83,7 +80,7 @@ def read_settings(
 def _tensor_cores(
     asked: str, groups: Sequence[PlanGroup], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    sizes = {group.num_q_heads // group.num_kv_heads for group in groups}
+    sizes = {_group_size(group) for group in groups}
     wanted = _USE.get(asked, kv_dtype != dtype or max(sizes) >= TENSOR_CORE_GROUP)
     unserved = sizes.difference(CUDA_CORE_GROUPS)
     if not wanted and unserved:
@@ -96,13 +93,46 @@ def _tensor_cores(
 
 
 def _workspace_bytes(groups: Sequence[PlanGroup]) -> int:
-    """256 MiB, or 512 MiB where a step split over a large device does not fit.
+    """256 MiB, or 512 MiB where a step that is split over a large device does not fit.
 
-    `PrefillPlan` in scheduler.cuh keeps float32 partial outputs: heads * parts / KV heads * rows of
-    a tile * head dim. 64 query heads over 4 KV heads of 128 (Qwen3-235B-A22B) take more than 256.
+    64 query heads over 4 KV heads of 128 (Qwen3-235B-A22B) take more than 256.
     """
     most = max(
-        group.num_q_heads // group.num_kv_heads * SPLIT_CTAS * ROWS_OF_A_TILE * group.v_head_dim * 4
+        _scratch_bytes(group, tiles=SPLIT_CTAS // group.num_kv_heads, rows=_tile_rows(group, 1024))
         for group in groups
     )
     return 512 * MIB if most > 256 * MIB else 256 * MIB
+
+
+def graph_workspace_bytes(
+    groups: Sequence[PlanGroup], max_batch_size: int, max_num_tokens: int
+) -> int:
+    """Scratch of the largest captured step.
+
+    In a graph `PrefillSplitQOKVIndptr` in scheduler.cuh reserves a tile for every `rows` rows of
+    all requests together, and one more a request.
+    """
+    sizes = []
+    for group in groups:
+        rows = _tile_rows(group, max_num_tokens - max_batch_size + 1)
+        tiles = -(-max_num_tokens * _group_size(group) // rows) + max_batch_size
+        tiles = max(tiles, SPLIT_CTAS // group.num_kv_heads)
+        sizes.append(_scratch_bytes(group, tiles=tiles, rows=rows))
+    return max(sizes)
+
+
+def _scratch_bytes(group: PlanGroup, *, tiles: int, rows: int) -> int:
+    """Partial outputs and their LSE in float32, as `PrefillPlan` in scheduler.cuh counts them."""
+    return group.num_q_heads * tiles * rows * (group.v_head_dim + 1) * 4
+
+
+def _tile_rows(group: PlanGroup, num_tokens: int) -> int:
+    """Rows of Q that a thread block takes: `FA2DetermineCtaTileQ` in utils.cuh."""
+    rows = num_tokens * _group_size(group)
+    if rows > 64 and group.v_head_dim < 256:
+        return 128
+    return 64 if rows > 16 else 16
+
+
+def _group_size(group: PlanGroup) -> int:
+    return group.num_q_heads // group.num_kv_heads
