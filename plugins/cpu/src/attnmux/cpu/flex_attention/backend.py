@@ -7,7 +7,7 @@ one call of a kernel that was compiled once for its shape (`kernel.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,21 +32,30 @@ from attnmux.cpu.torch_native.visibility import KeyRule
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.layer import LayerSpec
+    from attnmux.cpu.flex_attention.kernel import Kernel
+    from attnmux.cpu.flex_attention.spec import KernelSpec
 
 
 class FlexAttentionBackend(AttentionBackend):
     """Any feature that a mask can say, over pages where they lie; a GPU gives LSE and sinks too."""
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self,
+        context: BackendContext,
+        options: Mapping[str, object] = NO_OPTIONS,
+        kernels: Callable[[KernelSpec], Kernel] = kernel,
+    ) -> None:
         """Compile for the request's phases, for the smallest steps; longer ones when they come.
 
+        kernels: makes, or has, the kernel of each shape.
         Raises BackendFailed where that cannot be done here.
         """
         super().__init__(context, options)
+        self._kernels = kernels
         self._lens: StepLens | None = None
         self._tiles: dict[int, Tiles] = {}
-        self._plans: dict[tuple[KeyRule, int], Plan] = {}
-        self._fixed: dict[tuple[KeyRule, int], FixedPlan] = {}
+        self._plans: dict[tuple[KeyRule, int, int], Plan] = {}
+        self._fixed: dict[tuple[KeyRule, int, int], FixedPlan] = {}
         pool = context.token_to_kv_pool
         with plain_tensors():
             self._scale_and_cap = {
@@ -60,7 +69,12 @@ class FlexAttentionBackend(AttentionBackend):
                 for layer in context.layers
             }
         for spec in first_specs(context):
-            kernel(spec)
+            kernels(spec)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the step that is prepared, one for each group of layers."""
+        return tuple(self._plans.values())
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -102,7 +116,7 @@ class FlexAttentionBackend(AttentionBackend):
         with plain_tensors():
             for layer in self.context.layers:
                 for size in (1, tile_size(layer, self.context.device)):
-                    self._fixed[KeyRule.of(layer, in_call=False), size] = FixedPlan(
+                    self._fixed[self._shared_by(layer, size, in_call=False)] = FixedPlan(
                         self.context,
                         layer.layer_id,
                         size,
@@ -174,7 +188,7 @@ class FlexAttentionBackend(AttentionBackend):
             needs_lse = lse is not None or layer.sinks is not None
             spec = spec_of(plan, layer, q.dtype, lse=needs_lse)
             queries = _rows(q if q_rope is None else torch.cat([q, q_rope], dim=-1), plan, layer)
-            result, result_lse = kernel(spec)(
+            result, result_lse = self._kernels(spec)(
                 queries,
                 heads_first(keys),
                 heads_first(keys[..., : layer.v_head_dim] if values is None else values),
@@ -210,28 +224,29 @@ class FlexAttentionBackend(AttentionBackend):
         return gathered("keys", keys), None if values is None else gathered("values", values)
 
     def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
-        """The step's plan for the layer, made by the first of the layers that share it.
-
-        Layers of one window share their slots too: a pool that keeps some layers apart does so
-        by their window.
-        """
+        """The step's plan for the layer, made by the first of the layers that share it."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        rule = KeyRule.of(layer, in_call=in_call)
         size = 1 if batch.forward_mode.is_decode() else tile_size(layer, self.context.device)
-        plan = self._plans.get((rule, size))
+        key = self._shared_by(layer, size, in_call=in_call)
+        plan = self._plans.get(key)
         if plan is None:
             tiles = self._tiles.get(size)
             if tiles is None:
                 tiles = self._tiles[size] = make_tiles(self._lens, batch.num_tokens, size)
-            fixed = self._fixed.get((rule, size))
+            fixed = self._fixed.get(key)
             if fixed is not None and not fixed.holds(batch):
                 fixed = None
             width = None if fixed is None else fixed.width
-            plan = make_plan(rule, layer, batch, self._lens, tiles, self.context, width=width)
+            plan = make_plan(key[0], layer, batch, self._lens, tiles, self.context, width=width)
             plan = plan if fixed is None else fixed.take(plan)
-            self._plans[rule, size] = plan
+            self._plans[key] = plan
         return plan
+
+    def _shared_by(self, layer: LayerSpec, size: int, *, in_call: bool) -> tuple[KeyRule, int, int]:
+        """What layers have in common that share a plan: rule, tile size, and group of the pool."""
+        group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
+        return KeyRule.of(layer, in_call=in_call), size, group
 
 
 def _rows(q: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:

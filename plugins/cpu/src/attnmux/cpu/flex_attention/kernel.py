@@ -75,7 +75,7 @@ def kernel(spec: KernelSpec) -> Kernel:
     except Exception as error:  # Dynamo, Inductor, Triton and a compiler each raise their own
         raise BackendFailed(
             "cpu/flex_attention",
-            f"torch.compile(flex_attention) failed: {_first_line(error)}",
+            f"torch.compile(flex_attention) failed: {_said(error)}",
             hint="a CPU needs AVX2 and a C++ compiler, a GPU Triton; or choose another backend",
         ) from error
     return run
@@ -193,6 +193,7 @@ def _tiny(
     return q, k, v, made(2) + 1, given
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def _said(error: Exception) -> str:
+    """What an error says in short: compilers answer in pages, below a line that names the step."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " ".join([type(error).__name__, *lines[:2]])

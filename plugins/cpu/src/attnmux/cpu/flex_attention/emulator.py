@@ -1,0 +1,77 @@
+"""The kernel in plain torch operations: what a spec computes, with nothing compiled.
+
+It gives an LSE and can be recorded in a graph on any device, which the C++ kernel cannot, and costs
+as much as attention over the whole pool. A block that a tile lists is loaded whole: a NaN in it
+shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attnmux.cpu.flex_attention.kernel import Kernel, Result
+    from attnmux.cpu.flex_attention.spec import KernelInput, KernelSpec
+
+
+def emulated(spec: KernelSpec) -> Kernel:
+    """In place of `attnmux.cpu.flex_attention.kernel.kernel`."""
+    return functools.partial(_attend, spec)
+
+
+def _attend(
+    spec: KernelSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_and_cap: torch.Tensor,
+    given: KernelInput,
+) -> Result:
+    listed = _listed(given.num_partial, given.partial, spec)
+    whole = torch.zeros_like(listed)
+    if given.num_whole is not None and given.whole is not None:
+        whole = _listed(given.num_whole, given.whole, spec)
+    keys = torch.arange(k.shape[2], device=k.device)
+    blocks = keys // spec.block
+    # [N, tile_size, S], then a copy for each head of a group.
+    seen = whole[:, blocks].unsqueeze(1) | (
+        listed[:, blocks].unsqueeze(1) & _sees(given, keys, spec)
+    )
+    seen = seen.repeat(1, spec.group, 1).unsqueeze(1)
+    logits = q.float() @ k.nan_to_num().float().transpose(2, 3) * scale_and_cap[0]
+    if spec.capped:
+        logits = torch.tanh(logits / scale_and_cap[1]) * scale_and_cap[1]
+    lse = torch.where(seen, logits, -torch.inf).logsumexp(-1)
+    weights = torch.where(seen, logits - lse.unsqueeze(-1), -torch.inf).exp()
+    out = weights @ v.nan_to_num().float()
+    is_poisoned = k.isnan().any(-1) | v.isnan().any(-1)
+    loaded = (listed | whole)[:, blocks].unsqueeze(1)
+    poison = (loaded & is_poisoned).any(-1)[..., None, None]
+    out = torch.where(poison, torch.nan, out).to(q.dtype)
+    return out, lse if spec.lse else None
+
+
+def _listed(count: torch.Tensor, blocks: torch.Tensor, spec: KernelSpec) -> torch.Tensor:
+    """[N, capacity] bool: the blocks that each tile lists."""
+    own = blocks[:, 0, 0, : spec.listed].long()
+    is_listed = torch.arange(spec.listed, device=own.device) < count.view(-1, 1)
+    # What lies behind a list's end may be anything: it goes to the place that is nobody's.
+    places = torch.where(is_listed, own, spec.capacity - 1)
+    found = torch.zeros((spec.num_tiles, spec.capacity), dtype=torch.bool, device=own.device)
+    return found.scatter(1, places, is_listed)
+
+
+def _sees(given: KernelInput, keys: torch.Tensor, spec: KernelSpec) -> torch.Tensor:
+    """[N, tile_size, S] bool."""
+    column = given.columns[keys // spec.block] + keys % spec.block
+    seen = (column >= given.first.unsqueeze(-1)) & (column < given.end.unsqueeze(-1))
+    if given.hidden is not None:
+        prefix_end, item_start = (part.unsqueeze(-1) for part in given.hidden)
+        seen = seen & ~((column >= prefix_end) & (column < item_start))
+    if given.mask is not None:
+        keep, rows = given.mask
+        seen = seen & keep[(rows.unsqueeze(-1) + column).clamp(0, spec.mask_room - 1)]
+    return seen

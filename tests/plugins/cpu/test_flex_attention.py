@@ -1,0 +1,275 @@
+"""flex_attention on a CPU.
+
+Each shape takes seconds to compile. The whole suite runs with an emulator of the kernel; with the
+kernel it runs at page size 16, and a few cases of the others: `attnmux verify flex_attention` runs
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._inductor.utils import fresh_cache
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.choosing.conditions import ANY
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.spec import SpecInput
+from attnmux.core.testing import (
+    AttentionBackendTests,
+    Case,
+    World,
+    find_candidate,
+    make_world,
+    prepare_step,
+    run_case,
+)
+from attnmux.core.testing.candidate import Candidate
+from attnmux.core.testing.cases import Step, decode, extend, verify
+from attnmux.cpu.flex_attention import FlexAttentionBackend
+from attnmux.cpu.flex_attention.emulator import emulated
+from attnmux.cpu.flex_attention.plan import Plan
+
+WHOLE = find_candidate("flex_attention", device="cpu")
+RUNS_HERE = {"cxx_compiler", "avx2"} <= WHOLE.platform.features
+OF_OTHER_PAGES = (
+    "decode-uneven-page1",
+    "extend-prefix-page1",
+    "extend-window-page1",
+    "mla-extend-page1",
+    "decode-uneven-page64",
+    "extend-long-page64",
+    "encoder-page1",
+)
+RARE = ("8x1", "8x8", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "expanded")
+"""Shapes that differ from others by a number alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part(Candidate):
+    """The candidate with the cases that there is time for."""
+
+    def cases(self) -> tuple[Case, ...]:
+        return tuple(
+            case
+            for case in Candidate.cases(self)
+            if case.name in OF_OTHER_PAGES
+            or (case.name.endswith("-page16") and not any(rare in case.name for rare in RARE))
+        )
+
+
+def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
+    return FlexAttentionBackend(context, options, kernels=emulated)
+
+
+ON_GPU = tuple(
+    replace(
+        clause,
+        vendor=ANY,
+        version=ANY,
+        kind=ANY,
+        kv_lora_rank=ANY,
+        qk_rope_head_dim=ANY,
+        head_dim=ANY,
+        v_head_dim=ANY,
+    )
+    for clause in WHOLE.card.clauses
+    if not clause.vendor.admits("cpu")
+)
+
+
+class TestEmulated(AttentionBackendTests):
+    """What a GPU serves, LSE, sinks and graphs too, with plain torch in the kernel's place."""
+
+    backend = replace(WHOLE, card=replace(WHOLE.card, clauses=ON_GPU), factory=emulating)
+
+
+class TestFlexAttention(AttentionBackendTests):
+    backend = Part(**{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)})
+
+
+pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")
+
+
+def announced(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
+    """A backend that plans decode and verify in the buffers of graphs."""
+    backend = FlexAttentionBackend(context, options)
+    backend.init_cuda_graph_state(max_bs=8, max_num_tokens=48)
+    return backend
+
+
+def world_of(*steps: Step, **of_case: Any) -> World:
+    of_case = {"page_size": 16, "max_context_len": 512, **of_case}
+    case = Case(name="of-this-test", steps=steps, **of_case)
+    return make_world(case, WHOLE.platform, "cpu")
+
+
+def attend(world: World, backend: AttentionBackend, step: Step) -> list[torch.Tensor]:
+    """The output of each layer."""
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    return [
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+        for given in prepared.inputs
+    ]
+
+
+def plan_of(step: Step, **of_case: Any) -> Plan:
+    """What the first layer's kernel is told of a step."""
+    world = world_of(step, windows=(of_case.pop("window", None),), **of_case)
+    backend = FlexAttentionBackend(world.context)
+    backend.init_forward_metadata(prepare_step(world, step).batch)
+    (plan,) = backend.plans
+    return plan
+
+
+def blocks_of(plan: Plan) -> int:
+    """Blocks that all tiles read."""
+    assert plan.given.num_whole is not None
+    return int(plan.given.num_partial.sum() + plan.given.num_whole.sum())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=4),
+    page_size=st.sampled_from((3, 16, 48)),
+    window=st.sampled_from((None, 0, 5, 30)),
+    chunk=st.sampled_from((None, 8)),
+    decodes=st.booleans(),
+)
+def test_any_lengths(requests, page_size, window, chunk, decodes):
+    step = decode(*(sum(request) for request in requests)) if decodes else extend(*requests)
+    case = Case(
+        name="any-lengths",
+        steps=(step,),
+        page_size=page_size,
+        windows=(window, None),
+        attention_chunk=chunk,
+    )
+    outcome = run_case(WHOLE, case)
+    assert outcome.status == "passed", outcome.message
+
+
+def test_steps_of_a_bucket_are_compiled_once():
+    steps = [decode(40, 3), decode(300), decode(*range(1, 9))]
+    steps += [extend((0, 60)), extend((200, 9), (16, 30), (3, 1)), extend((0, 1))]
+    world = world_of(*steps, kv_in_pool=True)
+    backend = FlexAttentionBackend(world.context)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in steps:
+            attend(world, backend, step)
+        with torch.inference_mode():
+            attend(world, backend, steps[0])
+        with torch.enable_grad():
+            attend(world, backend, steps[0])
+        another = world_of(decode(500, 490, 480), kv_in_pool=True)
+        attend(another, FlexAttentionBackend(another.context), decode(500, 490, 480))
+
+
+def test_keys_are_read_where_they_lie():
+    step = extend((40, 9), (0, 30))
+    world = world_of(step)
+    attend(world, FlexAttentionBackend(world.context), step)
+    assert world.context.workspace.nbytes == 0
+
+
+def test_keys_of_small_pages_are_gathered_to_blocks_of_64():
+    step = extend((60, 9), (0, 30))
+    world = world_of(step, page_size=1, windows=(None, None))
+    attend(world, FlexAttentionBackend(world.context), step)
+    slot_bytes = 2 * world.case.num_kv_heads * world.case.head_dim * 2
+    assert world.context.workspace.nbytes == 3 * 64 * slot_bytes
+
+
+def test_what_nobody_sees_is_not_read():
+    assert blocks_of(plan_of(decode(400))) == 25
+    assert blocks_of(plan_of(decode(400), window=16)) == 2
+    assert blocks_of(plan_of(decode(400), attention_chunk=100)) == 7
+    # 50 tiles of 8 queries: two see blocks 1 … n, the next two n + 1.
+    causal = plan_of(extend((0, 400)))
+    assert causal.given.first.shape[1] == 8
+    assert blocks_of(causal) == 2 * sum(range(1, 26))
+    assert blocks_of(plan_of(extend((0, 400)), window=16)) <= 50 * 3
+
+
+def test_only_edges_are_masked():
+    given = plan_of(decode(400, 399)).given
+    assert given.num_whole is not None
+    assert given.num_partial.flatten()[:2].tolist() == [0, 1]
+    assert given.num_whole.flatten()[:2].tolist() == [25, 24]
+
+
+@pytest.mark.parametrize(
+    "name", ["decode-padding", "decode-window", "decode-cross", "verify-chain"]
+)
+def test_plans_in_buffers_of_graphs(name):
+    candidate = Part(
+        **{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)}
+        | {"factory": announced}
+    )
+    (case,) = [case for case in candidate.cases() if case.name == f"{name}-page16"]
+    outcome = run_case(candidate, case)
+    assert outcome.status == "passed", outcome.message
+
+
+@pytest.mark.parametrize(
+    "steps", [(decode(9, 40, 1), decode(30, 2, 2)), (verify(4, 9), verify(4, 200))]
+)
+def test_buffers_of_graphs_stay_where_they_are(steps):
+    world = world_of(steps[1])
+    backend = announced(world.context, {})
+    addresses = []
+    for step in steps:
+        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
+        (plan,) = backend.plans
+        given = plan.given
+        tensors = (plan.tokens, plan.places, given.columns, given.first, given.end)
+        tensors += (given.num_partial, given.partial, given.num_whole, given.whole)
+        addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in tensors])
+    assert addresses[0] == addresses[1]
+
+
+def test_what_graphs_cannot_hold_is_refused():
+    step = decode(3)
+    world = world_of(step, page_size=1)
+    with pytest.raises(GraphUnsupported, match="multiple of 16"):
+        FlexAttentionBackend(world.context).init_cuda_graph_state(1, 1)
+    world = world_of(step)
+    backend = announced(world.context, {})
+    batch = prepare_step(world, extend((0, 4))).batch
+    with pytest.raises(GraphUnsupported, match="DECODE"):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def test_a_compiler_that_fails_is_a_reason():
+    world = world_of(decode(3), head_dim=40, v_head_dim=40)
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, fresh_cache(), pytest.raises(BackendFailed, match="C\\+\\+") as failed:
+        FlexAttentionBackend(world.context)
+    assert "flex_attention cannot run here" in str(failed.value)
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask[:-1], lambda mask: mask.int()])
+def test_a_mask_that_does_not_fit_is_refused(change):
+    step = verify(4, 9)
+    world = world_of(step, spec_topk=4)
+    batch = prepare_step(world, step).batch
+    mask = change(batch.spec_info.custom_mask)
+    object.__setattr__(batch, "spec_info", SpecInput(draft_token_num=4, topk=4, custom_mask=mask))
+    with pytest.raises(InvalidInput, match="custom_mask"):
+        FlexAttentionBackend(world.context).init_forward_metadata(batch)
+
+
+def test_forward_needs_a_prepared_step():
+    step = decode(3)
+    world = world_of(step)
+    prepared, backend = prepare_step(world, step), FlexAttentionBackend(world.context)
+    one = prepared.inputs[0]
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        backend.forward(one.q, one.k, one.v, one.layer, prepared.batch)
