@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class CudaGraphs(DeviceGraphs):
     def session(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             yield
         current.wait_stream(self._stream)
 
@@ -119,6 +120,19 @@ class CudaGraphs(DeviceGraphs):
             ) from error
         left, _ = torch.cuda.mem_get_info(self._device)
         return CudaGraph(graph, outputs, max(free - left, 0))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An older graph that dies during a capture frees its memory, which spoils the capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 NO_OTHERS: Mapping[str, Callable[[torch.device], DeviceGraphs]] = MappingProxyType({})
