@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput
 from attnmux.core.graph.devices import GraphStep
 from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.kv import MHATokenToKVPool
 from attnmux.core.testing import (
     AttentionBackendTests,
     Candidate,
@@ -150,6 +152,39 @@ def test_keys_of_the_call_are_not_looked_for_in_the_pool():
     spy, world = Spy(), world_of(step, save_kv_cache=False)
     run(world, FA3Backend(world.context, {}, spy.kernels), step)
     assert {call["function"] for call in spy.calls} == {"flash_attn_varlen_func"}
+
+
+def test_layers_without_a_place_in_the_pool():
+    step = extend((0, 9), (0, 4))
+    world = world_of(step, save_kv_cache=False)
+    elsewhere = MHATokenToKVPool(
+        size=16,
+        page_size=1,
+        dtype=torch.bfloat16,
+        layer_ids=[99],
+        num_kv_heads=2,
+        head_dim=128,
+        device="cpu",
+    )
+    backend = FA3Backend(replace(world.context, token_to_kv_pool=elsewhere), {}, EMULATED)
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    out = backend.forward(
+        given.q, given.k, given.v, given.layer, prepared.batch, save_kv_cache=False
+    )
+    expected, _ = reference.attention(
+        given.q,
+        given.layer,
+        prepared.batch,
+        world.context.req_to_token_pool.req_to_token,
+        elsewhere,
+        k=given.k,
+        v=given.v,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=8e-3, rtol=1.6e-2)
+    with pytest.raises(AttnmuxError, match="layer 1 is not in the KV pool"):
+        backend.forward(given.q, None, None, given.layer, prepared.batch)
 
 
 def test_rows_that_the_kernels_cannot_load_are_copied():

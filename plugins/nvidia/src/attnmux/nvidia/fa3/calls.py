@@ -80,7 +80,8 @@ class LayerCall:
             "sinks": None if layer.sinks is None else layer.sinks.to(torch.bfloat16),
         }
         pool = context.token_to_kv_pool
-        if layer.layer_id not in pool.layer_ids:
+        is_encoders = not layer.is_causal and not layer.is_cross_attention
+        if is_encoders or layer.layer_id not in pool.layer_ids:
             return cls(layer=layer, group=None, arguments=arguments)
         _check_pool(context)
         group = KeyGroup.of(layer, context)
