@@ -75,6 +75,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._max_step_tokens = max_step_tokens
         self._closed = False
+        """Whether memory was too little: nobody is let in until some request has ended."""
 
     def add(self, request: LiveRequest) -> None:
         self.waiting.append(request)
@@ -171,6 +172,7 @@ class Scheduler:
             self._cache.lock(match)
             if not self._fits(request, match):
                 self._cache.unlock(match)
+                self._closed = True
                 break
             count = self._let_in(request, match, room)
             chunks.append((request, count))
