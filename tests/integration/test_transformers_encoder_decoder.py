@@ -276,7 +276,10 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
     runner = run(run_on, made("bart")[1], max_encoder_len=20)
     ids = torch.randint(3, 97, (1, 21))
     for inputs, words in (
-        ({"input_ids": ids}, "1 to 20"),
+        ({"input_ids": ids}, "at most the context of 20"),
+        ({"input_ids": ids[:, :5] + 97}, "token id"),
+        ({"input_embeds": torch.zeros(1, 21, 32)}, "inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(1, 21, 32)}, "1 to 20"),
         ({"input_ids": ids[:, :5].expand(2, -1)}, "one request"),
         ({"input_values": ids[:, :5]}, "input_ids"),
         ({"input_ids": ids[:, :2], "attention_mask": torch.tensor([[1, 0]])}, "padding"),
@@ -284,6 +287,11 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
     ):
         with pytest.raises(InvalidInput, match=words):
             runner.encode(inputs)
+    with pytest.raises(InvalidInput, match="length"):
+        run(run_on, made("whisper")[1]).encode({"input_features": torch.zeros(1, 8, 30)})
+    for name in ("max_context_len", "max_encoder_len"):
+        with pytest.raises(InvalidInput, match="limit, 64"):
+            run(run_on, made("bart")[1], **{name: 65})
     given = {"input_ids": ids[:, :5], "attention_mask": torch.ones(1, 5)}
     assert runner.encode(given).shape == (5, 32)
     with pytest.raises(InvalidInput, match="encoder_states"):

@@ -88,7 +88,11 @@ class PackedDecoder(torch.nn.Module):
                 given[name] = value.to(self.model.dtype)
         if not given:
             raise InvalidInput("encoder", came="nothing", expected="the encoder's inputs")
-        states = encoder(**given).last_hidden_state
+        try:
+            states = encoder(**given).last_hidden_state
+        except ValueError as error:
+            # Such as Whisper's for sound of another length than it takes.
+            raise InvalidInput("encoder", came=str(error), expected="inputs it can read") from error
         assert isinstance(states, torch.Tensor)
         return states[0]
 

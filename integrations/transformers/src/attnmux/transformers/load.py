@@ -120,6 +120,7 @@ def _load_encoder_decoder(
     progress: bool,
     warn: Callable[[str], None],
 ) -> ModelRunner:
+    _check_lens(checkpoint, options)
     dtype = checkpoint.dtype(options.dtype)
     device = torch.device(options.device or platform.device_type)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
@@ -134,6 +135,16 @@ def _load_encoder_decoder(
         lambda decision: _make(decoder, layers, decision, options, max_encoder_len),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
+
+
+def _check_lens(checkpoint: Checkpoint, options: RunnerOptions) -> None:
+    """Positions of these models are rows of tables: beyond their ends there are none."""
+    for name, wanted, limit in (
+        ("max_context_len", options.max_context_len, checkpoint.max_context_len),
+        ("max_encoder_len", options.max_encoder_len, checkpoint.max_encoder_len),
+    ):
+        if wanted is not None and limit is not None and wanted > limit:
+            raise InvalidInput(name, came=wanted, expected=f"at most the model's limit, {limit}")
 
 
 def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:

@@ -28,6 +28,7 @@ from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.memory import MemoryBudget, tokens_within
 from attnmux.transformers.pools import bytes_per_token, make_pool
+from attnmux.transformers.prompts import check_prompt
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step
 
@@ -134,6 +135,10 @@ class ModelRunner:
             raise InvalidInput(
                 "encoder", came="inputs for an encoder", expected="none: the model has none"
             )
+        if "input_ids" in inputs:
+            ids = inputs["input_ids"].flatten().tolist()
+            longest = self.steps.max_encoder_len
+            check_prompt("encoder input_ids", ids, int(self.model.config.vocab_size), longest)
         states = self.model.encode(inputs)
         check_encoder_len(states.shape[0], self.steps.max_encoder_len)
         return states
