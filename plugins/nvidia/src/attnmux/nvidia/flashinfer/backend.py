@@ -229,7 +229,9 @@ class FlashInferBackend(AttentionBackend):
     ) -> Mapping[PlanGroup, Any] | None:
         """Planned wrappers of a batch that is captured now or was before."""
         if in_capture:
-            return self._graphs[-1].prepare(batch, step, role)
+            size = (batch.batch_size, batch.num_tokens)
+            graphs = next(each for each in self._graphs if each.has_room(*size))
+            return graphs.prepare(batch, step, role)
         replanned = (graphs.replan(batch, step) for graphs in self._graphs)
         return next((wrappers for wrappers in replanned if wrappers is not None), None)
 
