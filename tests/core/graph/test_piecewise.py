@@ -10,7 +10,7 @@ import torch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
-from attnmux.core.op import forward_context
+from attnmux.core.op import attention_with_output, forward_context
 from attnmux.core.radix_attention import RadixAttention
 from attnmux.core.testing import Case, FakeBackend, fake_platform, make_world, prepare_step
 from attnmux.core.testing.cases import decode, extend
@@ -132,3 +132,20 @@ def test_refuses_inputs_that_do_not_fit(world) -> None:
         runner.run(batch)
     with pytest.raises(InvalidInput, match="token_counts"):
         PiecewiseRunner(FakeBackend(world.context), Model(world), [1, 4])
+
+
+def test_padding_of_a_compiled_model_attends_to_nothing(world) -> None:
+    backend = FakeBackend(world.context)
+    step = prepare_step(world, extend((0, 3), (2, 1)))
+    given, layer = step.inputs[0], world.context.layers[0]
+    backend.init_forward_metadata(step.batch)
+    expected = backend.forward(given.q, given.k, given.v, layer, step.batch)
+    padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 5)) for t in (given.q, given.k, given.v)]
+    out = torch.full((9, *expected.shape[1:]), torch.nan)
+    lse = torch.full(out.shape[:2], torch.nan)
+    with forward_context(backend, step.batch):
+        attention_with_output(*padded, None, None, out, lse, layer.layer_id, True)
+    assert torch.equal(out[:4], expected)
+    assert not out[4:].any()
+    assert bool(lse[:4].isfinite().all())
+    assert bool((lse[4:] == -torch.inf).all())

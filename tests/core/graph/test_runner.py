@@ -20,6 +20,7 @@ from attnmux.core.graph.devices import (
     GraphStep,
     device_graphs,
 )
+from attnmux.core.graph.progress import show_progress
 from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.graph.sizes import graph_batch_sizes
@@ -260,6 +261,11 @@ def test_progress_is_shown_on_rank_0(world) -> None:
     assert shown == []
     runner_of(world, progress=progress).capture()
     assert shown == [[8, 4, 2, 1]]
+
+
+def test_the_bar_goes_through_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(show_progress((8, 4, 1))) == [8, 4, 1]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_compiles_small_sizes_where_asked(world) -> None:

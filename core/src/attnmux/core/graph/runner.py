@@ -62,6 +62,8 @@ class GraphRunner:
     It owns the tensors that the graphs read. `replay` copies a batch there, pads it to a captured
     size, lets the backend prepare its metadata outside of the graph, and launches the graph, in
     which the backend's other half of the preparation and the model's call were captured.
+
+    A backend has one runner: capturing makes the buffers that all of the backend's graphs read.
     """
 
     def __init__(
