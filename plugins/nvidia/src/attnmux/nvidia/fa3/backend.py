@@ -7,7 +7,7 @@ a window of w keys before a token is (w, 0); causality counts from the end of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,9 +32,10 @@ class FA3Backend(AttentionBackend):
         """Raises InvalidInput for layers and pools that the kernels do not serve."""
         super().__init__(context, options)
         self._kernels = kernels
-        num_splits = 1 if context.request.deterministic else int(str(options.get("num_splits", 0)))
+        # What is split depends on how many requests there are.
+        num_splits = 1 if context.request.deterministic else options.get("num_splits", 0)
         self._calls = {
-            layer.layer_id: LayerCall.of(layer, context, num_splits=num_splits)
+            layer.layer_id: LayerCall.of(layer, context, num_splits=cast("int", num_splits))
             for layer in context.layers
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
@@ -219,7 +220,9 @@ def _nothing(
 ) -> torch.Tensor:
     """The result of queries that have no keys."""
     if lse is not None:
-        lse.copy_(lse.new_tensor(-torch.inf) if layer.sinks is None else layer.sinks)
+        lse.fill_(-torch.inf)
+        if layer.sinks is not None:
+            lse.copy_(layer.sinks)
     if out is None:
         return q.new_zeros((*q.shape[:2], layer.v_head_dim))
     return out.zero_()
