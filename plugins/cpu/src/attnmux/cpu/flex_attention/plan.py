@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnmux.cpu.torch_native.visibility import KeyRule
 
 ROWS = 64
-"""Of a tile, at most. One more would have a CPU with AMX pack the whole pool at every call."""
+"""Of a tile, at most; on a CPU less, since one with AMX would pack the whole pool at every call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
