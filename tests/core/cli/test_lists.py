@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import PluginFailure, Plugins
 from attnmux.core.choosing.probe import Detection
@@ -58,6 +60,8 @@ def test_backends(call) -> None:
     assert "arch" not in card["clauses"][0]
     assert "graph" not in card["clauses"][0]
     assert card["priors"][0]["when"]["vendor"] == "cpu"
+    assert {field.name for field in fields(BackendCard)} <= set(card)
+    assert card["fp8_products"] is False
     assert "torch_native" in call("backends").stdout
 
 

@@ -58,6 +58,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "factory": card.factory,
         "contract": card.contract,
         "requires": [list(alternatives) for alternatives in card.requirements()],
+        "extra": card.extra,
         "options": [_option(option) for option in card.options],
         "clauses": [_conditions(clause) for clause in card.clauses],
         "priors": [
@@ -66,6 +67,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         ],
         "companions": list(card.companions),
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
+        "fp8_products": card.fp8_products,
         "reasons": [asdict(reason) for reason in reasons],
     }
 
