@@ -7,8 +7,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Offer, Prior
 from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import probe_cpu
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
@@ -228,13 +229,13 @@ def test_the_weights_are_views_of_the_models(made, run_on):
         assert part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
-def offer_for(*kinds):
-    """A backend that serves these kinds."""
+def offer_for(*kinds, name="partial", rank=100):
+    """A backend that serves these kinds, with that rank."""
     anything = dict.fromkeys(
         ("dtype", "kv_dtype", "page_size", "head_dim", "v_head_dim", "kv_lora_rank"), ANY
     )
     card = BackendCard(
-        name="partial",
+        name=name,
         summary="serves some kinds",
         factory="attnmux.cpu.torch_native:TorchNativeBackend",
         clauses=(
@@ -246,6 +247,7 @@ def offer_for(*kinds):
                 **anything,
             ),
         ),
+        priors=(Prior(rank=rank, source="a test"),),
     )
     return Offer(card=card, plugin="some", distribution="attnmux-some", version="1.0")
 
@@ -274,6 +276,23 @@ def test_where_no_backend_serves_it_the_model_runs_expanded_and_says_so(made):
         load(folder, offer_for("mha"), mla="absorbed")
     with pytest.raises(NoBackend, match="kind"):
         load(folder, offer_for("linear"))
+
+
+def test_a_last_resort_for_the_latent_is_not_preferred_to_a_kernel_for_heads(made):
+    folder = made("v3")[1]
+    slow, fast = offer_for("mla", "mha", rank=LAST_RESORT), offer_for("mha", name="fast", rank=10)
+    runner, warned = load(folder, slow, fast)
+    assert runner.decision.request.kind == "mha"
+    assert runner.decision.phases["decode"].backend == "fast"
+    (warning,) = warned
+    assert "mla=absorbed" in warning
+    for changes in ({"mla": "absorbed"}, {"policy": Policy(backend="partial")}):
+        runner, warned = load(folder, slow, fast, **changes)
+        assert runner.decision.request.kind == "mla"
+        assert not warned
+    assert load(folder, slow)[0].decision.request.kind == "mla"
+    faster = offer_for("mla", name="latent", rank=LAST_RESORT - 1)
+    assert load(folder, slow, fast, faster)[0].decision.request.kind == "mla"
 
 
 def test_a_model_without_a_latent_cannot_be_absorbed(tiny):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from attnmux.core.choosing.card import LAST_RESORT
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
@@ -24,6 +25,14 @@ def test_json_and_pickle_give_it_back(decision) -> None:
     assert again.hash == decision.hash
     assert Decision.from_json(decision.to_json(indent=2)) == decision
     assert pickle.loads(pickle.dumps(decision)) == decision
+
+
+def test_a_last_resort_in_one_phase_makes_it_one(offer, cpu) -> None:
+    request = Request.parse("dtype=bf16,page_size=16")
+    fast, slow = offer("a", rank=10), offer("b", rank=LAST_RESORT)
+    assert not solve(request, cpu, [fast, slow]).is_last_resort
+    assert solve(request, cpu, [slow]).is_last_resort
+    assert solve(request, cpu, [fast, slow], Policy(prefill_backend="b")).is_last_resort
 
 
 def test_the_hash_is_of_what_was_decided(decision, offer, cpu) -> None:

@@ -18,6 +18,9 @@ from attnmux.core.errors import InvalidInput
 CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
 
+LAST_RESORT = 900
+"""Ranks from here on are of backends that serve what nothing made for the hardware does."""
+
 DEFAULT_RANK = 1000
 """Of a backend that no prior speaks of."""
 
@@ -97,7 +100,8 @@ ALWAYS = when()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """How well a backend is expected to do before anybody measured. Lower ranks win.
+    """How well a backend is expected to do before anybody measured. Lower ranks win; those from
+    `LAST_RESORT` on also lose to another way to run the model, where it has one.
 
     Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attnmux.core.choosing.card import OptionValue
+from attnmux.core.choosing.card import LAST_RESORT, OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
@@ -58,6 +58,16 @@ class Decision:
     """Only the requested phases."""
     coercions: tuple[Coercion, ...] = ()
     candidates: tuple[Verdict, ...] = ()
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether a phase is served by a backend that is not made for the platform (its rank)."""
+        winners = {(choice.backend, choice.plugin, phase) for phase, choice in self.phases.items()}
+        return any(
+            verdict.rank is not None and verdict.rank >= LAST_RESORT
+            for verdict in self.candidates
+            if (verdict.backend, verdict.plugin, verdict.phase) in winners
+        )
 
     @property
     def hash(self) -> str:

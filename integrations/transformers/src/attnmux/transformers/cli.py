@@ -65,7 +65,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     "--mla",
     type=click.Choice(["absorbed", "expanded"]),
     help="What the KV cache of a DeepSeek model holds, the latent or every head's K and V; "
-    "default: absorbed where a backend serves it.",
+    "default: absorbed where a backend serves it as more than a last resort.",
 )
 @click.option(
     "--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit."

@@ -24,16 +24,24 @@ def decide_first(
     offers: Sequence[Offer],
     options: RunnerOptions,
 ) -> Decision:
-    """The decision for the first of the requests that is served.
+    """The decision for the first of the requests that is served by more than a last resort, else
+    for the first that is served.
 
     Raises what `decide` raises for the first of them where none is.
     """
-    refusals = []
+    last_resorts: list[Decision] = []
+    refusals: list[NoBackend] = []
     for request in requests:
         try:
-            return decide(request, platform, offers, options)
+            decision = decide(request, platform, offers, options)
         except NoBackend as refusal:
             refusals.append(refusal)
+            continue
+        if not decision.is_last_resort:
+            return decision
+        last_resorts.append(decision)
+    if last_resorts:
+        return last_resorts[0]
     raise refusals[0]
 
 

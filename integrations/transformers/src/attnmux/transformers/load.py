@@ -188,5 +188,8 @@ def _warn_if_expanded(
         reason = "its K and V are not made by a plain linear kv_b_proj"
     else:
         absorbed = bytes_per_token(latent, runner.decision)
-        reason = f"no backend that may be chosen serves its latent attention, with {absorbed:,}"
+        reason = (
+            f"no backend that may be chosen serves its latent attention, with {absorbed:,}, "
+            "or only as a last resort, which mla=absorbed takes"
+        )
     warn(f"the model runs expanded, with {takes} a token: {reason}")

@@ -5,7 +5,7 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
+from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Prior, when
 from attnmux.core.choosing.conditions import (
     ANY,
     NONE,
@@ -58,7 +58,10 @@ TORCH_NATIVE = BackendCard(
             when=when(vendor=one_of("cpu")),
             source="benchmarks/results/torch_native-cpu.md: at best a third of the bandwidth",
         ),
-        Prior(rank=900, source="gathers K and V before it multiplies, which a GPU kernel does not"),
+        Prior(
+            rank=LAST_RESORT,
+            source="gathers K and V before it multiplies, which a GPU kernel does not",
+        ),
     ),
 )
 
