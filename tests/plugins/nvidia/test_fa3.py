@@ -10,7 +10,7 @@ import torch
 from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
 from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.kv import MHATokenToKVPool
@@ -270,6 +270,18 @@ def test_graphs_of_several_modes_live_side_by_side():
     graph.replay()
     assert torch.equal(graph.outputs, expected)
     assert (prepared.batch.batch_size, of_other.batch.batch_size) == (2, 4)
+
+
+@pytest.mark.parametrize("max_batch_size", [0, 1])
+def test_a_capture_without_room_is_refused(max_batch_size):
+    """Else a table as wide as the captured batch's keys would be replayed with longer ones."""
+    world = world_of(decode(5, 6))
+    backend = FA3Backend(world.context, {}, EMULATED)
+    if max_batch_size:
+        backend.init_cuda_graph_state(max_batch_size, max_batch_size)
+    batch = prepare_step(world, decode(5, 6)).batch
+    with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
 def changed(step: Step, **fields: Any):

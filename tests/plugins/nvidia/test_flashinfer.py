@@ -16,7 +16,7 @@ from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
-from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
@@ -36,12 +36,13 @@ from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.groups import plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.settings import MIB, graph_workspace_bytes, read_settings
+from attnmux.nvidia.flashinfer.staging import Staging
 
 EMULATED = Kernels(
     decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
     paged=emulator.BatchPrefillWithPagedKVCacheWrapper,
     ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state=emulator.merge_state,
+    merge_state_in_place=emulator.merge_state_in_place,
     fast_decode_plan=emulator.fast_decode_plan,
 )
 
@@ -71,7 +72,7 @@ class Spy:
             decode=self._spied("decode", EMULATED.decode),
             paged=self._spied("paged", EMULATED.paged),
             ragged=self._spied("ragged", EMULATED.ragged),
-            merge_state=self._noted("merge", EMULATED.merge_state),
+            merge_state_in_place=self._noted("merge", EMULATED.merge_state_in_place),
             fast_decode_plan=self._noted("fast", EMULATED.fast_decode_plan),
         )
 
@@ -344,6 +345,111 @@ def test_more_heads_than_a_block_of_the_merge_holds() -> None:
     )
     outcome = run_case(CANDIDATE, case)
     assert outcome.status == "passed", outcome.message
+
+
+@pytest.mark.parametrize("step", [extend((0, 9), (0, 4)), UNEVEN, decode(9, 4)])
+def test_rows_that_the_kernels_cannot_load_are_copied(step) -> None:
+    world = world_of(step)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    prepared = prepare_step(world, step, host_lens=True)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+
+    def odd(rows: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(len(rows), rows[0].numel() + 3, dtype=rows.dtype)
+        return wide[:, 1 : rows[0].numel() + 1].view(rows.shape).copy_(rows)
+
+    def forward(q: Any, k: Any, v: Any, **into: torch.Tensor) -> torch.Tensor:
+        return backend.forward(q, k, v, given.layer, prepared.batch, **into)
+
+    lse = torch.zeros(given.q.shape[:2])
+    expected = forward(given.q, given.k, given.v, lse=lse)
+    out, apart = odd(torch.full_like(given.q, 7)), torch.zeros_like(lse.t()).t()
+    assert forward(odd(given.q), odd(given.k), odd(given.v), out=out, lse=apart) is out
+    assert torch.equal(out, expected)
+    assert torch.equal(apart, lse)
+
+
+def test_a_merge_writes_where_the_caller_wants(spy) -> None:
+    """Neither out nor LSE is copied: the second part is merged into the first in place."""
+    world = world_of(UNEVEN)
+    backend = FlashInferBackend(world.context, options(), spy.kernels)
+    prepared = prepare_step(world, UNEVEN, host_lens=True)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    out, lse = torch.empty_like(given.q), torch.zeros(given.q.shape[:2])
+    spy.clear()
+    backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, out=out, lse=lse)
+    assert spy.keywords("ragged", "run", "out") == [out]
+    assert spy.keywords("ragged", "run", "lse") == [lse]
+
+
+@pytest.mark.parametrize("step", [decode(5), extend((0, 5))])
+def test_forward_needs_a_prepared_step(step) -> None:
+    world = world_of(step)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    prepared = prepare_step(world, step, host_lens=True)
+    backend.init_forward_metadata_out_graph(
+        prepare_step(world, extend(mode=ForwardMode.IDLE), host_lens=True).batch
+    )
+    given = prepared.inputs[0]
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+
+
+@pytest.mark.parametrize("max_batch_size", [0, 1])
+def test_a_capture_without_room_is_refused(max_batch_size) -> None:
+    world = world_of(decode(5, 6))
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    if max_batch_size:
+        backend.init_cuda_graph_state(max_batch_size, max_batch_size)
+    batch = prepare_step(world, decode(5, 6), host_lens=True).batch
+    with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def test_plans_are_made_when_those_of_the_step_before_were_copied(spy, monkeypatch) -> None:
+    def noted(name: str) -> Callable[[object], None]:
+        return lambda staging: spy.calls.append(("staging", name, {}))
+
+    for name in ("wait", "mark"):
+        monkeypatch.setattr(Staging, name, noted(name))
+    run_steps(spy, UNEVEN, decode(5), kv_in_pool=True)
+    order = [method for _, method, _ in spy.calls if method in ("wait", "plan", "mark")]
+    eager, lazy = ["wait", "plan", "plan", "mark"], ["plan", "mark"]
+    assert order == [*eager, *lazy, "wait", "plan", "mark"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_are_prepared_while_the_device_is_behind() -> None:
+    """Plans of later steps must not reach the device in place of an earlier one's."""
+    library = pytest.importorskip("attnmux.nvidia.flashinfer.factory", exc_type=ImportError)
+    steps = [decode(*lens) for lens in ((700, 3), (5, 900), (64, 64), (1, 1000))]
+    case = Case(name="behind", steps=steps, max_context_len=1024, page_size=1, kv_in_pool=True)
+    world = make_world(case, CANDIDATE.platform, "cuda")
+    backend = library.make(world.context, options())
+    prepared = [prepare_step(world, step, host_lens=True) for step in steps]
+    # What a step put into the pool, the next one's took the place of.
+    buffers = world.context.token_to_kv_pool.get_kv_buffer(prepared[0].inputs[0].layer.layer_id)
+    for buffer in buffers:
+        buffer.normal_()
+    world.context.req_to_token_pool.req_to_token.random_(1, len(buffers[0]))
+
+    def outputs(behind: bool) -> list[torch.Tensor]:
+        results = []
+        if behind:
+            torch.cuda._sleep(500_000_000)
+        for each in prepared:
+            backend.init_forward_metadata(each.batch)
+            given = each.inputs[0]
+            results.append(backend.forward(given.q, None, None, given.layer, each.batch))
+            if not behind:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return results
+
+    torch.testing.assert_close(outputs(behind=True), outputs(behind=False), rtol=0, atol=0)
 
 
 def test_graphs_of_two_modes_on_one_backend() -> None:

@@ -9,13 +9,13 @@ import torch
 
 from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.states import merge, to_natural
+from attnmux.nvidia.flashinfer.states import merge, store_natural, writable_lse
 
 KERNELS = Kernels(
     decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
     paged=emulator.BatchPrefillWithPagedKVCacheWrapper,
     ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state=emulator.merge_state,
+    merge_state_in_place=emulator.merge_state_in_place,
     fast_decode_plan=emulator.fast_decode_plan,
 )
 
@@ -38,6 +38,10 @@ def ints(*values: int) -> torch.Tensor:
 
 def cache() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 4, 2, 64), torch.randn(8, 4, 2, 64)
+
+
+def copied(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return state[0].clone(), state[1].clone()
 
 
 def decode_in_graph(size: int = 2) -> emulator.BatchDecodeWithPagedKVCacheWrapper:
@@ -64,7 +68,7 @@ def test_lse_is_in_base_2_and_empty_rows_are_finite() -> None:
 def test_lse_becomes_natural_and_minus_infinity() -> None:
     # Masked keys of an empty row each add to the sum: log2(100) above -5e4.
     lse = torch.tensor([[-5e4, -5e4 + math.log2(100), -130.0, 0.0, 12.0]])
-    to_natural(lse)
+    store_natural(lse, lse)
     assert lse[0, :2].isneginf().all()
     torch.testing.assert_close(lse[0, 2:], torch.tensor([-130.0, 0, 12]) * math.log(2))
 
@@ -108,6 +112,17 @@ def test_custom_mask_keeps_where_true() -> None:
     assert out[:, 0, 0].tolist() == pytest.approx([50.5, 55, 55, 5])
 
 
+def test_lse_that_lies_apart_is_copied() -> None:
+    lse = torch.zeros(4, 3).t()
+    assert writable_lse(None) is None
+    base_2 = writable_lse(lse)
+    assert base_2 is not None
+    assert base_2.is_contiguous()
+    base_2.fill_(2)
+    store_natural(base_2, lse)
+    torch.testing.assert_close(lse, torch.full_like(lse, 2 * math.log(2)))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("num_heads", [8, 64, 71, 96, 128])
 def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
@@ -117,7 +132,8 @@ def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
         (torch.randn(5, num_heads, head_dim, dtype=torch.bfloat16), torch.randn(5, num_heads) * 3)
         for _ in range(2)
     )
-    out, lse = merge(KERNELS, one, other)
+    out, lse = copied(one)
+    merge(KERNELS, (out, lse), other)
     both = torch.stack([one[1], other[1]]).double() * math.log(2)
     weights = both.softmax(0).unsqueeze(-1)
     expected = weights[0] * one[0] + weights[1] * other[0]
@@ -131,12 +147,14 @@ def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
 def test_merge_of_nothing_is_nothing() -> None:
     empty = torch.zeros(3, 4, 64), torch.full((3, 4), -5e4)
     full = torch.randn(3, 4, 64), torch.randn(3, 4)
-    out, lse = merge(KERNELS, empty, empty)
-    to_natural(lse)
+    out, lse = copied(empty)
+    merge(KERNELS, (out, lse), empty)
+    store_natural(lse, lse)
     assert not out.any()
     assert lse.isneginf().all()
     for one, other in ((empty, full), (full, empty)):
-        out, lse = merge(KERNELS, one, other)
+        out, lse = copied(one)
+        merge(KERNELS, (out, lse), other)
         torch.testing.assert_close(out, full[0])
         torch.testing.assert_close(lse, full[1])
 
@@ -144,7 +162,7 @@ def test_merge_of_nothing_is_nothing() -> None:
 def test_the_merge_kernel_has_a_limit() -> None:
     state = torch.zeros(1, 65, 128, dtype=torch.bfloat16), torch.zeros(1, 65)
     with pytest.raises(RuntimeError, match="launch failed"):
-        emulator.merge_state(*state, *state)
+        emulator.merge_state_in_place(*state, *state)
 
 
 def test_run_obeys_the_plan() -> None:
@@ -158,6 +176,9 @@ def test_run_obeys_the_plan() -> None:
         wrapper.run(torch.randn(1, 4, 64, dtype=torch.bfloat16), cache())
     with pytest.raises(ValueError, match="planned were"):
         wrapper.run(torch.randn(1, 8, 64), cache())
+    odd = torch.randn(1, 4 * 64 + 1)[:, 1:].view(1, 4, 64)
+    with pytest.raises(RuntimeError, match="misaligned"):
+        wrapper.run(odd, cache())
     with pytest.raises(RuntimeError, match="strides"):
         wrapper.run(torch.randn(1, 4, 64), (cache()[0], torch.randn(8, 4, 2, 32)))
 

@@ -13,9 +13,10 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.nvidia.fa3.calls import LayerCall, aligned, is_aligned
+from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.nvidia.fa3.calls import LayerCall
 from attnmux.nvidia.fa3.metadata import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.nvidia.rows import aligned, is_aligned
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -51,6 +52,11 @@ class FA3Backend(AttentionBackend):
         """Decide the step's shape on the host; nothing is launched."""
         self._step = None
         if batch.forward_mode is not ForwardMode.IDLE:
+            if in_capture and batch.batch_size > self._fixed_batch_size:
+                raise GraphUnsupported(
+                    f"a batch of {batch.batch_size} is captured with buffers for "
+                    f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
+                )
             self._step = Step.of(batch, self.context, self._fixed if in_capture else {})
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:

@@ -17,9 +17,6 @@ from attnmux.nvidia.fa3.metadata import KeyGroup
 FP8 = torch.float8_e4m3fn
 """The one 8-bit float that the kernels read."""
 
-ALIGNMENT = 16
-"""Bytes that the kernels load at once: rows of Q, K, V and output begin at multiples of it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Quantised:
@@ -103,17 +100,6 @@ class LayerCall:
                 "and save_kv_cache=False"
             )
         return self.group
-
-
-def is_aligned(rows: torch.Tensor) -> bool:
-    """Whether the kernels can load or store the rows [T, H, D] where they are."""
-    size = rows.element_size()
-    return rows.data_ptr() % ALIGNMENT == 0 and rows.stride(0) * size % ALIGNMENT == 0
-
-
-def aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The rows [T, H, D], or a copy that the kernels can load."""
-    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _quantised(layer: LayerSpec, context: BackendContext) -> Quantised:

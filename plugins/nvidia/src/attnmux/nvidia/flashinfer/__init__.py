@@ -8,6 +8,7 @@ graphs.py     the same for captured graphs: fixed buffers, one wrapper a batch s
 caches.py     the pool's memory as the kernels want it
 settings.py   what options and request come to
 compiling.py  kernels are compiled when a backend is made
+staging.py    when the memory that plans are copied from may be written again
 states.py     flashinfer's base-2 LSE: to natural, and the merge of two partial results
 kernels.py    what is taken from the library; factory.py alone imports it
 """

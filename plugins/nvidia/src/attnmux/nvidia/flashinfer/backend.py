@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
 from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
 from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
@@ -17,8 +17,10 @@ from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
-from attnmux.nvidia.flashinfer.states import merge, to_natural
+from attnmux.nvidia.flashinfer.staging import Staging
+from attnmux.nvidia.flashinfer.states import merge, store_natural, writable_lse
 from attnmux.nvidia.flashinfer.step import Step
+from attnmux.nvidia.rows import aligned, is_writable
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
@@ -54,6 +56,7 @@ class FlashInferBackend(AttentionBackend):
         self._eager = self._eager_plans(self._settings.workspace_bytes)
         self._graphs: list[GraphPlans] = []
         self._caches: dict[int, Cache] = {}
+        self._staging = Staging(context.device)
         self._step: Step | None = None
         self._roles: tuple[Role, ...] = ()
         self._planned: dict[tuple[Role, PlanGroup], Any] = {}
@@ -71,15 +74,17 @@ class FlashInferBackend(AttentionBackend):
         if step.num_rows == 0:
             return
         role = pool_role(batch)
+        self._staging.wait()
         wrappers = self._graph_wrappers(batch, step, role, in_capture)
         if wrappers is not None:
             self._roles = (role,)
             self._planned = {(role, group): wrapper for group, wrapper in wrappers.items()}
-            return
-        self._roles = self._eager_roles(step, role)
-        for group in self._distinct:
-            for each in self._roles:
-                self._planned[each, group] = self._eager.plan(each, group, step)
+        else:
+            self._roles = self._eager_roles(step, role)
+            for group in self._distinct:
+                for each in self._roles:
+                    self._planned[each, group] = self._eager.plan(each, group, step)
+        self._staging.mark()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if any(graphs.has_room(max_bs, max_num_tokens) for graphs in self._graphs):
@@ -116,13 +121,14 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if out is None or not out.is_contiguous():
+        self._required_step()
+        if out is None or not is_writable(out):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if not len(q):
             return out
-        self._attend(Role.DECODE, layer, q, k, v, out, lse)
-        if lse is not None:
-            to_natural(lse)
+        base_2 = writable_lse(lse)
+        self._attend(Role.DECODE, layer, aligned(q), None, None, out, base_2)
+        store_natural(base_2, lse)
         return out
 
     def forward_extend(
@@ -139,50 +145,52 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        step = self._step
-        if out is None or not out.is_contiguous():
+        step = self._required_step()
+        if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], layer.v_head_dim))
-        if step is None or step.num_rows == 0:
+        if step.num_rows == 0:
             if lse is not None:
                 lse.fill_(-torch.inf)
             return out.zero_()
-        rows = slice(step.num_rows)
-        of_rows = None if lse is None else lse[rows]
-        roles = self._roles
-        if k is None or v is None:
-            roles = (pool_role(batch),)
-        elif not layer.is_cross_attention:
-            k, v = k[rows], v[rows]
-        if k is not None and not save_kv_cache:
-            roles = (Role.RAGGED,)
-        if len(roles) == 1:
-            self._attend(roles[0], layer, q[rows], k, v, out[rows], of_rows)
-        else:
-            self._attend_in_parts(roles, layer, q[rows], k, v, out[rows], of_rows)
-        if of_rows is not None:
-            to_natural(of_rows)
+        roles = self._call_roles(k, layer, batch, save_kv_cache)
+        base_2 = writable_lse(lse)
+        of_rows, into = base_2, out
+        if step.num_rows < len(q):
+            rows = slice(step.num_rows)
+            q, into, of_rows = q[rows], out[rows], None if base_2 is None else base_2[rows]
+            out[step.num_rows :].zero_()
+            if k is not None and v is not None and not layer.is_cross_attention:
+                k, v = k[rows], v[rows]
+        if len(roles) > 1 and of_rows is None:
+            of_rows = q.new_empty(q.shape[:2], dtype=torch.float32)
+        q = aligned(q)
+        self._attend(roles[0], layer, q, k, v, into, of_rows)
+        for role in roles[1:]:
+            self._merge_part(role, layer, q, into, of_rows)
+        store_natural(base_2, lse)
         return out
 
-    def _attend_in_parts(
+    def _call_roles(
+        self, k: torch.Tensor | None, layer: LayerSpec, batch: ForwardBatch, save_kv_cache: bool
+    ) -> tuple[Role, ...]:
+        """The parts of the keys that a call attends to."""
+        if k is None:
+            return (pool_role(batch),)
+        return self._roles if save_kv_cache else (Role.RAGGED,)
+
+    def _merge_part(
         self,
-        roles: tuple[Role, ...],
+        role: Role,
         layer: LayerSpec,
         q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
+        base_2: torch.Tensor | None,
     ) -> None:
-        """Attention over two parts of the keys, merged; `lse` in base 2."""
-        one, other = (
-            (torch.empty_like(out), q.new_empty(q.shape[:2], dtype=torch.float32)) for _ in roles
-        )
-        for role, state in zip(roles, (one, other), strict=True):
-            self._attend(role, layer, q, k, v, *state)
-        merged, merged_lse = merge(self._kernels, one, other)
-        out.copy_(merged)
-        if lse is not None:
-            lse.copy_(merged_lse)
+        """Attend to a part of the pool's keys too: out and LSE become those over both parts."""
+        assert base_2 is not None  # which several roles need
+        part = torch.empty_like(out), torch.empty_like(base_2)
+        self._attend(role, layer, q, None, None, *part)
+        merge(self._kernels, (out, base_2), part)
 
     def _attend(
         self,
@@ -196,7 +204,8 @@ class FlashInferBackend(AttentionBackend):
     ) -> None:
         """Attention over one part of the keys; `lse` in base 2."""
         wrapper = self._wrapper(role, self._groups[layer.layer_id])
-        if role is Role.RAGGED:
+        if k is not None and v is not None and role is Role.RAGGED:
+            k, v = aligned(k), aligned(v)
             wrapper.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
             return
         cache = self._cache(layer)
@@ -213,9 +222,16 @@ class FlashInferBackend(AttentionBackend):
     def _wrapper(self, role: Role, group: PlanGroup) -> Any:  # noqa: ANN401  # the library's class
         """Planned for this step, now where a call wants what most calls do not."""
         wrapper = self._planned.get((role, group))
-        if wrapper is None and self._step is not None:
-            wrapper = self._planned[role, group] = self._eager.plan(role, group, self._step)
+        if wrapper is None:
+            wrapper = self._eager.plan(role, group, self._required_step())
+            self._planned[role, group] = wrapper
+            self._staging.mark()
         return wrapper
+
+    def _required_step(self) -> Step:
+        if self._step is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        return self._step
 
     def _cache(self, layer: LayerSpec) -> Cache:
         cache = self._caches.get(layer.layer_id)
@@ -230,8 +246,13 @@ class FlashInferBackend(AttentionBackend):
         """Planned wrappers of a batch that is captured now or was before."""
         if in_capture:
             size = (batch.batch_size, batch.num_tokens)
-            graphs = next(each for each in self._graphs if each.has_room(*size))
-            return graphs.prepare(batch, step, role)
+            for graphs in self._graphs:
+                if graphs.has_room(*size):
+                    return graphs.prepare(batch, step, role)
+            raise GraphUnsupported(
+                f"no buffers for a captured batch of {size[0]} requests with {size[1]} tokens: "
+                "call init_cuda_graph_state with the largest first"
+            )
         replanned = (graphs.replan(batch, step) for graphs in self._graphs)
         return next((wrappers for wrappers in replanned if wrappers is not None), None)
 
@@ -266,5 +287,5 @@ class FlashInferBackend(AttentionBackend):
     def _try_merge(self, group: PlanGroup) -> None:
         shape = (1, group.num_q_heads, group.v_head_dim)
         out = torch.zeros(shape, dtype=self._settings.dtype, device=self.context.device)
-        state = (out, out.new_zeros(shape[:2], dtype=torch.float32))
-        merge(self._kernels, state, state)
+        lse = out.new_zeros(shape[:2], dtype=torch.float32)
+        merge(self._kernels, (out, lse), (out.clone(), lse.clone()))

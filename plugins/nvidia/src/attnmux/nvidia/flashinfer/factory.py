@@ -8,7 +8,7 @@ from flashinfer import (  # type: ignore[import-not-found]  # an optional librar
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state,
+    merge_state_in_place,
 )
 from flashinfer.decode import fast_decode_plan  # type: ignore[import-not-found]  # an optional library
 
@@ -20,7 +20,7 @@ KERNELS = Kernels(
     decode=BatchDecodeWithPagedKVCacheWrapper,
     paged=BatchPrefillWithPagedKVCacheWrapper,
     ragged=BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state=merge_state,
+    merge_state_in_place=merge_state_in_place,
     fast_decode_plan=fast_decode_plan,
 )
 

@@ -19,10 +19,7 @@ class Kernels:
     """`BatchPrefillWithPagedKVCacheWrapper`."""
     ragged: Callable[..., Any]
     """`BatchPrefillWithRaggedKVCacheWrapper`."""
-    merge_state: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        tuple[torch.Tensor, torch.Tensor],
-    ]
-    """(v_a, s_a, v_b, s_b) → (v, s), with base-2 LSE."""
+    merge_state_in_place: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(v, s, v_other, s_other): (v, s) becomes the state of both, with base-2 LSE."""
     fast_decode_plan: Callable[..., None]
     """`plan` of a decode wrapper over fixed buffers that the caller fills."""

@@ -21,32 +21,42 @@ State = tuple[torch.Tensor, torch.Tensor]
 """Output [T, H, D] and base-2 LSE [T, H] of a part of the keys."""
 
 
-def to_natural(lse: torch.Tensor) -> None:
-    """Base-2 LSE to the contract's, in place."""
-    lse.masked_fill_(lse < NO_KEYS, -torch.inf).mul_(LN_2)
+def writable_lse(lse: torch.Tensor | None) -> torch.Tensor | None:
+    """Where kernels can write LSE for the caller's `lse` [T, H]: they take it for contiguous."""
+    if lse is None or lse.is_contiguous():
+        return lse
+    return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
-def merge(kernels: Kernels, one: State, other: State) -> State:
-    """Attention over both parts' keys.
+def store_natural(base_2: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Turn base-2 LSE into the contract's in place, and copy it to `lse` where that lies apart."""
+    if base_2 is None or lse is None:
+        return
+    base_2.masked_fill_(base_2 < NO_KEYS, -torch.inf).mul_(LN_2)
+    if base_2 is not lse:
+        lse.copy_(base_2)
+
+
+def merge(kernels: Kernels, state: State, other: State) -> None:
+    """Make `state` attention over both parts' keys.
 
     Merging goes head by head, so more heads than a block holds are merged as more tokens of fewer
     heads. LSE stays in base 2 and -5e4 stays as it is: the kernel subtracts maxima, and
     -inf - -inf would be NaN.
     """
-    out = one[0]
-    num_tokens, num_heads, head_dim = out.shape
-    heads = _heads_in_a_block(num_heads, head_dim, out.element_size())
-    if heads == num_heads:
-        return kernels.merge_state(*one, *other)
-    parts = [
-        (values.view(-1, heads, head_dim), lse.view(-1, heads)) for values, lse in (one, other)
-    ]
-    merged, lse = kernels.merge_state(*parts[0], *parts[1])
-    return merged.view(out.shape), lse.view(num_tokens, num_heads)
+    _, num_heads, head_dim = state[0].shape
+    heads = _heads_in_a_block(num_heads, head_dim, state[0].element_size())
+    if heads < num_heads:
+        state, other = (
+            (out.view(-1, heads, head_dim), lse.view(-1, heads)) for out, lse in (state, other)
+        )
+    kernels.merge_state_in_place(*state, *other)
 
 
 def _heads_in_a_block(num_heads: int, head_dim: int, itemsize: int) -> int:
     """The most heads that divide num_heads and fit into a block, head_dim / vec threads each."""
     vec = max(16 // itemsize, head_dim // 32)
     most = MAX_THREADS * vec // head_dim
+    if num_heads <= most:
+        return num_heads
     return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= most)

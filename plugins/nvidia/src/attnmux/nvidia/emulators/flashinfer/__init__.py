@@ -15,7 +15,7 @@ from attnmux.nvidia.emulators.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from attnmux.nvidia.emulators.flashinfer.numerics import merge_state
+from attnmux.nvidia.emulators.flashinfer.numerics import merge_state_in_place
 from attnmux.nvidia.emulators.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnmux.nvidia.emulators.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -24,5 +24,5 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "fast_decode_plan",
-    "merge_state",
+    "merge_state_in_place",
 ]

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from attnmux.nvidia.emulators.flashinfer.arguments import refuse
+
 EMPTY_LSE = -5e4
 """Base-2 LSE of a row without keys: `math::inf` in math.cuh."""
 
@@ -13,22 +15,28 @@ MAX_THREADS = 1024
 """Of a block."""
 
 
-def merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two states; all heads of a token are one block of threads."""
-    for name, tensor in (("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b)):
+def merge_state_in_place(
+    v: torch.Tensor,
+    s: torch.Tensor,
+    v_other: torch.Tensor,
+    s_other: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """Merge a state into another; all heads of a token are one block of threads."""
+    refuse(mask)
+    for name, tensor in (("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-    head_dim = v_a.shape[2]
-    vec = max(16 // v_a.element_size(), head_dim // 32)
-    if v_a.shape[1] * (head_dim // vec) > MAX_THREADS:
-        raise RuntimeError("MergeState kernel launch failed: invalid configuration argument")
-    top = torch.maximum(s_a, s_b)
-    of_a, of_b = torch.exp2(s_a - top), torch.exp2(s_b - top)
-    total = of_a + of_b
-    merged = v_a.float() * (of_a / total).unsqueeze(-1) + v_b.float() * (of_b / total).unsqueeze(-1)
-    return merged.to(v_a.dtype), top + total.log2()
+    head_dim = v.shape[2]
+    vec = max(16 // v.element_size(), head_dim // 32)
+    if v.shape[1] * (head_dim // vec) > MAX_THREADS:
+        raise RuntimeError("MergeStateInPlace kernel launch failed: invalid configuration argument")
+    top = torch.maximum(s, s_other)
+    mine, others = torch.exp2(s - top), torch.exp2(s_other - top)
+    total = mine + others
+    merged = v.float() * (mine / total).unsqueeze(-1)
+    v.copy_(merged + v_other.float() * (others / total).unsqueeze(-1))
+    s.copy_(top + total.log2())
 
 
 def dense(

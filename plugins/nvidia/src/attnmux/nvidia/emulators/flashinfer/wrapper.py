@@ -8,6 +8,7 @@ import math
 import torch
 
 from attnmux.nvidia.emulators.flashinfer.numerics import dense, mask_bits, segments
+from attnmux.nvidia.rows import is_aligned
 
 _STAMPS = itertools.count(1)
 """A number for each wrapper, which its plans leave in the int workspace."""
@@ -126,10 +127,14 @@ class Wrapper:
             raise ValueError(f"{q.dtype} over {k.dtype} does not match the plan's {self._dtypes}")
         if q.stride(-1) != 1 or q.stride(-2) != dim_qk:
             raise ValueError("the heads of a token must lie together")
+        if not all(map(is_aligned, (q, k, v, *(() if out is None else (out,))))):
+            raise RuntimeError("CUDA error: misaligned address")
         if out is not None and (
             out.shape != (*q.shape[:2], dim_vo) or out.dtype != q.dtype or not out.is_contiguous()
         ):
             raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}")
+        if lse is not None and not lse.is_contiguous():
+            raise NotImplementedError("the library writes to other places")
         if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32):
             raise ValueError(f"lse is {lse.dtype} of shape {tuple(lse.shape)}")
         assert window_left is None or window_left == self._window_left
