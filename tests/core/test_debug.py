@@ -102,6 +102,37 @@ def test_refuses_a_table_that_leads_outside_the_pool(extending) -> None:
         check_batch(world.context, step.batch)
 
 
+def test_refuses_keys_in_the_reserved_page(extending) -> None:
+    world, step = extending
+    row, length = int(step.batch.req_pool_indices[1]), int(step.batch.seq_lens[1])
+    table = world.context.req_to_token_pool.req_to_token
+    table[row, length] = 3
+    check_batch(world.context, step.batch)
+    table[row, length - 1] = 3
+    with pytest.raises(InvalidInput, match="slot 3 at column 3 of request 1"):
+        check_batch(world.context, step.batch)
+    check_batch(world.context, replace(step.batch, req_pool_indices=torch.tensor([0, 0])))
+
+
+def test_refuses_keys_that_the_window_pool_gave_up() -> None:
+    case = Case(name="swa", steps=(decode(14),), page_size=4, windows=(5, None), window_pool=True)
+    world = make_world(case, fake_platform(), "cpu")
+    batch = prepare_step(world, case.steps[0]).batch
+    check_batch(world.context, batch)
+    slots = world.context.req_to_token_pool.req_to_token[batch.req_pool_indices[0]].long()
+    world.context.token_to_kv_pool.unpair(slots[[8]] // 4)
+    with pytest.raises(InvalidInput, match="slot 0 at column 8"):
+        check_batch(world.context, batch)
+
+
+def test_an_encoder_does_not_hide_a_negative_length() -> None:
+    case = Case(name="cross", steps=(decode(4, encoder=(6,)),))
+    world = make_world(case, fake_platform(), "cpu")
+    batch = prepare_step(world, case.steps[0]).batch
+    with pytest.raises(InvalidInput, match="seq_lens"):
+        check_batch(world.context, replace(batch, seq_lens=torch.tensor([-1]).int()))
+
+
 def test_forward_checks_only_in_debug(extending) -> None:
     world, step = extending
     batch = replace(step.batch, seq_lens=step.batch.seq_lens + 1)

@@ -24,6 +24,7 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     _within("out_cache_loc", batch.out_cache_loc, slots)
     _within("req_to_token", table[batch.req_pool_indices], slots)
     lens = batch.seq_lens
+    _within("seq_lens", lens, context.max_context_len + 1)
     if batch.encoder_lens is not None:
         _within("encoder_lens", batch.encoder_lens, context.max_context_len + 1)
         lens = lens + batch.encoder_lens
@@ -41,6 +42,52 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
             "out_cache_loc",
             came=f"{batch.num_tokens} slots",
             expected=f"{batch.batch_size}, one a decoding request",
+        )
+    _check_keys(context, batch, lens)
+
+
+def _check_keys(context: BackendContext, batch: ForwardBatch, ends: torch.Tensor) -> None:
+    """Refuse a request whose keys lie in the reserved page, of their layers' pool.
+
+    ends: [B], columns of each request's row that hold slots, the encoder's included. Padding, row
+    0, may read there.
+    """
+    pool = context.token_to_kv_pool
+    slots = context.req_to_token_pool.req_to_token[batch.req_pool_indices]
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    held = (columns < ends.unsqueeze(1)) & (batch.req_pool_indices > 0).unsqueeze(1)
+    _outside_reserved("req_to_token", slots, held, pool.page_size)
+    starts = torch.zeros_like(ends) if batch.encoder_lens is None else batch.encoder_lens
+    new = 1 if batch.extend_seq_lens is None else batch.extend_seq_lens
+    queries = (ends - starts - new).clamp(min=0)
+    groups = {
+        (
+            pool.group_of(layer.layer_id),
+            layer.sliding_window_size,
+            layer.attention_chunk_size,
+        ): layer
+        for layer in context.layers
+        if layer.is_causal and not layer.is_cross_attention
+    }
+    for layer in groups.values():
+        first = torch.zeros_like(queries)
+        if layer.sliding_window_size >= 0:
+            first = (queries - layer.sliding_window_size).clamp(min=0)
+        if layer.attention_chunk_size:
+            first = first.maximum(queries - queries % layer.attention_chunk_size)
+        seen = held & (columns >= (starts + first).unsqueeze(1))
+        translated = pool.translate(slots, layer.layer_id)
+        _outside_reserved(f"req_to_token, layer {layer.layer_id}", translated, seen, pool.page_size)
+
+
+def _outside_reserved(field: str, slots: torch.Tensor, held: torch.Tensor, page_size: int) -> None:
+    reserved = (held & (slots < page_size)).nonzero()
+    if reserved.numel():
+        row, column = reserved[0].tolist()
+        raise InvalidInput(
+            field,
+            came=f"slot {int(slots[row, column])} at column {column} of request {row} in the batch",
+            expected=f"slots from {page_size} on: the first page is padding's, and holds no keys",
         )
 
 
