@@ -207,6 +207,21 @@ def test_misuse_changes_nothing():
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (32, 12)
 
 
+@pytest.mark.parametrize("debug", [True, False])
+def test_what_the_window_gave_up_is_never_shared(debug):
+    allocator = SWAAllocator(pool_of(), debug=debug)
+    tree = PrefixTree(allocator, 4)
+    slots = allocator.alloc(8)
+    allocator.free_swa(slots[:4])
+    with pytest.raises(InvalidInput, match="window part was given back"):
+        tree.insert(list(range(8)), slots)
+    assert tree.evictable_tokens == 0
+    allocator.free(slots)
+    whole = allocator.alloc(8)
+    assert tree.insert(list(range(8)), whole) == 0
+    assert torch.equal(tree.match(list(range(8))).slots, whole)
+
+
 class SWAMachine(RuleBasedStateMachine):
     """Requests grow, slide and end; both pools stay accounted for."""
 

@@ -11,8 +11,10 @@ else fixes the shape. A buffer given as `out` fixes it: the builder writes the b
 without a synchronisation, which makes it fit for a device graph, and returns that part of it.
 
 `kv_start` is the column of a request's row at which its keys begin: the encoder's length for
-self-attention in an encoder-decoder model, or the start of a window or of a chunk. With pages
-it is a multiple of the page size.
+self-attention in an encoder-decoder model, or the start of a window or of a chunk. Pages can be
+named only from the start of one: where `page_size` is above 1 it is a multiple of that. The
+decoder's tokens begin wherever the encoder's end, often in mid-page; then ask for slots, with
+`page_size` 1, whatever the pool's pages are.
 
 Arguments of the wrong shape or dtype are InvalidInput. Values are not looked at.
 """

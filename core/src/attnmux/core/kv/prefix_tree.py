@@ -41,7 +41,8 @@ class PrefixTree:
     `namespace` keeps apart what has other K and V for the same tokens (a LoRA adapter, the hash of
     an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
     A page that the window layers of a `SWAKVPool` have given up is no prefix any more: a request
-    that freed some of its window slots inserts nothing.
+    that freed some of its window slots inserts nothing. With a `SWAAllocator` each insertion looks
+    for such pages, which synchronises.
     """
 
     def __init__(self, allocator: PagedAllocator, page_size: int) -> None:
@@ -231,8 +232,9 @@ class PrefixTree:
                 came=f"{slots.dtype} of shape {tuple(slots.shape)} on {slots.device}",
                 expected=f"int64 of shape [{num_tokens}], or more, on {device}",
             )
-        if self.allocator.debug and num_tokens:
-            self._check_pages(slots[:num_tokens])
+        if num_tokens:
+            if self.allocator.debug:
+                self._check_pages(slots[:num_tokens])
             self.allocator.check_owned(slots[:num_tokens])
 
     def _check_pages(self, slots: torch.Tensor) -> None:

@@ -69,10 +69,12 @@ class SWAAllocator(PagedAllocator):
         self._give_swa(self._pages_once(slots))
 
     def check_owned(self, slots: torch.Tensor) -> None:
-        """As `PagedAllocator.check_owned`, of both pools."""
+        """As `PagedAllocator.check_owned`; that both parts are there is looked for always.
+
+        A shared prefix without its window part would be read as the reserved page, in silence.
+        """
         super().check_owned(slots)
-        if self.debug:
-            self._check_paired(slots // self.page_size)
+        self._check_paired(slots // self.page_size)
 
     def clear(self) -> None:
         super().clear()
