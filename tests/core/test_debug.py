@@ -9,6 +9,7 @@ import torch
 
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv import SWAKVPool
 from attnmux.core.testing import (
     Case,
     FakeBackend,
@@ -120,7 +121,9 @@ def test_refuses_keys_that_the_window_pool_gave_up() -> None:
     batch = prepare_step(world, case.steps[0]).batch
     check_batch(world.context, batch)
     slots = world.context.req_to_token_pool.req_to_token[batch.req_pool_indices[0]].long()
-    world.context.token_to_kv_pool.unpair(slots[[8]] // 4)
+    pool = world.context.token_to_kv_pool
+    assert isinstance(pool, SWAKVPool)
+    pool.unpair(slots[[8]] // 4)
     with pytest.raises(InvalidInput, match="slot 0 at column 8"):
         check_batch(world.context, batch)
 

@@ -1,4 +1,4 @@
-"""How much memory the KV pool may take, and how many tokens that is."""
+"""How much memory the KV pool may take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import free_host_memory
 
 UNITS: Mapping[str, int] = MappingProxyType(
@@ -66,20 +66,3 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
         return free_host_memory()
     return torch.accelerator.get_memory_info(device)[0]
-
-
-def tokens_within(nbytes: int, bytes_per_token: int, page_size: int) -> int:
-    """Tokens, in whole pages, of the largest pool that fits with its reserved page.
-
-    Raises PoolExhausted where that is not one page.
-    """
-    pages = nbytes // (bytes_per_token * page_size) - 1
-    if pages < 1:
-        raise PoolExhausted(
-            "bytes of the KV pool",
-            wanted=2 * page_size * bytes_per_token,
-            available=nbytes,
-            hint=f"the least is two pages of {page_size} tokens, one of them reserved: give it "
-            "more memory, a smaller page or a smaller KV dtype",
-        )
-    return pages * page_size

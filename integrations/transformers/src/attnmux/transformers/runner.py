@@ -18,7 +18,7 @@ from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.devices import DeviceGraphs, device_graphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.graph.sizes import graph_batch_sizes
-from attnmux.core.kv import PagedAllocator, ReqToTokenPool
+from attnmux.core.kv import PagedAllocator, ReqToTokenPool, tokens_in_budget
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
@@ -26,7 +26,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.memory import MemoryBudget, tokens_within
+from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.pools import bytes_per_token, make_pool
 from attnmux.transformers.prompts import check_prompt
 from attnmux.transformers.rotary import fixed_row_len
@@ -73,7 +73,7 @@ class ModelRunner:
             limits.append((max_total_tokens // page_size + part_filled) * page_size)
         if memory is not None:
             token_bytes = bytes_per_token(layers, decision)
-            limits.append(tokens_within(memory.resolve(device), token_bytes, page_size))
+            limits.append(tokens_in_budget(memory.resolve(device), token_bytes, page_size))
         if not limits:
             raise InvalidInput("memory", came=None, expected="max_total_tokens, memory or both")
         size = min(limits)
