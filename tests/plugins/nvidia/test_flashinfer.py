@@ -35,7 +35,12 @@ from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.groups import plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.settings import MIB, graph_workspace_bytes, read_settings
+from attnmux.nvidia.flashinfer.settings import (
+    MIB,
+    graph_plan_bytes,
+    graph_workspace_bytes,
+    read_settings,
+)
 from attnmux.nvidia.flashinfer.staging import Staging
 
 EMULATED = Kernels(
@@ -278,6 +283,32 @@ def test_workspace_of_graphs(sizes, tiles, rows) -> None:
     world = world_of(decode(1), num_q_heads=32, num_kv_heads=8)
     groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
     assert graph_workspace_bytes(groups, *sizes) == 32 * tiles * rows * (128 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "lists"),
+    [
+        # fa2: 3 numbers and a flag of a tile; a tile a request; a sum of each row and request
+        ((32, 8), (160, 160), (40 + 160, 13, 161 + 161)),
+        ((64, 4), (32, 256), (256 + 32, 13, 257 + 33)),
+        # fa3: 7 numbers of a tile of a head; where those of each of 132 SMs begin
+        ((64, 8), (160, 160), (64 * (2 + 159), 28, 133)),
+    ],
+)
+def test_plans_of_graphs_fit_their_memory(heads, sizes, lists) -> None:
+    world = world_of(decode(1), num_q_heads=heads[0], num_kv_heads=heads[1])
+    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    tiles, of_tile, others = lists
+    needed = tiles * of_tile + 4 * others
+    assert needed < graph_plan_bytes(groups[0], *sizes) < 2 * MIB
+
+
+def test_deterministic_decode_is_not_captured() -> None:
+    """Whatever the engine asked the selector for: padded blocks would read beyond the plan."""
+    world = world_of(decode(5), deterministic=True)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    with pytest.raises(GraphUnsupported, match="deterministic"):
+        backend.init_cuda_graph_state(2, 2)
 
 
 def test_a_batch_without_host_lengths_is_refused() -> None:

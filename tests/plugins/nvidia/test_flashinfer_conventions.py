@@ -193,6 +193,21 @@ def test_a_graph_wrapper_is_of_one_batch_size_and_its_buffers() -> None:
         wrapper.plan(ints(0, 2, 5), ints(1, 2, 3, 4, 5), ints(1, 1), **HEADS)
 
 
+def test_a_graph_wrapper_splits_keys() -> None:
+    wrapper = KERNELS.paged(
+        workspace(),
+        use_cuda_graph=True,
+        qo_indptr_buf=torch.zeros(2, dtype=torch.int32),
+        paged_kv_indptr_buf=torch.zeros(2, dtype=torch.int32),
+        paged_kv_indices_buf=torch.zeros(4, dtype=torch.int32),
+        paged_kv_last_page_len_buf=torch.zeros(1, dtype=torch.int32),
+    )
+    heads = {**HEADS, "head_dim_qk": HEADS["head_dim"], "disable_split_kv": True}
+    heads.pop("head_dim")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        wrapper.plan(ints(0, 1), ints(0, 1), ints(3), ints(2), **heads)
+
+
 def test_fast_plan_copies_nothing() -> None:
     wrapper = decode_in_graph(1)
     wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)

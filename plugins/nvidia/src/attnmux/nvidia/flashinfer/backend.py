@@ -87,6 +87,11 @@ class FlashInferBackend(AttentionBackend):
         self._staging.mark()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if self._settings.deterministic:
+            raise GraphUnsupported(
+                "flashinfer captures no decode that keeps keys whole, as deterministic does: run "
+                "without graphs, or choose another backend"
+            )
         if any(graphs.has_room(max_bs, max_num_tokens) for graphs in self._graphs):
             return
         nbytes = self._settings.workspace_bytes

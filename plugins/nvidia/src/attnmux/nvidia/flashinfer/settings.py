@@ -24,6 +24,9 @@ TENSOR_CORE_GROUP = 4
 SPLIT_CTAS = 2 * 160
 """Most parts that keys are cut into: two thread blocks on each SM of the largest devices."""
 
+DECODE_CTAS = 32 * 160
+"""Most thread blocks that the largest devices hold at once: of decode without tensor cores."""
+
 _USE = {"on": True, "off": False}
 
 
@@ -119,6 +122,17 @@ def graph_workspace_bytes(
         tiles = max(tiles, SPLIT_CTAS // group.num_kv_heads)
         sizes.append(_scratch_bytes(group, tiles=tiles, rows=rows))
     return max(sizes)
+
+
+def graph_plan_bytes(group: PlanGroup, max_batch_size: int, max_num_tokens: int) -> int:
+    """What a plan of the largest captured step takes of the int workspace, at most.
+
+    In scheduler.cuh `PrefillPlan` lists tiles of 16 rows or more, `PrefillSM90Plan` tiles of 128
+    for each head, `DecodePlan` up to `DECODE_CTAS` parts; four, seven and four numbers each.
+    """
+    tiles = -(-max_num_tokens * _group_size(group) // 16) + max_batch_size + DECODE_CTAS
+    of_heads = group.num_q_heads * (-(-max_num_tokens // 128) + max_batch_size)
+    return 4 * (4 * tiles + 7 * of_heads + max_num_tokens + max_batch_size) + (64 << 10)
 
 
 def _scratch_bytes(group: PlanGroup, *, tiles: int, rows: int) -> int:

@@ -7,6 +7,8 @@ Signatures, layouts and rules are the library's:
   copies into them; `run` reads these buffers alone, in static shapes and without a host read.
 - Plans lie in the int workspace. A wrapper whose workspace another one has planned into since gives
   NaN, as the library gives garbage.
+- A captured kernel has more blocks than its plan. Where keys are split the plan masks the others;
+  with `disable_split_kv` they read what no plan set.
 - LSE is in base 2; a row without keys has output 0 and LSE -5e4 (`math::inf` in math.cuh).
 - A grid of no blocks cannot be launched.
 """

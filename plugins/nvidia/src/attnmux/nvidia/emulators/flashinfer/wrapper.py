@@ -92,6 +92,8 @@ class Wrapper:
             raise RuntimeError("a kernel was launched on no blocks: invalid configuration argument")
         if heads[0] % heads[1]:
             raise RuntimeError(f"num_qo_heads {heads[0]} should be divisible by {heads[1]}")
+        if self._use_cuda_graph and disable_split_kv:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._rows = rows
         self._heads = heads
         self._causal = causal
