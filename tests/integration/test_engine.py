@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
@@ -14,6 +15,7 @@ from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
+from attnmux.transformers.sequence import SequenceState
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -183,6 +185,40 @@ def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
         assert stats.retractions > 0
     room = options.get("prefill_tokens", 8192)
     assert all(new <= room + batch for _, new, batch in runner.ran)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decoding_and_releasing_do_not_wait_for_the_device(page_size):
+    with FakeTensorMode():  # where no tensor has values that the host could read
+        steps = StepBuilder(
+            ReqToTokenPool(3, 32, "cpu"), PagedAllocator(96, page_size, "cpu", debug=False)
+        )
+        states = [SequenceState(token_ids=list(range(length))) for length in (4, 7, 9)]
+        for state in states:  # as an extend step leaves them
+            (state.row,) = steps.req_to_token_pool.alloc(1)
+            state.num_cached = len(state.token_ids) - 1
+            steps.allocator.alloc(state.num_cached)
+        batch = steps.decode_batch(states)
+        for count in range(6):
+            step = batch.step(None if count == 0 else step.input_ids)
+            assert step.batch.out_cache_loc.shape == (3,)
+        steps.release(states)
+        assert steps.allocator.available_size() == 96
+
+
+def test_a_batch_that_decodes_past_its_context_is_refused():
+    runner = HashingRunner(rows=2, context=10)
+    states = [SequenceState(token_ids=list(range(length))) for length in (5, 8)]
+    runner.steps.extend(states)
+    for state in states:
+        state.token_ids.append(1)
+    batch = runner.steps.decode_batch(states)
+    for _ in range(2):
+        batch.step()
+    before = runner.steps.req_to_token_pool.req_to_token.clone()
+    with pytest.raises(InvalidInput, match="context is full"):
+        batch.step()
+    assert torch.equal(before, runner.steps.req_to_token_pool.req_to_token)
 
 
 def test_requests_join_while_others_decode():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv import PagedAllocator, TokenAllocator
@@ -246,3 +247,31 @@ def test_a_negative_count_is_refused_even_without_checks(page_size):
     with pytest.raises(InvalidInput):
         allocator.alloc_extend(ints(8), ints(0), ints(4), -8)
     assert allocator.available_size() == 32
+
+
+def test_pages_by_their_numbers(allocator):
+    pages = allocator.alloc_pages(3)
+    assert allocator.available_size() == 32 - 3 * allocator.page_size
+    with pytest.raises(InvalidInput, match="twice"):
+        allocator.free_pages(pages[[0, 0]])
+    with allocator.free_group():
+        allocator.free_pages(pages[:1])
+        allocator.free_pages(pages[1:2])
+    with pytest.raises(InvalidInput, match="free already"):
+        allocator.free_pages(pages[:1])
+    allocator.free_pages(pages[2:])
+    assert allocator.available_size() == 32
+    with pytest.raises(PoolExhausted):
+        allocator.alloc_pages(33)
+    taken = allocator.alloc_pages(32 // allocator.page_size)
+    assert sorted(taken.tolist()) == list(range(1, 32 // allocator.page_size + 1))
+
+
+def test_whole_pages_come_and_go_without_a_look_at_values():
+    with FakeTensorMode():  # where no tensor has any
+        allocator = PagedAllocator(32, 4, "cpu", debug=False)
+        slots = allocator.alloc(20)
+        allocator.free_pages(allocator.alloc_pages(3))
+        assert allocator.available_size() == 12
+        with pytest.raises(DynamicOutputShapeException):
+            allocator.free(slots)

@@ -67,6 +67,11 @@ class PagedAllocator:
         offsets = torch.arange(self.page_size, device=self.device)
         return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
 
+    def alloc_pages(self, num_pages: int) -> torch.Tensor:
+        """Fresh pages [num_pages] int64, by their numbers: page p holds the slots from
+        p * page_size on. For callers that know on the host when a request needs one."""
+        return self._take(num_pages)
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
@@ -122,7 +127,8 @@ class PagedAllocator:
         """Give slots [n] int back. Any slot of a page frees the whole page, once.
 
         Slots of one page are freed in one call or in one group: after the first call the page
-        is free, and a second one is a double free.
+        is free, and a second one is a double free. Finding the pages among the slots synchronises
+        where a page has several; `free_pages` does not.
         """
         slots = slots.to(torch.int64)
         if self.debug:
@@ -133,6 +139,13 @@ class PagedAllocator:
         self._group.append(slots)
         if self.debug:
             self._in_group[slots] = True
+
+    def free_pages(self, pages: torch.Tensor) -> None:
+        """Give pages [n] int64 back, each of them once."""
+        if self.debug or self._group is not None:
+            self.free(pages * self.page_size)
+            return
+        self._give(pages)
 
     def free_group_begin(self) -> None:
         """Collect frees from here on and apply them as one at `free_group_end`."""

@@ -149,7 +149,8 @@ class PrefixTree:
             freed.append(leaf.slots)
             self._remove(leaf)
         if freed:
-            self.allocator.free(torch.cat(freed))
+            slots, page_size = torch.cat(freed), self.allocator.page_size
+            self.allocator.free_pages(slots[::page_size] // page_size)
         return num_freed
 
     def clear(self) -> None:

@@ -152,10 +152,12 @@ class StepBuilder:
         Shared slots stay with their owner.
         """
         held = [state for state in states if state.row is not None]
-        table = self.req_to_token_pool.req_to_token
-        with self.allocator.free_group():
-            for state in held:
-                self.allocator.free(table[state.row, state.num_shared : state.num_columns])
+        if not held:
+            return
+        table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
+        # What a request owns begins with a page, so that every page_size-th column is a new one.
+        firsts = [table[one.row, one.num_shared : one.num_columns : page_size] for one in held]
+        self.allocator.free_pages(torch.cat(firsts).long() // page_size)
         self._give_rows(held)
         for state in held:
             state.num_cached = state.num_shared = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.transformers.sequence import SequenceState, Step
 
@@ -16,6 +18,8 @@ class DecodeBatch:
 
     Rows, lengths and last slots are read from the requests once; a step then costs a few tensor
     operations whatever the number of requests, and the sampled tokens need not pass by the host.
+    As every request grows by one token a step, which of them open a page in which step is known
+    from the start.
     It holds as long as its requests are in no other step: make a new one when one of them leaves,
     joins or is extended.
     """
@@ -28,62 +32,83 @@ class DecodeBatch:
     ) -> None:
         """states: each has a row, one pending token, and room for it in its context."""
         self.states = tuple(states)
-        self._table = req_to_token_pool
         self._allocator = allocator
+        self._table = req_to_token_pool.req_to_token
+        width, page_size = req_to_token_pool.max_context_len, allocator.page_size
+        columns = [state.num_columns for state in states]
+        self._steps_left = width - max(columns, default=0)
+        in_page = [column % page_size for column in columns]
+        order = sorted(range(len(states)), key=in_page.__getitem__)
+        self._opening = _bounds([in_page[place] for place in order], page_size)
+        self._phase = 0
+        """Steps so far, modulo the page size."""
         host = torch.tensor(
             [
                 [state.row for state in states],
                 [state.num_cached for state in states],
                 [state.token_ids[-1] for state in states],
                 [state.encoder_len for state in states],
+                columns,
+                order,
             ]
         )
-        device = allocator.device
-        self._rows, cached, self._first_ids, encoder = host.to(device).unbind()
-        self._lens = cached.to(torch.int32)
+        device_rows = host.to(allocator.device).unbind()
+        self._rows, positions, self._first_ids, encoder, starts, self._order = device_rows
+        self._lens = positions.to(torch.int32)
         self._lens_cpu = host[1].to(torch.int32)
-        self._lens_sum = int(host[1].sum())
-        columns = cached + encoder
-        self._last_loc = req_to_token_pool.req_to_token[self._rows, (columns - 1).clamp(min=0)]
+        self._lens_sum = sum(state.num_cached for state in states)
         has_encoder = any(state.encoder_len for state in states)
         self._encoder_lens = encoder.to(torch.int32) if has_encoder else None
-        self._encoder_lens_cpu = host[3].to(torch.int32)
-        self._each = torch.arange(len(states), device=device)
+        last = self._table[self._rows, (starts - 1).clamp(min=0)].long()
+        # One tensor, so that one operation moves all of them on: position, cell of the table, slot.
+        self._places = torch.stack([positions - 1, self._rows * width + starts - 1, last])
+        self._each = torch.arange(len(states), device=allocator.device)
 
     def step(self, token_ids: torch.Tensor | None = None) -> Step:
         """The next step, over the one pending token of each request.
 
         token_ids: [B] int64 on the device, the pending tokens; None reads them from the requests,
-        which is for the first step. Raises PoolExhausted, changing nothing, without enough slots.
+        which is for the first step. Raises PoolExhausted without enough slots and InvalidInput
+        where a context is full, changing nothing.
         """
-        positions = self._lens.long()
-        lens, lens_cpu = self._lens + 1, self._lens_cpu + 1
-        slots = self._allocate(positions, lens, lens_cpu)
-        self._lens, self._lens_cpu, self._last_loc = lens, lens_cpu, slots
+        if not self._steps_left:
+            raise InvalidInput(
+                "states", came="a request whose context is full", expected="room for one token each"
+            )
+        first, last = self._opening[self._phase]
+        page_size = self._allocator.page_size
+        pages = self._allocator.alloc_pages(last - first) if last > first else None
+        self._places = self._places + 1
+        positions, cells, slots = self._places.unbind()
+        if page_size == 1 and pages is not None:
+            slots = pages
+        elif pages is not None:
+            slots.index_copy_(0, self._order[first:last], pages * page_size)
+        self._table.view(-1).index_copy_(0, cells, slots.to(self._table.dtype))
+        self._lens, self._lens_cpu = self._lens + 1, self._lens_cpu + 1
         self._lens_sum += len(self.states)
+        self._phase = (self._phase + 1) % len(self._opening)
+        self._steps_left -= 1
         for state in self.states:
             state.num_cached += 1
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(self.states),
             req_pool_indices=self._rows,
-            seq_lens=lens,
+            seq_lens=self._lens,
             out_cache_loc=slots,
             positions=positions,
-            seq_lens_cpu=lens_cpu,
+            seq_lens_cpu=self._lens_cpu,
             seq_lens_sum=self._lens_sum,
             encoder_lens=self._encoder_lens,
         )
         input_ids = self._first_ids if token_ids is None else token_ids
         return Step(batch=batch, input_ids=input_ids, last_indices=self._each)
 
-    def _allocate(
-        self, positions: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor
-    ) -> torch.Tensor:
-        """Slots [B] of the new tokens, written to the table behind the encoder's."""
-        if self._encoder_lens is not None:
-            positions = positions + self._encoder_lens
-            lens, lens_cpu = lens + self._encoder_lens, lens_cpu + self._encoder_lens_cpu
-        slots = self._allocator.alloc_decode(lens, self._last_loc, seq_lens_cpu=lens_cpu)
-        self._table.write(self._rows, positions, None, slots)
-        return slots
+
+def _bounds(in_page: Sequence[int], page_size: int) -> list[tuple[int, int]]:
+    """For each of page_size steps in turn, the part of the ascending `in_page` that opens a page
+    in it: step s is the first of a page for those with in_page + s = 0 modulo page_size."""
+    ends = [bisect_right(in_page, place) for place in range(-1, page_size)]
+    steps = range(page_size)
+    return [(ends[-step % page_size], ends[-step % page_size + 1]) for step in steps]

@@ -70,7 +70,8 @@ class PrefixCache:
         self._tree.unlock(before)
         request.node = match.node
         if known > state.num_shared:
-            self.allocator.free(slots[state.num_shared : known])
+            twice = slots[state.num_shared : known : self.page_size]
+            self.allocator.free_pages(twice // self.page_size)
             self.steps.rewrite(state, state.num_shared, match.slots[state.num_shared :])
         state.num_shared = whole
 
