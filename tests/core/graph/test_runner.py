@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -188,7 +189,7 @@ def test_the_graph_upgrades_raw_metadata(world) -> None:
     backend = Watched(world.context)
     runner = runner_of(world, backend=backend, batch_sizes=(4,))
     runner.capture()
-    state = backend.state
+    (state,) = backend.states
     calls.clear()
     for lens in ((9, 30, 2), (4, 1, 20)):
         batch = prepare_step(world, decode(*lens)).batch
@@ -198,7 +199,7 @@ def test_the_graph_upgrades_raw_metadata(world) -> None:
         table = world.context.req_to_token_pool.req_to_token
         assert torch.equal(state.slots[:3], table[batch.req_pool_indices])
     assert calls == []
-    assert backend.state is state
+    assert backend.states == [state]
 
 
 @pytest.mark.parametrize("captured_in", [True, False])
@@ -294,7 +295,7 @@ def test_a_backend_without_graphs_says_so(world) -> None:
 
 def test_debug_checks_cannot_be_captured(world) -> None:
     context = replace(world.context, debug=True)
-    with pytest.raises(GraphUnsupported, match="debug"):
+    with pytest.raises(GraphUnsupported, match=r"debug mode, .*: run eagerly, or .* debug=False"):
         runner_of(world, backend=GraphFakeBackend(context))
 
 
@@ -311,20 +312,139 @@ def test_a_failed_capture_leaves_no_graph(world) -> None:
     assert not runner.can_run(prepare_step(world, decode(3)).batch)
 
 
+def test_a_failed_capture_leaves_none_of_an_earlier_one(world) -> None:
+    """Whose buffers the backend may have made anew."""
+    fails = False
+
+    def forward(batch, inputs):
+        if fails and batch.batch_size == 2:
+            raise ValueError("in the middle")
+        return inputs["input_ids"] + 1
+
+    runner = runner_of(world, forward=forward)
+    runner.capture()
+    fails = True
+    with pytest.raises(ValueError, match="in the middle"):
+        runner.capture()
+    assert runner.batch_sizes == ()
+    fails = False
+    runner.capture()
+    batch = prepare_step(world, decode(3, 9)).batch
+    assert runner.replay(batch, ids_of(batch)).tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("output", ["text", torch.zeros(3), torch.tensor(1.0)])
 def test_outputs_have_a_row_for_each_token(world, output: object) -> None:
-    devices = _Unchecked()
     with pytest.raises(InvalidInput, match="forward: expected tensors of 8 rows"):
-        runner_of(world, forward=lambda *_: output, devices=devices).capture()
+        runner_of(world, forward=lambda *_: output).capture()
 
 
-class _Unchecked(RecordingGraphs):
-    """Captures nothing."""
+@pytest.mark.parametrize(
+    ("of_two", "came"),
+    [
+        (lambda ids: ids * 1.0, r"torch.float32 of shape \(2,\) for 2 tokens"),
+        (lambda ids: ids[:, None], r"torch.int64 of shape \(2, 1\) for 2 tokens"),
+        (lambda ids: (ids,), r"torch.int64 of shape \(2,\) for 2 tokens"),
+        (lambda ids: None, "None for 2 tokens"),
+    ],
+)
+def test_outputs_of_all_sizes_are_alike(world, of_two, came: str) -> None:
+    def forward(batch, inputs):
+        ids = inputs["input_ids"]
+        return of_two(ids) if batch.batch_size == 2 else ids + 1
 
-    def capture(self, step: GraphStep) -> CapturedGraph:
-        graph = super().capture(replace(step, forward=lambda: None))
-        graph.outputs = step.forward()
-        return graph
+    with pytest.raises(InvalidInput, match=f"forward: expected rows of .*, got {came}"):
+        runner_of(world, forward=forward).capture()
+
+
+def test_sizes_share_their_outputs(world) -> None:
+    """One tensor of the largest size holds them all; the model's own are free for others."""
+    returned = []
+
+    def forward(batch, inputs):
+        logits = inputs["input_ids"][:, None] * torch.ones(97)
+        returned.append(weakref.ref(logits))
+        return logits
+
+    class Forgets(RecordingGraphs):
+        """Keeps of a graph what a device's keeps: its outputs."""
+
+        def capture(self, step: GraphStep) -> CapturedGraph:
+            graph = super().capture(step)
+            graph._tape = None
+            return graph
+
+    forgets = runner_of(world, forward=forward, devices=Forgets())
+    forgets.capture()
+    assert len(returned) == 4 * 3
+    assert all(logits() is None for logits in returned)
+    runner = runner_of(world, forward=forward)
+    runner.capture()
+    outputs = []
+    for lens in ((4, 9, 30, 2, 11), (7,), (3, 2)):
+        batch = prepare_step(world, decode(*lens)).batch
+        outputs.append(runner.replay(batch, ids_of(batch)))
+        assert outputs[-1][:, 96].tolist() == [*range(1, len(lens) + 1)]
+    assert {output.data_ptr() for output in outputs} == {outputs[0].data_ptr()}
+
+
+def test_an_interrupted_step_leaves_no_request_in_the_padding(world, monkeypatch) -> None:
+    """Whose slot a padding row would write to."""
+    runner = runner_of(world, forward=lambda batch, inputs: batch.out_cache_loc + 0)
+    runner.capture()
+    large, small = (prepare_step(world, decode(*[9] * size)).batch for size in (8, 3))
+    copy, calls = torch._foreach_copy_, []
+
+    def interrupted(*args):
+        copy(*args)
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.replay(large, ids_of(large))
+    runner.replay(small, ids_of(small))
+    buffers = runner._buffers.views(8)[0]
+    for name, fill in (("seq_lens", 1), ("req_pool_indices", 0), ("out_cache_loc", 0)):
+        assert getattr(buffers, name)[3:].tolist() == [fill] * 5
+
+
+@pytest.mark.parametrize("first", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_a_backend_has_a_runner_for_each_mode(first: ForwardMode) -> None:
+    """The second needs larger buffers, and what the first captured still reads its own."""
+    steps = {
+        ForwardMode.DECODE: decode(11, 30, 4, 17, 9),
+        ForwardMode.TARGET_VERIFY: verify(3, 5, 9, 21, 2, 7),
+    }
+    case = replace(CASE, steps=tuple(steps.values()), spec_topk=1)
+    world = make_world(case, fake_platform(), "cpu")
+    backend, eager, devices = (
+        GraphFakeBackend(world.context),
+        FakeBackend(world.context),
+        RecordingGraphs(),
+    )
+    second = next(mode for mode in steps if mode is not first)
+    runners = {
+        mode: runner_of(
+            world,
+            backend=backend,
+            devices=devices,
+            batch_sizes=sizes,
+            forward_mode=mode,
+            tokens_per_request=3 if mode.is_target_verify() else 1,
+        )
+        for mode, sizes in ((first, (1, 5)), (second, (5, 8)))
+    }
+    for runner in runners.values():
+        runner.capture()
+    for mode in (first, second, first):
+        batch = prepare_step(world, steps[mode]).batch
+        outputs = runners[mode].replay(batch, ids_of(batch))["out"]
+        eager.init_forward_metadata(batch)
+        torch.testing.assert_close(outputs, _in_context(eager, batch)["out"])
+        assert not runners[second if mode is first else first].can_run(batch)
 
 
 def test_a_hybrid_captures_decode_alone(world) -> None:
@@ -337,6 +457,40 @@ def test_a_hybrid_captures_decode_alone(world) -> None:
     expected.capture()
     actual = runner.replay(batch, ids_of(batch))["out"].clone()
     assert torch.equal(actual, expected.replay(batch, ids_of(batch))["out"])
+
+
+@pytest.mark.parametrize("speculative", ["prefill", "decode"])
+def test_padding_is_filled_for_the_child_that_serves(speculative: str) -> None:
+    class Zero(GraphFakeBackend):
+        def get_cuda_graph_seq_len_fill_value(self) -> int:
+            return 0
+
+    case = replace(CASE, steps=(decode(5), verify(3, 5)), spec_topk=1)
+    world = make_world(case, fake_platform(), "cpu")
+    request = world.context.request.replace(speculative_attention_mode=speculative)
+    context = replace(world.context, request=request)
+    hybrid = HybridAttnBackend(prefill=Zero(context), decode=GraphFakeBackend(context))
+    fills = {}
+    for mode, tokens in ((ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)):
+        runner = runner_of(
+            world,
+            backend=hybrid,
+            batch_sizes=(4,),
+            forward_mode=mode,
+            tokens_per_request=tokens,
+            forward=lambda batch, inputs: batch.seq_lens.repeat_interleave(
+                batch.num_tokens // 4, output_size=batch.num_tokens
+            ),
+        )
+        runner.capture()
+        padded, _ = runner._buffers.views(4)
+        fills[mode] = padded.seq_lens.tolist()
+    verifies = [0] * 4 if speculative == "prefill" else [1] * 4
+    assert fills == {ForwardMode.DECODE: [1] * 4, ForwardMode.TARGET_VERIFY: verifies}
+    assert [len(child.states) for child in (hybrid.prefill, hybrid.decode)] == [
+        speculative == "prefill",
+        1,
+    ]
 
 
 @pytest.mark.parametrize(("speculative", "captures"), [("prefill", True), ("decode", False)])

@@ -62,7 +62,7 @@ class StaleMetadata(GraphFakeBackend):
 class ReadsHostMirror(GraphFakeBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
-        self.state.raw_lens[: batch.batch_size].copy_(batch.seq_lens_cpu)
+        self.state_of(batch).raw_lens[: batch.batch_size].copy_(batch.seq_lens_cpu)
 
 
 class Allocates(GraphFakeBackend):
@@ -95,8 +95,28 @@ class MovesBuffers(GraphFakeBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        self.state = None
+        self.states.clear()
         self.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        super().init_forward_metadata_out_graph(batch, in_capture)
+
+
+class ReplacesBuffers(GraphFakeBackend):
+    """Makes its buffers anew for the graphs of another mode."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.states.clear()
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+
+
+class GrowsBuffers(GraphFakeBackend):
+    """Makes its buffers anew for an eager step that is larger than they are."""
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        if self.states[0].max_batch_size < batch.batch_size:
+            self.states.clear()
+            self.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
         super().init_forward_metadata_out_graph(batch, in_capture)
 
 
@@ -149,6 +169,41 @@ def test_catches(fault: type[AttentionBackend], error: type[Exception], says: st
     assert isinstance(outcome.error, error), outcome.message
     with pytest.raises(type(outcome.error), match=says):
         raise outcome.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (ReplacesBuffers, "decode-and-verify"),
+        (ReplacesBuffers, "verify-and-decode"),
+        (GrowsBuffers, "decode-larger-than-graphs"),
+        (GrowsBuffers, "verify-larger-than-graphs"),
+        (GrowsBuffers, "verify-tree-larger-than-graphs"),
+    ],
+)
+def test_catches_buffers_that_other_graphs_still_read(
+    fault: type[AttentionBackend], case: str
+) -> None:
+    outcome = run_case(candidate_of(fault), CASES[f"{case}-page16-graph"])
+    assert isinstance(outcome.error, GraphViolation), outcome
+    assert "memory has been freed or moved" in outcome.message
+
+
+def test_larger_steps_run_eagerly_beside_graphs() -> None:
+    sizes = []
+
+    class Watched(GraphFakeBackend):
+        def init_forward_metadata(self, batch: ForwardBatch) -> None:
+            sizes.append(("eager", batch.batch_size))
+            super().init_forward_metadata(batch)
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            sizes.append((max_bs, max_num_tokens))
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+
+    outcome = run_case(candidate_of(Watched), CASES["verify-larger-than-graphs-page16-graph"])
+    assert outcome.status == "passed"
+    assert sizes == [(2, 8), ("eager", 5)]
 
 
 def test_a_card_that_claims_graphs_fails_without_them() -> None:

@@ -110,9 +110,16 @@ class AttentionBackend(ABC):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Device operations of static shape: no synchronisation, and nothing allocated is kept."""
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate, once, the buffers that captured graphs point at.
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        """The backend that serves steps of that mode: itself, but for a composite."""
+        return self
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the buffers that graphs of steps up to this size point at.
+
+        Called by each runner of graphs, for decoding and for verification, before it captures. What
+        earlier calls made stays where it is, since captured graphs read it: a call whose sizes
+        they do not hold adds buffers. A step that is larger than all of them runs without, eagerly.
         Raises GraphUnsupported unless the backend overrides it.
         """
         raise GraphUnsupported(f"{type(self).__name__} cannot be captured in a device graph")

@@ -49,12 +49,16 @@ class HybridAttnBackend(AttentionBackend):
         self.select(batch.forward_mode).init_forward_metadata_in_graph(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Decode is always captured; the prefill backend only where it verifies drafts."""
+        """Decode is always captured; the prefill backend only where it verifies drafts.
+
+        A `GraphRunner` asks the child that `select` names, and nobody else.
+        """
         self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
         if self.context.request.spec_topk and self._speculative is self.prefill:
             self.prefill.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """That of decode steps; `select(mode)` knows that of others."""
         return self.decode.get_cuda_graph_seq_len_fill_value()
 
     def save_kv(

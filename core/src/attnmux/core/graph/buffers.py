@@ -135,6 +135,8 @@ class FixedBuffers:
                 )
         if self._masks is not None:
             self._masks.load(batch, padded.batch_size)
+        # Before the copies: should one be interrupted, the next load makes these rows padding.
+        self._used = max(self._used, size)
         for first, last in self._groups:
             torch._foreach_copy_(targets[first:last], sources[first:last])
         self._pad_behind(size)

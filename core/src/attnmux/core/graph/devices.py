@@ -91,9 +91,12 @@ class CudaGraphs(DeviceGraphs):
     def session(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), _no_garbage_collection():
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), _no_garbage_collection():
+                yield
+        finally:
+            # What a failure has left running reads and writes what eager steps do.
+            current.wait_stream(self._stream)
 
     def warm_up(self, step: GraphStep) -> None:
         torch.cuda.synchronize(self._device)
@@ -114,12 +117,23 @@ class CudaGraphs(DeviceGraphs):
             ):
                 outputs = step.run()
         except RuntimeError as error:
-            raise GraphUnsupported(
-                f"the step cannot be captured: {error}; a captured step must not synchronise, "
-                "read from the device, or copy from pageable host memory"
-            ) from error
+            raise GraphUnsupported(_why(error)) from error
         left, _ = torch.cuda.mem_get_info(self._device)
         return CudaGraph(graph, outputs, max(free - left, 0))
+
+
+def _why(error: RuntimeError) -> str:
+    # The end of a spoilt capture raises too, and says less than what spoilt it.
+    first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+    if isinstance(first, torch.OutOfMemoryError):
+        return (
+            f"no memory is left for graphs: {first}; capture smaller batch sizes, or give the KV "
+            "pool less"
+        )
+    return (
+        f"the step cannot be captured: {first}; a captured step must not synchronise, read from "
+        "the device, or copy from pageable host memory"
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import Forward, GraphConfig, ModelInput
 from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.core.graph.outputs import FixedOutputs
 from attnmux.core.graph.progress import show_progress
 from attnmux.core.graph.sizes import padded_size
 from attnmux.core.op import forward_context
@@ -35,23 +36,15 @@ CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 class _Captured:
-    """A graph with its batch, and the leaves of what the model's call returned."""
+    """A graph with its batch, and the leaves of its outputs."""
 
-    def __init__(self, graph: CapturedGraph, batch: ForwardBatch, num_tokens: int) -> None:
+    def __init__(self, graph: CapturedGraph, batch: ForwardBatch) -> None:
         self.graph = graph
         self.batch = batch
         self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
-        for leaf in self._leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (num_tokens,):
-                continue
-            if leaf is not None:
-                shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-                raise InvalidInput(
-                    "forward", came=f"{shape} as output", expected=f"tensors of {num_tokens} rows"
-                )
 
     def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
-        """What it returned, its first rows."""
+        """Their first rows."""
         rows = [None if leaf is None else leaf[:num_tokens] for leaf in self._leaves]
         return pytree.tree_unflatten(rows, self._spec)
 
@@ -63,7 +56,8 @@ class GraphRunner:
     size, lets the backend prepare its metadata outside of the graph, and launches the graph, in
     which the backend's other half of the preparation and the model's call were captured.
 
-    A backend has one runner: capturing makes the buffers that all of the backend's graphs read.
+    One runner serves steps of one mode. A backend may have several, such as one for decoding and
+    one for verification; given the same `devices`, they share its memory pool.
     """
 
     def __init__(
@@ -85,9 +79,12 @@ class GraphRunner:
         Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
         """
         if backend.context.debug:
-            raise GraphUnsupported("the checks of debug mode synchronise: capture without debug")
+            raise GraphUnsupported(
+                "the context is in debug mode, whose checks synchronise with the device: run "
+                "eagerly, or make the BackendContext with debug=False"
+            )
         self.config = config
-        self._backend = backend
+        self._backend = backend = backend.select(config.forward_mode)
         self._forward = forward
         self._compiled = config.compile(forward) if config.compile else forward
         self._devices = devices
@@ -101,6 +98,7 @@ class GraphRunner:
             max_context_len=backend.context.max_context_len,
             device=backend.context.device,
         )
+        self._outputs = FixedOutputs()
         self._captured: dict[int, _Captured] = {}
         self._sizes: tuple[int, ...] = ()
 
@@ -123,11 +121,13 @@ class GraphRunner:
         """Capture every size, from large to small.
 
         batch: what the buffers hold meanwhile, in the sizes that it fits; else, and in the other
-        sizes, all rows are padding and what is written lands in slot 0.
-        Raises GraphUnsupported for a backend that cannot be captured.
+        sizes, all rows are padding and what is written lands in slot 0. Graphs of an earlier
+        capture are dropped first.
+        Raises GraphUnsupported for a backend that cannot be captured; then no graph is left.
         """
         config = self.config
         sizes = config.batch_sizes[::-1]
+        self._captured, self._sizes, self._outputs = {}, (), FixedOutputs()
         captured = {}
         # What is made in inference mode could not be written outside of it later.
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
@@ -172,7 +172,7 @@ class GraphRunner:
 
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
             with forward_context(self._backend, batch):
-                return forward(batch, inputs)
+                return self._outputs.store(forward(batch, inputs), batch.num_tokens)
 
         step = GraphStep(
             prepare=lambda: self._backend.init_forward_metadata_in_graph(batch),
@@ -183,7 +183,7 @@ class GraphRunner:
         for _ in range(NUM_WARM_UPS):
             self._devices.warm_up(step)
         graph = self._devices.capture(step)
-        return _Captured(graph, batch, batch.num_tokens)
+        return _Captured(graph, batch)
 
     def _refusal(self, batch: ForwardBatch) -> InvalidInput | None:
         """Why no graph serves the batch."""

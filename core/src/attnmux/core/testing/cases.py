@@ -161,6 +161,8 @@ class Case:
     """The layers are an encoder's: not causal, and without a KV cache."""
     graph: bool = False
     """Steps that device graphs serve are captured and replayed."""
+    max_graph_batch_size: int | None = None
+    """Larger steps run eagerly on the backend that holds the graphs. None: all have graphs."""
 
     @property
     def execution(self) -> Literal["eager", "graph"]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.devices import device_graphs
+from attnmux.core.graph.devices import DeviceGraphs, device_graphs
 from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.graph.sizes import graph_batch_sizes, padded_size
 from attnmux.core.testing.builders import LayerInput, PreparedStep, prepare_step
-from attnmux.core.testing.cases import Case
+from attnmux.core.testing.cases import Case, Step
 from attnmux.core.testing.comparison import Disagreement
 from attnmux.core.testing.execution import EagerExecution, Execution, LayerOutput, call_layer
 from attnmux.core.testing.world import World
@@ -24,28 +24,63 @@ from attnmux.core.testing.world import World
 class GraphExecution(Execution):
     """Replays the steps that graphs serve, and runs the others on the same backend.
 
-    The graphs are captured with shorter requests, other pages and other values than the steps
-    have, in the sizes that the default ones pad the steps to.
+    Each mode has its graphs, captured one mode after the other with shorter requests, other pages
+    and other values than the steps have, in the sizes that the default ones pad the steps to.
     """
 
     def __init__(self, world: World, backend: AttentionBackend, *, host_lens: bool) -> None:
         super().__init__(world, backend, host_lens=host_lens)
-        first = next(step for step in world.case.steps if step.can_be_captured)
+        self._eager = EagerExecution(world, backend, host_lens=host_lens)
+        device = world.context.device
+        devices = RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+        captured: dict[ForwardMode, list[Step]] = {}
+        for step in world.case.steps:
+            if step.can_be_captured and _rows(step) <= _most_rows(world.case):
+                captured.setdefault(step.mode, []).append(step)
+        self._graphs = {
+            mode: _Graphs(world, backend, steps, devices, host_lens=host_lens)
+            for mode, steps in captured.items()
+        }
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def run(self, step: PreparedStep) -> list[LayerOutput]:
+        graphs = self._graphs.get(step.batch.forward_mode)
+        if graphs is None or step.batch.batch_size > _most_rows(self.world.case):
+            return self._eager.run(step)
+        return graphs.run(step)
+
+
+class _Graphs:
+    """The graphs of the steps of one mode."""
+
+    def __init__(
+        self,
+        world: World,
+        backend: AttentionBackend,
+        steps: Sequence[Step],
+        devices: DeviceGraphs,
+        *,
+        host_lens: bool,
+    ) -> None:
+        self._world = world
+        self._backend = backend
+        serving = backend.select(steps[0].mode)
         sample = prepare_step(
             world,
-            first.halved(),
-            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            steps[0].halved(),
+            seq_len_fill=serving.get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
         )
-        self._eager = EagerExecution(world, backend, host_lens=host_lens)
         self._layers = sample.inputs
         self._outputs: dict[int, list[LayerOutput]] = {}
-        device = world.context.device
         self._runner = GraphRunner(
             backend,
             self._forward,
-            _config(world.case, sample.batch, host_lens=host_lens),
-            devices=RecordingGraphs() if device.type == "cpu" else device_graphs(device),
+            _config(world.case, steps, sample.batch, host_lens=host_lens),
+            devices=devices,
             inputs={
                 name: ModelInput(dtype=tensor.dtype, trailing=tuple(tensor.shape[1:]))
                 for name, tensor in _by_name(sample).items()
@@ -54,13 +89,7 @@ class GraphExecution(Execution):
         )
         self._runner.capture(sample.batch, _by_name(sample))
 
-    @property
-    def pads(self) -> bool:
-        return True
-
     def run(self, step: PreparedStep) -> list[LayerOutput]:
-        if not self._runner.can_run(step.batch):
-            return self._eager.run(step)
         outputs = self._runner.replay(step.batch, _by_name(step))
         num_tokens = step.batch.num_tokens
         size = padded_size(step.batch.batch_size, self._runner.batch_sizes)
@@ -89,18 +118,27 @@ class GraphExecution(Execution):
                 **{name: inputs[_name(like, name)] for name in _tensors(like)},  # type: ignore[arg-type]  # fields by name
             )
             outputs.append(
-                call_layer(self.world, self.backend, given, batch, batch.num_tokens, index)
+                call_layer(self._world, self._backend, given, batch, batch.num_tokens, index)
             )
         self._outputs[batch.batch_size] = outputs
         return [(output.out, output.lse) for output in outputs]
 
 
-def _config(case: Case, batch: ForwardBatch, *, host_lens: bool) -> GraphConfig:
+def _rows(step: Step) -> int:
+    """Requests of the step, those of padding included."""
+    return len(step.lens) + step.padding
+
+
+def _most_rows(case: Case) -> int:
+    """Of a step that has a graph."""
+    return case.max_graph_batch_size or max(map(_rows, case.steps))
+
+
+def _config(
+    case: Case, steps: Sequence[Step], batch: ForwardBatch, *, host_lens: bool
+) -> GraphConfig:
     usual = graph_batch_sizes(pool_size=1024)
-    counts = {
-        len(step.lens) + step.padding for step in case.steps if step.mode is batch.forward_mode
-    }
-    sizes = {padded_size(count, usual) for count in counts}
+    sizes = {padded_size(_rows(step), usual) for step in steps}
     is_verify = batch.forward_mode.is_target_verify()
     return GraphConfig(
         batch_sizes=tuple(sorted(size for size in sizes if size)),

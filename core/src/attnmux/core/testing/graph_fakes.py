@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from attnmux.core.backend import NO_OPTIONS, BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.conditions import ANY, Condition
@@ -38,9 +40,13 @@ class GraphState:
     slots: torch.Tensor
     """[B, max_context_len] int32"""
 
+    @property
+    def max_batch_size(self) -> int:
+        return self.cached.shape[0]
+
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether the step can lie in the buffers: a larger one runs without them, eagerly."""
-        return _is_static(batch) and batch.batch_size <= self.cached.shape[0]
+        return _is_static(batch) and batch.batch_size <= self.max_batch_size
 
     @classmethod
     def make(cls, max_bs: int, max_context_len: int, device: torch.device) -> GraphState:
@@ -61,16 +67,24 @@ class GraphFakeBackend(FakeBackend):
     built inside, from wherever the buffers then lead.
     """
 
-    state: GraphState | None = None
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        super().__init__(context, options)
+        self.states: list[GraphState] = []
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.state = GraphState.make(max_bs, self.context.max_context_len, self.context.device)
+        if all(state.max_batch_size < max_bs for state in self.states):
+            context = self.context
+            self.states.append(GraphState.make(max_bs, context.max_context_len, context.device))
+
+    def state_of(self, batch: ForwardBatch) -> GraphState | None:
+        """The first that holds the step, at capture and at replay; None where none does."""
+        return next((state for state in self.states if state.fits(batch)), None)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        state, size = self.state, batch.batch_size
-        if state is None or not state.fits(batch):
+        state, size = self.state_of(batch), batch.batch_size
+        if state is None:
             super().init_forward_metadata_out_graph(batch, in_capture)
             return
         state.raw_rows[:size] = batch.req_pool_indices
@@ -79,8 +93,8 @@ class GraphFakeBackend(FakeBackend):
             state.raw_encoder[:size] = batch.encoder_lens
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        state, size = self.state, batch.batch_size
-        if state is None or not state.fits(batch):
+        state, size = self.state_of(batch), batch.batch_size
+        if state is None:
             super().init_forward_metadata_in_graph(batch)
             return
         torch.sub(
@@ -100,8 +114,8 @@ class GraphFakeBackend(FakeBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        state = self.state
-        if state is None or not state.fits(batch):
+        state = self.state_of(batch)
+        if state is None:
             return super()._forward(q, k, v, layer, batch, q_rope, out, lse)
         if q_rope is not None:
             q = torch.cat([q, q_rope], dim=-1)

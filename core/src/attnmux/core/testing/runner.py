@@ -63,7 +63,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
         step = prepare_step(
             world,
             lengths,
-            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            seq_len_fill=backend.select(lengths.mode).get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
         )
         if execution.pads:

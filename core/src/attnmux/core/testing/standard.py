@@ -107,6 +107,8 @@ def _batches(page: int) -> Iterator[Case]:
     }
     for name, of_case in steps.items():
         yield _case(name, page, *of_case)
+    larger = decode(9, 40), decode(2, 60, 17, 5, 33), decode(10, 41)
+    yield _case("decode-larger-than-graphs", page, *larger, max_graph_batch_size=2)
 
 
 def _parts(page: int) -> Iterator[Case]:
@@ -140,6 +142,14 @@ def _speculation(page: int) -> Iterator[Case]:
     yield _case("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
     yield _case("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
     yield _case("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
+    # On one backend: the second mode's graphs need larger buffers than the first's.
+    growing = decode(9, 40), verify(4, 9, 30, page, 1, 17), decode(41, 10), verify(4, 21, 34, 5)
+    yield _case("decode-and-verify", page, *growing, **chain)
+    growing = verify(3, 9, 30), decode(9, 40, 2, 33, 5), verify(3, 8, 16), decode(41, 10, 3)
+    yield _case("verify-and-decode", page, *growing, **chain)
+    larger = verify(4, 9, 30), verify(4, 2, 60, 17, 5, 33), verify(4, 20, 3)
+    yield _case("verify-larger-than-graphs", page, *larger, max_graph_batch_size=2, **chain)
+    yield _case("verify-tree-larger-than-graphs", page, *larger, max_graph_batch_size=2, **tree)
     catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
     yield _case("draft-extend", page, catching_up, **chain)
 

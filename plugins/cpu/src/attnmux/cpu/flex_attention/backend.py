@@ -15,7 +15,7 @@ import torch
 from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported
-from attnmux.cpu.flex_attention.fixed import FixedPlan
+from attnmux.cpu.flex_attention.fixed import FixedPlan, first_of
 from attnmux.cpu.flex_attention.kernel import kernel, plain_tensors
 from attnmux.cpu.flex_attention.keys import block_of_page
 from attnmux.cpu.flex_attention.plan import (
@@ -55,7 +55,7 @@ class FlexAttentionBackend(AttentionBackend):
         self._lens: StepLens | None = None
         self._tiles: dict[int, Tiles] = {}
         self._plans: dict[tuple[KeyRule, int, int], Plan] = {}
-        self._fixed: dict[tuple[KeyRule, int, int], FixedPlan] = {}
+        self._fixed: dict[tuple[KeyRule, int, int], list[FixedPlan]] = {}
         pool = context.token_to_kv_pool
         with plain_tensors():
             self._scale_and_cap = {
@@ -83,7 +83,7 @@ class FlexAttentionBackend(AttentionBackend):
 
         A step that graphs were announced for is planned in their buffers, without synchronising.
         """
-        if in_capture and not all(fixed.holds(batch) for fixed in self._fixed.values()):
+        if in_capture and not all(first_of(fixed, batch) for fixed in self._fixed.values()):
             raise GraphUnsupported(
                 "flex_attention captures DECODE and TARGET_VERIFY of announced sizes, "
                 "without a custom mask or items"
@@ -116,13 +116,17 @@ class FlexAttentionBackend(AttentionBackend):
         with plain_tensors():
             for layer in self.context.layers:
                 for size in (1, tile_size(layer, self.context.device)):
-                    self._fixed[self._shared_by(layer, size, in_call=False)] = FixedPlan(
-                        self.context,
-                        layer.layer_id,
-                        size,
-                        max_bs=max_bs,
-                        max_num_tokens=max_num_tokens,
-                    )
+                    fixed = self._fixed.setdefault(self._shared_by(layer, size, in_call=False), [])
+                    if not any(each.has_room(max_bs, max_num_tokens) for each in fixed):
+                        fixed.append(
+                            FixedPlan(
+                                self.context,
+                                layer.layer_id,
+                                size,
+                                max_bs=max_bs,
+                                max_num_tokens=max_num_tokens,
+                            )
+                        )
 
     def forward_decode(
         self,
@@ -234,9 +238,7 @@ class FlexAttentionBackend(AttentionBackend):
             tiles = self._tiles.get(size)
             if tiles is None:
                 tiles = self._tiles[size] = make_tiles(self._lens, batch.num_tokens, size)
-            fixed = self._fixed.get(key)
-            if fixed is not None and not fixed.holds(batch):
-                fixed = None
+            fixed = first_of(self._fixed.get(key, ()), batch)
             width = None if fixed is None else fixed.width
             plan = make_plan(key[0], layer, batch, self._lens, tiles, self.context, width=width)
             plan = plan if fixed is None else fixed.take(plan)

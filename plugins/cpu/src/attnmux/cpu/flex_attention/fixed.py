@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,14 +42,17 @@ class FixedPlan:
         room = list_room(device, count, self._listed, self._capacity)
         self._lists = torch.zeros((lists, room), dtype=torch.int32, device=device)
 
+    def has_room(self, max_bs: int, max_num_tokens: int) -> bool:
+        """Whether it is large enough for steps of these sizes."""
+        return max_bs <= self.max_bs and max_num_tokens <= self.max_num_tokens
+
     def holds(self, batch: ForwardBatch) -> bool:
         """Whether it has room for the step, and the step needs nothing that it has not."""
         is_plain = batch.multi_item is None and (
             batch.spec_info is None or batch.spec_info.custom_mask is None
         )
         has_graphs = batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify()
-        is_small = batch.batch_size <= self.max_bs and batch.num_tokens <= self.max_num_tokens
-        return is_plain and has_graphs and is_small
+        return is_plain and has_graphs and self.has_room(batch.batch_size, batch.num_tokens)
 
     def take(self, plan: Plan) -> Plan:
         """The plan, copied here."""
@@ -79,3 +83,8 @@ class FixedPlan:
         own = blocks.as_strided((count, listed), (listed, 1))
         self._lists[which, : count * listed].view(count, listed).copy_(own)
         return block_list(self._lists[which], count, listed, self._capacity)
+
+
+def first_of(fixed: Iterable[FixedPlan], batch: ForwardBatch) -> FixedPlan | None:
+    """The first that holds the step: the same at its capture and at every replay."""
+    return next((each for each in fixed if each.holds(batch)), None)

@@ -1,0 +1,67 @@
+"""What the model's call returns, in tensors that the graphs of all batch sizes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from attnmux.core.errors import InvalidInput
+
+
+class FixedOutputs:
+    """Outputs of the largest batch; a smaller one has the first rows.
+
+    Each graph ends with a copy to them, so that the memory of its own outputs is the next graph's
+    to use: else the logits of every batch size would be kept, those of the largest many times over.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor | None] = []
+        self._structure: pytree.TreeSpec | None = None
+
+    def store(self, outputs: object, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returns it
+        """Copy what the call returned for `num_tokens` tokens. Returns the same, as views.
+
+        The first call is that of the largest batch. Raises InvalidInput for anything but tensors
+        of a row a token, and for other shapes and dtypes than in the first call.
+        """
+        leaves, structure = pytree.tree_flatten(outputs)
+        for leaf in leaves:
+            if leaf is not None and not _has_rows(leaf, num_tokens):
+                raise InvalidInput(
+                    "forward",
+                    came=f"{_described(leaf)} as output",
+                    expected=f"tensors of {num_tokens} rows",
+                )
+        if self._structure is None:
+            self._buffers = [None if leaf is None else torch.empty_like(leaf) for leaf in leaves]
+            self._structure = structure
+        kinds, first_kinds = [list(map(_kind, each)) for each in (leaves, self._buffers)]
+        if structure != self._structure or kinds != first_kinds:
+            raise InvalidInput(
+                "forward",
+                came=f"{', '.join(map(_described, leaves))} for {num_tokens} tokens",
+                expected=f"rows of {', '.join(map(_described, self._buffers))}, as for the largest "
+                "batch",
+            )
+        views = []
+        for leaf, buffer in zip(leaves, self._buffers, strict=True):
+            views.append(None if buffer is None else buffer[:num_tokens].copy_(leaf))
+        return pytree.tree_unflatten(views, structure)
+
+
+def _has_rows(leaf: object, num_tokens: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (num_tokens,)
+
+
+def _kind(leaf: torch.Tensor | None) -> object:
+    """What outputs of all sizes have in common."""
+    return None if leaf is None else (leaf.shape[1:], leaf.dtype, leaf.device)
+
+
+def _described(leaf: object) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+    return "None" if leaf is None else type(leaf).__name__

@@ -1,0 +1,118 @@
+"""Graphs of CUDA around what torch does, on machines without it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.graph.devices import CudaGraphs, GraphStep
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waits: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other.name)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream that the caller is on, of a `torch.cuda` that launches nothing."""
+    stream = Stream("current")
+
+    @contextmanager
+    def on(_: Stream) -> Iterator[None]:
+        yield
+
+    stubs = {
+        "Stream": lambda device: Stream("capture"),
+        "CUDAGraph": object,
+        "graph_pool_handle": lambda: None,
+        "current_stream": lambda device: stream,
+        "stream": on,
+        "graph": lambda graph, **settings: on(graph),
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device: (3, 4),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    return stream
+
+
+def graphs() -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda"))
+
+
+def step_of(error: Exception) -> GraphStep:
+    def forward() -> None:
+        raise error
+
+    return GraphStep(prepare=lambda: None, forward=forward)
+
+
+ERRORS = [None, GraphUnsupported("a kernel"), KeyboardInterrupt()]
+
+
+def session_of(error: BaseException | None) -> None:
+    """A session in which nothing may be collected, with an error in it."""
+    with graphs().session():
+        assert not gc.isenabled()
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("error", ERRORS)
+def test_nothing_is_collected_during_a_session(
+    current: Stream, error: BaseException | None, enabled: bool
+) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with nullcontext() if error is None else pytest.raises(type(error)):
+            session_of(error)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_callers_stream_waits_for_what_was_launched(
+    current: Stream, error: BaseException | None
+) -> None:
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        session_of(error)
+    assert current.waits == ["capture"]
+
+
+def test_a_spoilt_capture_says_what_spoilt_it(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def spoilt(graph: object, **settings: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", spoilt)
+    with pytest.raises(GraphUnsupported, match="cannot be captured: not while capturing; a capt"):
+        graphs().capture(step_of(RuntimeError("not while capturing")))
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_step(current: Stream) -> None:
+    with pytest.raises(GraphUnsupported, match="no memory is left for graphs: 2 GiB; capture sm"):
+        graphs().capture(step_of(torch.OutOfMemoryError("2 GiB")))
+
+
+def test_other_errors_of_a_step_are_its_own(current: Stream) -> None:
+    error = InvalidInput("q", came=None, expected="a tensor")
+    with pytest.raises(InvalidInput) as caught:
+        graphs().capture(step_of(error))
+    assert caught.value is error
