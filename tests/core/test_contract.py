@@ -330,6 +330,9 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
         ("extend_prefix_lens", lambda values: values.unsqueeze(1)),
         ("seq_lens_cpu", lambda values: values.to("meta")),
         ("encoder_lens", lambda values: torch.zeros(3, dtype=torch.int32)),
+        ("encoder_out_cache_loc", lambda values: torch.zeros(3, dtype=torch.int32)),
+        ("positions", lambda values: values.int()),
+        ("positions", lambda values: values[:-1]),
     ],
 )
 def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) -> None:

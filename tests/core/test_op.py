@@ -176,6 +176,42 @@ def test_the_op_writes_out_and_lse() -> None:
     assert bool(lse.isfinite().all())
 
 
+@pytest.mark.parametrize(
+    ("lengths", "settings"),
+    [
+        (extend((3, 5), (0, 4)), {}),
+        (extend((1, 5)), LATENT),
+        # As many encoder tokens as Q has rows with its padding: these are no padding.
+        (extend((0, 5), encoder=(8,)), {}),
+    ],
+    ids=["mha", "mla", "cross"],
+)
+def test_padding_behind_the_tokens_attends_to_nothing(lengths, settings) -> None:
+    world = world_of(lengths, **settings)
+    step = prepare_step(world, lengths)
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    padding = 3
+    for given in step.inputs:
+        layer, num_tokens = given.layer, given.q.shape[0]
+        expected = backend.forward(
+            given.q, given.k, given.v, layer, step.batch, q_rope=given.q_rope, k_rope=given.k_rope
+        )
+        q, k, v, q_rope, k_rope = (
+            x
+            if x is None or (layer.is_cross_attention and x is not given.q)
+            else torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)])
+            for x in (given.q, given.k, given.v, given.q_rope, given.k_rope)
+        )
+        out = torch.full((num_tokens + padding, *expected.shape[1:]), torch.nan, dtype=q.dtype)
+        lse = torch.full(out.shape[:2], torch.nan)
+        with forward_context(backend, step.batch):
+            attention_with_output(q, k, v, q_rope, k_rope, out, lse, layer.layer_id, True)
+        assert torch.equal(out[:num_tokens], expected)
+        assert not out[num_tokens:].any()
+        assert bool(torch.isneginf(lse[num_tokens:]).all())
+
+
 def test_the_op_stays_outside_of_device_graphs() -> None:
     op = torch.ops.attnmux.attention_with_output.default
     assert torch.Tag.cudagraph_unsafe in op.tags

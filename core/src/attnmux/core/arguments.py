@@ -23,6 +23,8 @@ def check_fields(batch: ForwardBatch) -> None:
     size = batch.batch_size
     _check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
     _check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, batch.num_tokens)
+    _check_vector("positions", batch.positions, torch.int64, batch.num_tokens)
+    _check_vector("encoder_out_cache_loc", batch.encoder_out_cache_loc, torch.int64)
     for field in _OF_REQUESTS:
         _check_vector(field, getattr(batch, field), torch.int32, size)
     for field in _MIRRORS:
@@ -33,6 +35,7 @@ def check_fields(batch: ForwardBatch) -> None:
     items = batch.multi_item
     if items is not None:
         _check_vector("multi_item.prefix_lens", items.prefix_lens, torch.int32, size)
+        _check_vector("multi_item.token_pos_in_items", items.token_pos_in_items, torch.int32)
 
 
 def check_call(
@@ -116,10 +119,15 @@ def _check_absent(argument: str, tensor: torch.Tensor | None, reason: str) -> No
         raise InvalidInput(argument, came="a tensor", expected=f"None, since {reason}")
 
 
-def _check_vector(field: str, values: torch.Tensor | None, dtype: torch.dtype, length: int) -> None:
-    if values is not None and (values.dtype != dtype or values.shape != (length,)):
+def _check_vector(
+    field: str, values: torch.Tensor | None, dtype: torch.dtype, length: int | None = None
+) -> None:
+    """A vector of that dtype and, where one is given, that length; None is no vector."""
+    if values is None:
+        return
+    if values.dtype != dtype or values.dim() != 1 or length not in (None, values.shape[0]):
         raise InvalidInput(
             field,
             came=f"{values.dtype} of shape {tuple(values.shape)}",
-            expected=f"{dtype} of shape ({length},)",
+            expected=f"{dtype} of shape ({'n' if length is None else length},)",
         )

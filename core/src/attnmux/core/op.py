@@ -67,15 +67,16 @@ def _attention_with_output(
 ) -> None:
     context = current_forward_context()
     backend = context.backend
+    layer = backend.context.layer(layer_id)
     num_tokens = context.batch.num_tokens
     if q.shape[0] > num_tokens:
         # A compiled model's tokens are padded, the batch's are not. Padding attends to nothing.
-        padded = q.shape[0]
         q = q[:num_tokens]
-        k, v, q_rope, k_rope = (
-            tensor[:num_tokens] if tensor is not None and tensor.shape[0] == padded else tensor
-            for tensor in (k, v, q_rope, k_rope)
-        )
+        q_rope = None if q_rope is None else q_rope[:num_tokens]
+        if not layer.is_cross_attention:  # whose k and v are the encoder's tokens
+            k, v, k_rope = (
+                None if tensor is None else tensor[:num_tokens] for tensor in (k, v, k_rope)
+            )
         out[num_tokens:].zero_()
         out = out[:num_tokens]
         if lse is not None:
@@ -85,7 +86,7 @@ def _attention_with_output(
         q,
         k,
         v,
-        backend.context.layer(layer_id),
+        layer,
         context.batch,
         save_kv_cache,
         q_rope=q_rope,
