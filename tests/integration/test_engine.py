@@ -199,9 +199,10 @@ def test_decoding_and_releasing_do_not_wait_for_the_device(page_size):
             state.num_cached = len(state.token_ids) - 1
             steps.allocator.alloc(state.num_cached)
         batch = steps.decode_batch(states)
-        for count in range(6):
-            step = batch.step(None if count == 0 else step.input_ids)
-            assert step.batch.out_cache_loc.shape == (3,)
+        step = batch.step()
+        for _ in range(6):
+            step = batch.step(step.input_ids)
+        assert step.batch.out_cache_loc.shape == (3,)
         steps.release(states)
         assert steps.allocator.available_size() == 96
 
@@ -287,6 +288,21 @@ def test_whole_pages_are_reused_and_one_token_is_left_to_run(page_size, length, 
     assert result.reused_tokens == reused
     assert engine.stats.reused_tokens == reused
     assert runner.ran[-1][1] == length - reused
+
+
+def test_an_engine_takes_over_what_the_one_before_it_cached():
+    runner = HashingRunner(rows=2, size=48, page_size=4)
+    for number, reused in enumerate((0, 16, 0)):
+        engine = Engine(runner, prefix_cache=number < 2)
+        assert engine.memory.held == 0
+        engine.add([7] * 18, max_new_tokens=1)
+        engine.add([8 + number] * 40, max_new_tokens=9)  # needs the whole pool
+        results = finish(engine)
+        assert results[0].reused_tokens == reused
+        assert list(results[1].token_ids) == continued([8 + number] * 40, 9)
+        engine.add([7] * 18, max_new_tokens=1)
+        finish(engine)
+    check_all_free(engine)
 
 
 def test_prompts_that_arrive_together_share_their_beginning():
@@ -456,6 +472,119 @@ def test_logits_that_are_not_numbers_end_one_request():
     assert list(results[1].token_ids) == continued([8, 1, 2], 5)
     with pytest.raises(AttnmuxError, match="prompt 2 are not numbers"):
         run_prompts(engine, [Prompt(token_ids=[first, 1], max_new_tokens=2) for first in (8, 9, 7)])
+    check_all_free(engine)
+
+
+class Spelling:
+    """A tokenizer of one letter a token, which fails on some of them."""
+
+    def __init__(self, fails_on=()):
+        self.fails_on = set(fails_on)
+
+    def decode(self, ids, **_):
+        if self.fails_on & set(ids):
+            raise ValueError("no such letter")
+        return "".join(chr(65 + one) for one in ids)
+
+
+def spelled(ids):
+    return Spelling().decode(ids)
+
+
+def steps_until_done(engine, error):
+    """All outputs, whatever comes out of the steps; and how often something did."""
+    outputs, failures = [], 0
+    for _ in range(1000):
+        if not engine.has_work:
+            return outputs, failures
+        try:
+            outputs += engine.step()
+        except error:
+            failures += 1
+        check_accounts(engine)
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_tokenizer_that_fails_loses_no_output_and_no_memory(listening):
+    answers = [continued([start, 5], 9) for start in range(4)]
+    letter = answers[1][-1]  # in the last text of one, and wherever others have it
+    engine = Engine(HashingRunner(rows=4), tokenizer=Spelling({letter}))
+    for start in range(4):
+        on_text = (lambda piece, last: None) if listening else None
+        engine.add([start, 5], max_new_tokens=9, on_text=on_text)
+    outputs, failures = steps_until_done(engine, ValueError)
+    assert failures > 0
+    for index, answer in enumerate(answers):
+        mine = [one for one in outputs if one.request_id == index]
+        assert [one.token_id for one in mine] == answer
+        assert mine[-1].result.token_ids == tuple(answer)
+        assert all(one.result is None for one in mine[:-1])
+    check_all_free(engine)
+
+
+def test_an_abort_whose_text_fails_still_frees():
+    answer = continued([1, 5], 9)
+    tokenizer = Spelling()
+    engine = Engine(HashingRunner(rows=2), tokenizer=tokenizer)
+    ids = [engine.add([start, 5], max_new_tokens=9) for start in (1, 2)]
+    engine.step()
+    tokenizer.fails_on = {answer[0]}
+    with pytest.raises(ValueError, match="letter"):
+        engine.abort(ids[0])
+    check_accounts(engine)
+    assert list(finish(engine)) == [ids[1]]
+    check_all_free(engine)
+
+
+def test_a_set_of_prompts_leaves_nothing_behind_when_the_tokenizer_fails():
+    tokenizer = Spelling()
+    engine = Engine(HashingRunner(rows=2), tokenizer=tokenizer)
+
+    def fail(index, piece, last):
+        tokenizer.fails_on = set(range(VOCABULARY))
+        raise KeyboardInterrupt
+
+    prompts = [Prompt(token_ids=[start, 5], max_new_tokens=9) for start in range(5)]
+    with pytest.raises(ValueError, match="letter"):
+        run_prompts(engine, prompts, on_text=fail)
+    check_all_free(engine)
+
+
+def test_a_listener_that_fails_loses_nobodys_output():
+    heard = []
+
+    def listen(piece, last):
+        heard.append(piece)
+        if len(heard) % 3 == 0:
+            raise OSError("gone")
+
+    engine = Engine(HashingRunner(rows=4), tokenizer=Spelling())
+    for start in range(4):
+        engine.add([start, 5], max_new_tokens=1 + start, on_text=listen)
+    outputs, failures = steps_until_done(engine, OSError)
+    assert failures == len(heard) // 3 > 0
+    results = {one.request_id: one.result for one in outputs if one.result is not None}
+    for start in range(4):
+        answer = continued([start, 5], 1 + start)
+        assert [one.token_id for one in outputs if one.request_id == start] == answer
+        assert results[start].text == spelled(answer)
+    check_all_free(engine)
+
+
+def test_nothing_is_said_about_a_request_that_its_listener_aborted():
+    engine = Engine(HashingRunner(rows=3), tokenizer=Spelling())
+    ended = {}
+
+    def listen(piece, last):
+        for one in ids[:2]:
+            ended.setdefault(one, engine.abort(one))
+
+    ids = [engine.add([start, 5], max_new_tokens=5, on_text=listen) for start in range(3)]
+    outputs, _ = steps_until_done(engine, ())
+    assert not {one.request_id for one in outputs} & set(ids[:2])
+    for start in range(2):
+        assert list(ended[ids[start]].token_ids) == continued([start, 5], 1)
     check_all_free(engine)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, ReqToTokenPool
+from attnmux.core.kv import PagedAllocator, PrefixTree, ReqToTokenPool
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.encoder_slots import check_encoder_len, split_encoder
 from attnmux.transformers.sequence import SequenceState, Step
@@ -29,9 +29,13 @@ class StepBuilder:
 
         max_encoder_len: encoder tokens of a request, for which every row of the table has columns
         in front of the tokens'; 0 in a decoder-only model.
+
+        `prefix_tree` is empty and for the caller to use: it owns slots of the allocator, and lives
+        as long.
         """
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
+        self.prefix_tree = PrefixTree(allocator, allocator.page_size)
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -110,8 +111,9 @@ def run_prompts(
                     index = index_of[output.request_id]
                     results[index] = _usable(output.result, index)
     finally:
-        for request_id in index_of:
-            engine.abort(request_id)
+        with ExitStack() as stack:  # all of them, also where the tokenizer fails for one
+            for request_id in index_of:
+                stack.callback(engine.abort, request_id)
     stats = deepcopy(engine.stats)
     ordered = tuple(results[index] for index in range(len(prompts)))
     return Generation(results=ordered, timings=Timings.of(stats), stats=stats)

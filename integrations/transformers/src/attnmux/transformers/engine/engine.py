@@ -36,6 +36,7 @@ class Engine:
 
     What a request generates is what it would generate alone, up to rounding in the model, whatever
     shares its steps. Not to be used from several threads at once.
+    The cached prefixes belong to the runner: an engine that follows on the same runner finds them.
     """
 
     def __init__(
@@ -158,18 +159,19 @@ class Engine:
         """End a request now. Returns what it has so far; None where it had ended before.
 
         All that it holds is free when this returns or, called while the model runs, when the
-        running step ends. Nothing more is said about it. Raises InvalidInput for an unknown id.
+        running step ends, also where the tokenizer raises for the last of its text. Nothing more is
+        said about it. Raises InvalidInput for an unknown id.
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", came=request_id, expected="an id that `add` returned")
         request = self._live.get(request_id)
         if request is None:
             return None
-        self.stats.aborted += 1
-        _, result = self._end(request, "abort")
+        self._abort(request)
         if self._running is None:
             self._free_ended()
-        return result
+        request.new_text()
+        return request.result()
 
     def clear_cache(self) -> None:
         """Forget the cached prefixes that no running request reads."""
@@ -179,28 +181,29 @@ class Engine:
         """Run the next step. Returns the new tokens; none where it only ran parts of prompts.
 
         What the model raises comes out; then the step's requests have been aborted, and the others
-        go on with the next step. Raises InvalidInput when called while the model runs, and
-        PoolExhausted where others hold so much of the pool that nothing can run.
+        go on with the next step. What the tokenizer or a listener raises comes out too; the next
+        step returns the tokens of this one as well, and nothing is lost. Raises InvalidInput when
+        called while the model runs, and PoolExhausted where others hold so much of the pool that
+        nothing can run.
         """
         if self._running is not None:
             raise InvalidInput("step", came="a call while a step runs", expected="one at a time")
         laps = Laps()
         plan = self._scheduler.plan()
         laps.lap("schedule")
-        outputs = [] if plan is None else self._run(plan, laps)
+        if plan is not None:
+            self._run(plan, laps)
         try:
-            self._teller.tell()
+            return self._teller.tell()
         finally:
             laps.lap("stream")
             if plan is not None:
-                self.stats.count(plan.kind, plan.num_prompt_tokens, len(outputs), laps)
-        return outputs
+                self.stats.count(plan.kind, plan.num_prompt_tokens, len(plan.sampled), laps)
 
-    def _run(self, plan: Plan, laps: Laps) -> list[TokenOutput]:
+    def _run(self, plan: Plan, laps: Laps) -> None:
         self._running = plan
         try:
-            tokens = self._execution.run(plan, laps)
-            return self._commit(plan, tokens)
+            self._commit(plan, self._execution.run(plan, laps))
         except BaseException:
             self._fail(plan)
             raise
@@ -209,53 +212,46 @@ class Engine:
             self._free_ended()
             laps.lap("commit")
 
-    def _commit(self, plan: Plan, tokens: Sequence[int]) -> list[TokenOutput]:
+    def _commit(self, plan: Plan, tokens: Sequence[int]) -> None:
         """Give the tokens to their requests; those that are done end."""
-        outputs = [
-            self._take(request, token)
-            for request, token in zip(plan.sampled, tokens, strict=True)
-            if not request.ended
-        ]
+        for request, token in zip(plan.sampled, tokens, strict=True):
+            if not request.ended:
+                self._take(request, token)
         for request, _ in plan.chunks:
             if not request.ended:
                 self._cache.store(request)
         self._scheduler.started(plan.sampled[len(plan.decoding) :])
-        return outputs
 
-    def _take(self, request: LiveRequest, token: int) -> TokenOutput:
-        if token == NOT_A_NUMBER:
-            return TokenOutput(request.id, token, self._finish(request, "error"))
+    def _take(self, request: LiveRequest, token: int) -> None:
         ids = request.state.token_ids
-        ids.append(token)
-        if token in request.stop_ids:
-            return TokenOutput(request.id, token, self._finish(request, "stop"))
-        if len(ids) >= request.end_len:
-            return TokenOutput(request.id, token, self._finish(request, "length"))
-        self._teller.add(request)
-        return TokenOutput(request.id, token, None)
+        if token == NOT_A_NUMBER:
+            self._end(request, "error", keep=False)
+        else:
+            ids.append(token)
+            if token in request.stop_ids:
+                self._end(request, "stop")
+            elif len(ids) >= request.end_len:
+                self._end(request, "length")
+        self.stats.finished += request.ended
+        self._teller.add(request, token)
 
-    def _finish(self, request: LiveRequest, reason: FinishReason) -> GenerationResult:
-        piece, result = self._end(request, reason)
-        self.stats.finished += 1
-        self._teller.add(request, last=piece)
-        return result
-
-    def _end(self, request: LiveRequest, reason: FinishReason) -> tuple[str, GenerationResult]:
-        """The last of its text, and the whole. Its memory is freed by `_free_ended`."""
-        request.ended = True
+    def _end(self, request: LiveRequest, reason: FinishReason, *, keep: bool = True) -> None:
+        """Its memory is freed by `_free_ended`. keep: what it computed is of use to others."""
+        request.finish_reason = reason
         del self._live[request.id]
-        # What a request without usable logits computed is of no use to others either.
-        self._to_free.append((request, reason != "error"))
-        piece = request.last_text(reason)
-        return piece, request.result(reason)
+        self._to_free.append((request, keep))
+
+    def _abort(self, request: LiveRequest) -> None:
+        self.stats.aborted += 1
+        self._end(request, "abort")
+        self._teller.forget(request)
 
     def _fail(self, plan: Plan) -> None:
         """The step has not run to its end: what it should have written is not there."""
         self._execution.forget()
         for request in plan.requests:
             if not request.ended:
-                self.stats.aborted += 1
-                self._end(request, "error")
+                self._abort(request)
         self._to_free = [(request, False) for request, _ in self._to_free]
 
     def _free_ended(self) -> None:

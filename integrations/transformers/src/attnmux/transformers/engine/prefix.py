@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
+from attnmux.core.kv.prefix_tree import PrefixMatch
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.engine.request import LiveRequest
 
@@ -23,8 +23,8 @@ class MemoryUse:
 class PrefixCache:
     """Gives requests the cached beginnings of their prompts, and keeps what they computed.
 
-    The tree owns whole pages; a request owns its slots from `num_shared` on. A request's node is
-    locked while it runs, so that nothing which it reads is evicted.
+    The tree, which is the runner's, owns whole pages; a request owns its slots from `num_shared`
+    on. A request's node is locked while it runs, so that nothing which it reads is evicted.
     """
 
     def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
@@ -32,7 +32,7 @@ class PrefixCache:
         self.steps = steps
         self.allocator = steps.allocator
         self.page_size = steps.allocator.page_size
-        self._tree = PrefixTree(steps.allocator, self.page_size)
+        self._tree = steps.prefix_tree
 
     def shares(self, request: LiveRequest) -> bool:
         """Whether its prefix may be another's: what lies behind an encoder is its own."""

@@ -60,7 +60,7 @@ class LiveRequest:
     """Of the prefix tree: locked from its admission to its release."""
     reused_tokens: int | None = None
     """None until it is admitted for the first time."""
-    ended: bool = False
+    finish_reason: FinishReason | None = None
     pieces: list[str] = field(default_factory=list)
     num_said: int = 0
     """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""
@@ -70,32 +70,33 @@ class LiveRequest:
         """Tokens that it may still generate."""
         return self.end_len - len(self.state.token_ids)
 
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
     def new_text(self) -> str:
-        """The whole characters that its new tokens complete."""
-        return self._say(len(self.state.token_ids), last=False)
-
-    def last_text(self, reason: FinishReason) -> str:
-        """What is left of its text; a stop id is no part of it."""
-        return self._say(len(self.state.token_ids) - (reason == "stop"), last=True)
-
-    def _say(self, end: int, *, last: bool) -> str:
+        """The whole characters that its new tokens complete; of one that has ended all that is
+        left. A stop id is no part of it."""
         if self.stream is None:
             return ""
-        piece = self.stream.put(*self.state.token_ids[self.num_said : end])
+        begin, end = self.num_said, len(self.state.token_ids) - (self.finish_reason == "stop")
+        # Before the tokenizer runs, which may raise: the stream has the tokens then.
         self.num_said = end
-        if last:
+        piece = self.stream.put(*self.state.token_ids[begin:end])
+        if self.ended:
             piece += self.stream.end()
         if piece:
             self.pieces.append(piece)
         return piece
 
-    def result(self, reason: FinishReason) -> GenerationResult:
-        """To be called behind `last_text`."""
+    def result(self) -> GenerationResult:
+        """Of one that has ended, with the text that `new_text` has returned."""
+        assert self.finish_reason is not None
         ids = tuple(self.state.token_ids)
         return GenerationResult(
             prompt_ids=ids[: self.prompt_len],
             token_ids=ids[self.prompt_len :],
             text=None if self.stream is None else "".join(self.pieces),
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
             reused_tokens=self.reused_tokens or 0,
         )

@@ -1,36 +1,55 @@
-"""Telling listeners the texts of their requests as they grow."""
+"""Telling what the steps brought: outputs to the caller, texts to their listeners."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from attnmux.transformers.engine.request import LiveRequest
+from attnmux.transformers.engine.request import LiveRequest, TokenOutput
 
 
 class Teller:
-    """Texts that nobody was told yet, in the order of their tokens.
+    """New tokens that nobody was told of yet, in their order.
 
-    Where a listener raises, what it was told counts as told, and the others' turn comes later.
+    Where a tokenizer or a listener raises, what it was given counts as told. All else is told the
+    next time, the outputs included that the caller has not got.
     """
 
     def __init__(self) -> None:
-        self._unsaid: deque[tuple[LiveRequest, str | None]] = deque()
+        self._untold: deque[tuple[LiveRequest, int, bool]] = deque()
+        self._outputs: list[TokenOutput] = []
 
     def __bool__(self) -> bool:
-        return bool(self._unsaid)
+        return bool(self._untold or self._outputs)
 
-    def add(self, request: LiveRequest, last: str | None = None) -> None:
-        """Note that a request has a new token; last: the rest of its text, where it has ended."""
-        if request.on_text is not None:
-            self._unsaid.append((request, last))
+    def add(self, request: LiveRequest, token: int) -> None:
+        """Note a request's new token, the last one where it has ended."""
+        self._untold.append((request, token, request.ended))
 
-    def tell(self) -> None:
-        """Call the listeners. A request that was aborted has nothing more to say."""
-        while self._unsaid:
-            request, last = self._unsaid.popleft()
-            if request.on_text is None:
+    def forget(self, request: LiveRequest) -> None:
+        """Say nothing more about a request."""
+        self._untold = deque(one for one in self._untold if one[0] is not request)
+        self._outputs = [one for one in self._outputs if one.request_id != request.id]
+
+    def tell(self) -> list[TokenOutput]:
+        """Call the listeners. Returns the outputs."""
+        while self._untold:
+            request, token, is_last = self._untold.popleft()
+            if is_last:
+                self._tell_last(request, token)
                 continue
-            if last is not None:
-                request.on_text(last, True)
-            elif not request.ended and (piece := request.new_text()):
+            self._outputs.append(TokenOutput(request.id, token, None))
+            # What comes before the end of one that has ended is said with the end.
+            if request.on_text is None or request.ended:
+                continue
+            if piece := request.new_text():
                 request.on_text(piece, False)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _tell_last(self, request: LiveRequest, token: int) -> None:
+        try:
+            piece = request.new_text()
+        finally:
+            self._outputs.append(TokenOutput(request.id, token, request.result()))
+        if request.on_text is not None:
+            request.on_text(piece, True)
