@@ -292,6 +292,7 @@ def changed(step: Step, **fields: Any):
 
 
 MASKED = prepare_step(world_of(verify(3, 5), spec_topk=4), verify(3, 5)).batch.spec_info
+THREE_TOKENS = dict.fromkeys(("out_cache_loc", "positions"), torch.zeros(3, dtype=torch.int64))
 ITEMS = MultiItem(
     prefix_lens=torch.zeros(1, dtype=torch.int32),
     token_pos_in_items=torch.zeros(3, dtype=torch.int32),
@@ -305,7 +306,7 @@ ITEMS = MultiItem(
         (verify(3, 5), {"spec_info": None}, "spec_info"),
         (extend((0, 3)), {"multi_item": ITEMS}, "multi_item"),
         (extend((0, 3)), {"extend_seq_lens": None}, "extend_seq_lens"),
-        (decode(3, 4), {"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "out_cache_loc"),
+        (decode(3, 4), THREE_TOKENS, "out_cache_loc"),
     ],
 )
 def test_steps_that_are_refused(step, fields, argument):

@@ -319,6 +319,18 @@ def test_a_batch_without_host_lengths_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("step", "num_tokens"), [(decode(5, 6), 3), (decode(5, 6), 1), (extend((0, 5)), 4)]
+)
+def test_tokens_that_lengths_do_not_explain_are_refused(step, num_tokens) -> None:
+    world = world_of(step)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    batch = prepare_step(world, step, host_lens=True).batch
+    with pytest.raises(InvalidInput, match="out_cache_loc"):
+        backend.init_forward_metadata(replace(batch, out_cache_loc=tokens, positions=tokens))
+
+
+@pytest.mark.parametrize(
     ("settings", "given", "option"),
     [
         ({"kv_dtype": "fp8_e4m3"}, {"prefill_backend": "fa3"}, "prefill_backend"),

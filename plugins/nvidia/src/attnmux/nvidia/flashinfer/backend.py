@@ -9,16 +9,16 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
 from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
-from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
+from attnmux.nvidia.flashinfer.compiling import compile_kernels
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.staging import Staging
-from attnmux.nvidia.flashinfer.states import merge, store_natural, writable_lse
+from attnmux.nvidia.flashinfer.states import merge, store_natural, try_merge, writable_lse
 from attnmux.nvidia.flashinfer.step import Step
 from attnmux.nvidia.rows import aligned, is_writable
 
@@ -60,7 +60,7 @@ class FlashInferBackend(AttentionBackend):
         self._step: Step | None = None
         self._roles: tuple[Role, ...] = ()
         self._planned: dict[tuple[Role, PlanGroup], Any] = {}
-        self._compile()
+        compile_kernels(ADDRESS, context, self._try_step)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -98,6 +98,7 @@ class FlashInferBackend(AttentionBackend):
         if not self.options["workspace_bytes"]:
             nbytes = max(nbytes, graph_workspace_bytes(self._distinct, max_bs, max_num_tokens))
         if nbytes > self._settings.workspace_bytes:
+            self._staging.wait()
             self._eager = self._eager_plans(nbytes)
         # Graphs that were captured before go on with their own buffers.
         self._graphs.append(
@@ -276,21 +277,9 @@ class FlashInferBackend(AttentionBackend):
         """Scratch of the kernels. They run one after another, so all wrappers share it."""
         return self.context.workspace.get("flashinfer", nbytes)
 
-    def _compile(self) -> None:
-        try:
-            for batch in tiny_batches(self.context):
-                self.init_forward_metadata_out_graph(batch)
-                if len(self._roles) > 1:
-                    self._try_merge(self._distinct[0])
-        except (AttnmuxError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever the library, ninja or nvcc come to
-            lines = str(error).strip().splitlines() or [""]
-            reason = f"{type(error).__name__}: {lines[0]}"
-            raise BackendFailed(ADDRESS, reason, hint=HINT) from error
-
-    def _try_merge(self, group: PlanGroup) -> None:
-        shape = (1, group.num_q_heads, group.v_head_dim)
-        out = torch.zeros(shape, dtype=self._settings.dtype, device=self.context.device)
-        lse = out.new_zeros(shape[:2], dtype=torch.float32)
-        merge(self._kernels, (out, lse), (out.clone(), lse.clone()))
+    def _try_step(self, batch: ForwardBatch) -> None:
+        self.init_forward_metadata_out_graph(batch)
+        if len(self._roles) > 1:
+            group = self._distinct[0]
+            shape = (1, group.num_q_heads, group.v_head_dim)
+            try_merge(self._kernels, shape, self._settings.dtype, self.context.device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.errors import AttnmuxError, BackendFailed
 from attnmux.core.spec import SpecInput
 
 MODES = {
@@ -23,6 +24,24 @@ HINT = (
     "on PATH, the nvcc of a CUDA toolkit that fits the driver; pip install "
     "'attnmux-nvidia[flashinfer]' ninja"
 )
+
+
+def compile_kernels(
+    address: str, context: BackendContext, try_step: Callable[[ForwardBatch], None]
+) -> None:
+    """Plan the smallest step of each phase of the request.
+
+    Raises BackendFailed, for the backend of that address, where a kernel does not compile.
+    """
+    try:
+        for batch in tiny_batches(context):
+            try_step(batch)
+    except (AttnmuxError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the library, ninja or nvcc come to
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0]}"
+        raise BackendFailed(address, reason, hint=HINT) from error
 
 
 def tiny_batches(context: BackendContext) -> Iterator[ForwardBatch]:

@@ -53,6 +53,15 @@ def merge(kernels: Kernels, state: State, other: State) -> None:
     kernels.merge_state_in_place(*state, *other)
 
 
+def try_merge(
+    kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Merge two states of [T, H, D], which compiles the kernel."""
+    out = torch.zeros(2, *shape, dtype=dtype, device=device)
+    lse = torch.zeros(2, *shape[:2], dtype=torch.float32, device=device)
+    merge(kernels, (out[0], lse[0]), (out[1], lse[1]))
+
+
 def _heads_in_a_block(num_heads: int, head_dim: int, itemsize: int) -> int:
     """The most heads that divide num_heads and fit into a block, head_dim / vec threads each."""
     vec = max(16 // itemsize, head_dim // 32)

@@ -48,6 +48,7 @@ class Step:
         """[B + 1] int32, host."""
         self.num_rows = int(self.qo_indptr[-1])
         """Rows of Q that belong to requests."""
+        _check_tokens(batch, self.num_rows)
         # There is no host mirror of encoder lengths, so these synchronise.
         encoder = batch.encoder_lens
         self._encoder_lens = None if encoder is None else encoder.cpu()
@@ -117,6 +118,17 @@ class Step:
         if self.page_size == self._pool.page_size:
             return self._pool.translate_pages(indices, layer_id)
         return self._pool.translate(indices, layer_id)
+
+
+def _check_tokens(batch: ForwardBatch, num_rows: int) -> None:
+    """Rows that follow the requests' are padding, which decode pads with requests instead."""
+    is_short = batch.num_tokens < num_rows
+    if is_short or (batch.forward_mode.is_decode() and batch.num_tokens > num_rows):
+        raise InvalidInput(
+            "out_cache_loc",
+            came=f"{batch.num_tokens} tokens",
+            expected=f"the requests' {num_rows}",
+        )
 
 
 def _on_host(batch: ForwardBatch, field: str) -> torch.Tensor:
