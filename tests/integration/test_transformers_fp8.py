@@ -1,0 +1,75 @@
+"""Models over a KV cache of 8-bit floats."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from attnmux.core.dtypes import torch_dtype
+from attnmux.transformers import (
+    Engine,
+    Prompt,
+    SequenceState,
+    open_checkpoint,
+    recall,
+    run_prompts,
+)
+
+
+def logits_of(runner, ids):
+    """After the sixth token, and after each one that follows."""
+    state = SequenceState(token_ids=ids[:6])
+    steps = [runner.extend([state])]
+    for token in ids[6:]:
+        state.token_ids.append(token)
+        steps.append(runner.decode([state]))
+    return torch.cat(steps)
+
+
+def round_what_is_written(pool, dtype, monkeypatch):
+    """Have a pool of float32 hold what one of 8-bit floats gives back."""
+    for method in ("set_kv_buffer", "set_mla_kv_buffer"):
+        write = getattr(pool, method)
+
+        def rounded(layer, loc, *rows, write=write):
+            write(layer, loc, *(row.to(dtype).to(row.dtype) for row in rows[:2]))
+
+        monkeypatch.setattr(pool, method, rounded)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_a_cache_of_8_bit_floats_rounds_k_and_v_and_nothing_else(
+    tiny, run_on, name, kv_dtype, monkeypatch
+):
+    folder, ids = tiny(name)[1], [5, 9, 3, 7, 11, 2, 40, 41, 8, 60, 22, 19]
+    stored = run_on(folder, page_size=4, kv_dtype=kv_dtype)
+    assert stored.decision.kv_dtype == kv_dtype
+    exact = run_on(folder, page_size=4, kv_dtype="float32")
+    unrounded = logits_of(exact, ids)
+    round_what_is_written(exact.context.token_to_kv_pool, torch_dtype(kv_dtype), monkeypatch)
+    ours = logits_of(stored, ids)
+    torch.testing.assert_close(ours, logits_of(exact, ids), atol=1e-4, rtol=1e-3)
+    assert float((ours - unrounded).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_shipped_model_answers_from_a_cache_of_8_bit_floats(run_on, kv_dtype, page_size):
+    tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
+    runner = run_on(
+        recall.PATH,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        max_context_len=256,
+        max_total_tokens=1024,
+    )
+    asked = [recall.make_prompt(random.Random(seed), 200) for seed in range(6)]
+    prompts = [Prompt(token_ids=tokenizer.encode(text), max_new_tokens=8) for text, _ in asked]
+    stop_ids = open_checkpoint(recall.PATH).stop_ids(runner.model)
+    engine = Engine(runner, tokenizer=tokenizer, stop_ids=stop_ids)
+    results = run_prompts(engine, prompts).results
+    assert [one.text for one in results] == [answer for _, answer in asked]
