@@ -140,6 +140,13 @@ def test_prompts_from_stdin():
         ('{"prompt": "x", "max_new_tokens": 0}', ["line 1, max_new_tokens", "at least 1"]),
         ('{"prompt": "x", "seed": true}', ["line 1, seed", "True"]),
         ('\n{"prompt": "x", "top_p": 2}', ["line 2, top_p", "at most 1"]),
+        ('{"prompt": "x"\n{"prompt": "y"}', ["line 1", "JSON"]),
+        ("[" * 100_000 + '\n{"prompt": "y"}', ["line 1", "JSON"]),
+        (
+            '{"prompt": "x", "temperature": 1' + "0" * 400 + "}",
+            ["line 1, temperature", "0 or more"],
+        ),
+        ('{"prompt": "x", "temperature": NaN}', ["line 1, temperature", "0 or more"]),
         ('{"prompt": 5}', ["line 1, prompt", "str or list"]),
         ('{"prompt": ["a"]}', ["line 1, prompt", "token ids"]),
         ('{"prompt": [1, 999]}', ["prompt 1", "999"]),
@@ -149,6 +156,18 @@ def test_bad_prompt_files(tmp_path, text, words):
     file = tmp_path / "prompts"
     file.write_text(text)
     assert refused(attnmux("--prompts", file), *words)
+
+
+def test_a_file_of_json_lines_is_known_by_its_name(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"')
+    assert refused(attnmux("--prompts", file), "line 1", "JSON")
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_prompt(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "k417, x90 ?k", "max_new_tokens": 2}')
+    assert attnmux("--prompts", file).stdout == "41\n"
 
 
 def test_a_prompt_file_that_is_not_utf8(tmp_path):

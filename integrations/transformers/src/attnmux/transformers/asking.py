@@ -32,6 +32,9 @@ KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
 )
 """What a line of JSON may hold."""
 
+JSON_LINES = (".jsonl", ".ndjson")
+"""Names of files that hold nothing else end so."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
@@ -78,15 +81,19 @@ def _stdin(name: str) -> str:
 
 
 def _decode(name: str, data: bytes) -> str:
-    """UTF-8 whatever the locale says."""
+    """UTF-8 whatever the locale says, without the mark that some editors begin a file with."""
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInput(name, came=str(error), expected="text in UTF-8") from error
 
 
 def _from_file(file: str) -> list[Asked]:
-    """One prompt a line, or one JSON object a line; blank lines do not count."""
+    """One prompt a line, or one JSON object a line; blank lines do not count.
+
+    JSON it is by the file's name, or as soon as one line is an object with a prompt: a typo in
+    another line must not make a prompt of it.
+    """
     if file == "-":
         text = _stdin("--prompts -")
     else:
@@ -102,24 +109,24 @@ def _from_file(file: str) -> list[Asked]:
     ]
     if not lines:
         raise InvalidInput("--prompts", came=f"{file}, which is empty", expected="prompts")
-    if _object(lines[0][1]) is None:
+    values = [_object(line) for _, line in lines]
+    if not file.endswith(JSON_LINES) and all(value is None for value in values):
         return [Asked(prompt=line) for _, line in lines]
-    return [_from_json(name, line) for name, line in lines]
+    return [_from_json(*line, value) for line, value in zip(lines, values, strict=True)]
 
 
 def _object(line: str) -> dict[str, Any] | None:
     """A line of JSON that speaks of a prompt; anything else is a prompt itself."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and "prompt" in value else None
 
 
-def _from_json(name: str, line: str) -> Asked:
-    value = _object(line)
+def _from_json(name: str, line: str, value: dict[str, Any] | None) -> Asked:
     if value is None:
-        expected = 'a JSON object with "prompt", as in the first line'
+        expected = 'a JSON object with "prompt", as each of JSON lines is'
         raise InvalidInput(name, came=f"{line[:60]!r}", expected=expected)
     for key, given in value.items():
         if key not in KEYS:

@@ -7,18 +7,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal
 
 import click
-import torch
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.probe import Detection, pick_platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.settings import Settings
 from attnmux.transformers import recall
 from attnmux.transformers.asking import Asked, read_asked
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
@@ -27,6 +23,7 @@ from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_runner
 from attnmux.transformers.memory import MemoryBudget
 from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.placing import platform_for
 from attnmux.transformers.printing import Printer
 from attnmux.transformers.prompts import encode_prompts
 from attnmux.transformers.reporting import as_dict, closing_line
@@ -210,30 +207,6 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
     if wanted > limit:
         raise InvalidInput("--context", came=wanted, expected=f"at most the model's limit, {limit}")
     return wanted
-
-
-def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
-    """The platform of a torch device; without one the configured or the only accelerator's.
-
-    Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
-    """
-    platform = pick_platform(detection, settings.platform) if device is None else None
-    name = device or (platform.device_type if platform is not None else "cpu")
-    try:
-        kind = torch.device(name).type
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInput(
-            "--device", came=f"{name} ({reason})", expected="a device that torch can use here"
-        ) from error
-    if platform is not None:
-        return platform
-    found = tuple(one for one in detection.platforms if one.device_type == kind)
-    if not found:
-        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        raise InvalidInput("--device", came=name, expected=f"one of {present}")
-    return pick_platform(replace(detection, platforms=found))
 
 
 def _load(

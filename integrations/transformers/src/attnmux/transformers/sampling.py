@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,8 +27,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise InvalidInput("temperature", came=self.temperature, expected="0 or more")
+        if not 0 <= self.temperature <= sys.float_info.max:
+            raise InvalidInput("temperature", came=self.temperature, expected="0 or more, finite")
         if not 0 < self.top_p <= 1:
             raise InvalidInput("top_p", came=self.top_p, expected="above 0, at most 1")
         if not 0 <= self.seed < 2**63:
