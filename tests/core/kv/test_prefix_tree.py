@@ -149,6 +149,15 @@ def test_misuse_is_refused():
         PrefixTree(tree.allocator, 3)
 
 
+def test_a_tensor_of_token_ids_would_never_be_found_again_and_is_refused():
+    tree = tree_of(2)
+    slots = tree.allocator.alloc(4)
+    for call in (tree.match, lambda ids: tree.insert(ids, slots)):
+        with pytest.raises(InvalidInput, match=r"token_ids\.tolist\(\)"):
+            call(torch.arange(4))
+    assert tree.evictable_tokens == 0
+
+
 class TreeMachine(RuleBasedStateMachine):
     """Requests come, lock what they share, end, insert; others are evicted meanwhile."""
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
+from attnmux.core.errors import InvalidInput
+
 Page = tuple[int, ...]
 """The token ids of one page."""
+
+
+def whole_pages(token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
+    """The token ids that fill whole pages.
+
+    Raises InvalidInput for a tensor, whose elements equal no others as keys: nothing would be
+    found again.
+    """
+    if isinstance(token_ids, torch.Tensor):
+        raise InvalidInput(
+            "token_ids", came="a tensor", expected="a sequence of ints: token_ids.tolist()"
+        )
+    return tuple(token_ids[: len(token_ids) - len(token_ids) % page_size])
 
 
 class PrefixNode:

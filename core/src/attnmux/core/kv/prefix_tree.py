@@ -10,7 +10,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.allocator import PagedAllocator
-from attnmux.core.kv.prefix_node import PrefixNode
+from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
 from attnmux.core.sizes import check_positive
 
 
@@ -74,8 +74,9 @@ class PrefixTree:
         """The longest prefix of whole pages that is cached, which becomes the most recent one.
 
         All of token_ids may match; who needs one token left to run passes one less.
+        Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
-        tokens = self._whole_pages(token_ids)
+        tokens = whole_pages(token_ids, self.page_size)
         node = self._walk(tokens, namespace)
         parts = [step.slots for step in node.path()]
         return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._nothing, node=node)
@@ -90,7 +91,7 @@ class PrefixTree:
         before that are its own.
         Raises InvalidInput, changing nothing, for slots that do not fit the tokens.
         """
-        tokens = self._whole_pages(token_ids)
+        tokens = whole_pages(token_ids, self.page_size)
         self._check_slots(slots, len(tokens))
         node = self._walk(tokens, namespace)
         there = node.end
@@ -170,9 +171,6 @@ class PrefixTree:
         # Every unlocked leaf is here, once, with the time when it was offered or an older one.
         self._leaves: list[tuple[int, int, PrefixNode]] = []
         self._num_offers = 0
-
-    def _whole_pages(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(token_ids[: len(token_ids) - len(token_ids) % self.page_size])
 
     def _walk(self, tokens: tuple[int, ...], namespace: Hashable) -> PrefixNode:
         """The node at which the cached prefix of the tokens ends; its path is now the latest."""
