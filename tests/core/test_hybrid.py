@@ -10,6 +10,7 @@ import torch
 from attnmux.core import HybridAttnBackend
 from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import InvalidInput
 from attnmux.core.testing import (
     Candidate,
     Case,
@@ -115,6 +116,13 @@ def test_prefill_is_captured_only_where_it_verifies(speculative, topk, captured)
     backend.init_cuda_graph_state(8, 32)
     assert backend.decode.calls == ["graph_state 8 32"]
     assert backend.prefill.calls == (["graph_state 8 32"] if captured else [])
+
+
+def test_children_share_a_context() -> None:
+    case = Case(name="hybrid", steps=(decode(4),), page_size=4)
+    one, other = (FakeBackend(make_world(case, fake_platform(), "cpu").context) for _ in "ab")
+    with pytest.raises(InvalidInput, match="prefill: expected the context of decode"):
+        HybridAttnBackend(prefill=one, decode=other)
 
 
 def test_what_prefill_writes_decode_reads() -> None:

@@ -130,6 +130,9 @@ def test_refuses_inputs_that_do_not_fit(world) -> None:
     batch = prepare_step(world, extend((0, 4))).batch
     with pytest.raises(InvalidInput, match=r"input_ids: expected torch.int64 of \(4,\), got None"):
         runner.run(batch)
+    unknown = {**inputs_of(batch), "lora_ids": batch.positions}
+    with pytest.raises(InvalidInput, match=r"inputs: expected .*'places', .* got 'lora_ids'"):
+        runner.run(batch, unknown)
     with pytest.raises(InvalidInput, match="token_counts"):
         PiecewiseRunner(FakeBackend(world.context), Model(world), [1, 4])
 

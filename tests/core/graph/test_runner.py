@@ -225,6 +225,8 @@ def test_serves_batches_like_those_of_the_capture(world) -> None:
     runner = runner_of(world, batch_sizes=(2, 4), host_lens=True)
     batch = prepare_step(world, decode(5, 9, 3), host_lens=True).batch
     assert not runner.can_run(batch)
+    with pytest.raises(InvalidInput, match=r"expected capture\(\) before"):
+        runner.replay(batch, ids_of(batch))
     runner.capture()
     assert runner.can_run(batch)
     lens = torch.zeros(3, dtype=torch.int32)
@@ -240,6 +242,14 @@ def test_serves_batches_like_those_of_the_capture(world) -> None:
         assert not runner.can_run(other)
         with pytest.raises(InvalidInput):
             runner.replay(other, ids_of(other))
+
+
+def test_inputs_that_no_graph_reads_are_refused(world) -> None:
+    runner = runner_of(world)
+    runner.capture()
+    batch = prepare_step(world, decode(5, 9)).batch
+    with pytest.raises(InvalidInput, match=r"expected .* \['input_ids'\], got 'lora_ids'"):
+        runner.replay(batch, {**ids_of(batch), "lora_ids": batch.positions})
 
 
 def test_without_padding_only_captured_sizes_are_served(world) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from attnmux.core.choosing.conditions import NONE, one_of
+from attnmux.core.errors import InvalidInput
 from attnmux.core.testing import (
     AttentionBackendTests,
     Candidate,
@@ -53,6 +54,23 @@ def test_a_card_that_admits_nothing_of_the_suite_fails() -> None:
     candidate = Candidate(card=fake_card(head_dim=one_of(7), kind=NONE), platform=fake_platform())
     with pytest.raises(pytest.fail.Exception, match="fake admits no case: kind"):
         AttentionBackendTests().test_some_case_runs(candidate)
+
+
+def test_executions_without_a_case_fail() -> None:
+    class Tests(AttentionBackendTests):
+        backend = Candidate(card=fake_card(), platform=fake_platform())
+        executions = ("graph",)
+
+    with pytest.raises(pytest.fail.Exception, match="card of fake declares no graphs"):
+        Tests().test_some_case_runs(Tests.backend)
+
+
+def test_unknown_executions_are_refused() -> None:
+    class Tests(AttentionBackendTests):
+        executions = ("graphs",)
+
+    with pytest.raises(InvalidInput, match=r"some of \['eager', 'graph'\], got \['graphs'\]"):
+        Tests().pytest_generate_tests(None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import click
 
 from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import AttnmuxError
+from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.testing.candidate import Candidate, find_candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.limits import outside_points, try_point
@@ -25,7 +25,11 @@ FAILED, NOTHING_RAN = 1, 3
 @click.argument("backend")
 @click.option("--device", default="", help="torch's word: cpu, cuda:1, … [default: by the card]")
 @click.option(
-    "--page-size", "page_sizes", type=click.IntRange(min=1), multiple=True, help="Only these."
+    "--page-size",
+    "page_sizes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Instead of the usual ones and those that the card names; may be repeated.",
 )
 @click.option(
     "--execution",
@@ -56,10 +60,14 @@ def verify(
         backend, device=device, plugins=plugins, platforms=run.detect(plugins).platforms
     )
     cases = [
-        case
-        for case in candidate.cases()
-        if (not page_sizes or case.page_size in page_sizes) and execution in (case.execution, "all")
+        case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")
     ]
+    if not cases:
+        raise InvalidInput(
+            "--execution",
+            came=execution,
+            expected=f"eager: the card of {candidate.card.name} declares no graphs",
+        )
     trials = _trials(candidate, cases, seed)
     if as_json:
         outcomes = list(trials)

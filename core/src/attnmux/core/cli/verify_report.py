@@ -37,15 +37,18 @@ def report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[O
     if refused:
         console.print(_refusals(refused))
     ran = [outcome for outcome in outcomes if outcome.status != "refused"]
-    counts = " and ".join(_counts(ran)) or "no case agrees"
-    largest = max((outcome.max_error for outcome in ran), default=0.0)
+    counts = "no case was run"
+    if ran:
+        largest = max(outcome.max_error for outcome in ran)
+        agree = " and ".join(_counts(ran))
+        counts = f"{agree} with the reference (largest error {largest:.2g})"
     where = candidate.platform.name or str(candidate.platform)
     console.print(
         Text(
-            f"{candidate.card.name} on {where} ({candidate.device}): {counts} "
-            f"with the reference (largest error {largest:.2g}), {len(refused)} refused by "
-            f"the card; {sum(limit.status == 'refused' for limit in limits)} of {len(limits)} "
-            "points beyond its limits refused",
+            f"{candidate.card.name} on {where} ({candidate.device}): {counts}, "
+            f"{len(refused)} refused by the card; "
+            f"{sum(limit.status == 'refused' for limit in limits)} of {len(limits)} points beyond "
+            "its limits refused",
             style="red" if failed or not ran else "green",
         )
     )

@@ -8,6 +8,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -23,6 +24,13 @@ class HybridAttnBackend(AttentionBackend):
     """
 
     def __init__(self, *, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        """Raises InvalidInput for backends of different contexts."""
+        if prefill.context is not decode.context:
+            raise InvalidInput(
+                "prefill",
+                came="a backend of another context",
+                expected="the context of decode, whose KV pool both use",
+            )
         super().__init__(decode.context)
         self.prefill = prefill
         self.decode = decode

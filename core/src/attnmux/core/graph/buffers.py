@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.halves import halves
 from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
@@ -76,6 +76,7 @@ class FixedBuffers:
             self._new_lens_cpu = self._new_lens.cpu()
         self._of_batch = attrgetter(*(field.name for field in fields if field.of_batch))
         self._groups = _bounds(fields)
+        self._num_inputs = len(inputs)
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._used = 0
 
@@ -176,6 +177,8 @@ class FixedBuffers:
             if source is None:
                 raise InvalidInput(field.name, came=None, expected="a tensor, as at capture")
             sources.append(source)
+        if len(inputs) > self._num_inputs:
+            check_names(inputs, [field.name for field in self._fields if not field.of_batch])
         return sources
 
     def _spec_info(self, size: int) -> SpecInput | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,15 @@ class ModelInput:
     dtype: torch.dtype
     leading: tuple[int, ...] = ()
     trailing: tuple[int, ...] = ()
+
+
+def check_names(inputs: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
+    """Raise InvalidInput for an input that no buffer is for: a graph would not read it."""
+    for name in inputs:
+        if name not in known:
+            raise InvalidInput(
+                "inputs", came=repr(name), expected=f"what the runner was made for: {[*known]}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

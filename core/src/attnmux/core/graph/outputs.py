@@ -36,7 +36,12 @@ class FixedOutputs:
                     expected=f"tensors of {num_tokens} rows",
                 )
         if self._structure is None:
-            self._buffers = [None if leaf is None else torch.empty_like(leaf) for leaf in leaves]
+            self._buffers = [
+                None
+                if leaf is None
+                else torch.empty_like(leaf, memory_format=torch.contiguous_format)
+                for leaf in leaves
+            ]
             self._structure = structure
         kinds, first_kinds = [list(map(_kind, each)) for each in (leaves, self._buffers)]
         if structure != self._structure or kinds != first_kinds:

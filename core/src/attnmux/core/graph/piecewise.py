@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.config import Forward, ModelInput
+from attnmux.core.graph.config import Forward, ModelInput, check_names
 from attnmux.core.graph.progress import show_progress
 from attnmux.core.graph.runner import NO_INPUTS, NO_MODEL_INPUTS, NUM_WARM_UPS, Progress
 from attnmux.core.graph.sizes import padded_size
@@ -133,6 +133,7 @@ class PiecewiseRunner:
         num_tokens = batch.num_tokens
         sources = {**inputs, "positions": batch.positions}
         views = self._views[size]
+        check_names(sources, views)
         for name, view in views.items():
             dim = len(self._inputs[name].leading)
             source, target = sources.get(name), view.narrow(dim, 0, num_tokens)

@@ -146,7 +146,7 @@ class GraphRunner:
         self._sizes = tuple(sorted(captured))
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a captured graph serves the batch."""
+        """Whether a captured graph serves the batch. None serves IDLE, which runs eagerly."""
         return self._refusal(batch) is None
 
     def replay(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor] = NO_INPUTS) -> Any:  # noqa: ANN401  # as the model's call returns it
@@ -194,7 +194,8 @@ class GraphRunner:
             )
         fitting = padded_size(size, self._sizes)
         if size < 1 or fitting is None or (fitting != size and not config.padding):
-            return InvalidInput("batch_size", came=size, expected=f"a captured size: {self._sizes}")
+            sizes = f"a captured size: {self._sizes}" if self._sizes else "capture() before"
+            return InvalidInput("batch_size", came=size, expected=sizes)
         if batch.num_tokens != size * config.tokens_per_request:
             return InvalidInput(
                 "out_cache_loc",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -66,9 +66,10 @@ class Candidate:
         """Whether the selector would give the backend the case's request."""
         return not self.refusals(case.request)
 
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
         """The standard cases, in the usual page sizes and in those that the card names.
 
+        page_sizes: only these, instead.
         Where the card declares graphs, those with a step that a graph can serve come twice.
         """
         named = {
@@ -77,7 +78,10 @@ class Candidate:
             for size in clause.page_size.examples()
             if isinstance(size, int)
         }
-        cases = standard_cases((*PAGE_SIZES, *sorted(named.difference(PAGE_SIZES))))
+        sizes = sorted(page_sizes) or (*PAGE_SIZES, *sorted(named.difference(PAGE_SIZES)))
+        cases = standard_cases(sizes)
+        if page_sizes:
+            cases = tuple(case for case in cases if case.page_size in page_sizes)
         if any(clause.graph.admits(True) for clause in self.card.clauses):
             cases += in_graphs(cases)
         return cases

@@ -8,10 +8,11 @@ from typing import ClassVar
 import pytest
 
 from attnmux.core.choosing.card import OptionValue
+from attnmux.core.errors import InvalidInput
 from attnmux.core.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.limits import OutsidePoint, outside_points, try_point
-from attnmux.core.testing.runner import run_case
+from attnmux.core.testing.runner import EXECUTIONS, run_case
 
 
 class AttentionBackendTests:
@@ -36,6 +37,11 @@ class AttentionBackendTests:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Sort the cases by whether the card admits them."""
+        unknown = set(self.executions).difference(EXECUTIONS)
+        if unknown:
+            raise InvalidInput(
+                "executions", came=sorted(unknown), expected=f"some of {sorted(EXECUTIONS)}"
+            )
         candidate = self._candidate()
         metafunc.parametrize("candidate", [candidate], ids=[candidate.card.name])
         names = metafunc.fixturenames
@@ -69,8 +75,14 @@ class AttentionBackendTests:
         assert outcome.status == "refused", outcome.message
 
     def test_some_case_runs(self, candidate: Candidate) -> None:
-        """A card that admits nothing of the suite proves nothing."""
-        refusals = [candidate.refusals(case.request) for case in candidate.cases()]
+        """A card that admits nothing of what is to be run proves nothing."""
+        refusals = [
+            candidate.refusals(case.request)
+            for case in candidate.cases()
+            if case.execution in self.executions
+        ]
+        if not refusals:
+            pytest.fail(f"the card of {candidate.card.name} declares no graphs")
         if all(refusals):
             reasons = {str(r): r for reasons in refusals for r in reasons}
             machine = [text for text, r in reasons.items() if r.axis in MACHINE_AXES]
