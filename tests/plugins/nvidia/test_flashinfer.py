@@ -181,6 +181,14 @@ def test_cross_attention_reads_the_pool_and_is_not_causal(spy) -> None:
     assert not spy.counts["ragged.run"]
 
 
+def test_cross_attention_has_no_window(spy) -> None:
+    step = extend((0, 5), (0, 3), encoder=(12, 4))
+    run_steps(spy, step, windows=(4, 4))
+    assert spy.keywords("paged", "plan", "window_left") == [4, -1]
+    outcome = run_case(CANDIDATE, Case(name="window", steps=(step,), windows=(4, 4)))
+    assert outcome.status == "passed", outcome.message
+
+
 def test_windows_have_a_plan_each_and_layers_share_it(spy) -> None:
     run_steps(spy, decode(5, 30), windows=(8, None, 21, 8))
     assert spy.counts == {"decode.plan": 3, "decode.run": 4}
@@ -334,6 +342,7 @@ def test_tokens_that_lengths_do_not_explain_are_refused(step, num_tokens) -> Non
     ("settings", "given", "option"),
     [
         ({"kv_dtype": "fp8_e4m3"}, {"prefill_backend": "fa3"}, "prefill_backend"),
+        ({"kv_dtype": "fp8_e5m2"}, {"decode_backend": "fa3"}, "decode_backend"),
         ({"num_q_heads": 14}, {"use_tensor_cores": "off"}, "use_tensor_cores"),
     ],
 )

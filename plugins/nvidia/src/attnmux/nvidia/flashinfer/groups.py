@@ -66,7 +66,8 @@ def _plan_group(layer: LayerSpec, sharing: Mapping[int, int]) -> PlanGroup:
         view=View(
             layer_id=sharing[layer.layer_id],
             cross=layer.is_cross_attention,
-            window=layer.sliding_window_size,
+            # A window counts back from a token of the same sequence.
+            window=-1 if layer.is_cross_attention else layer.sliding_window_size,
         ),
         num_q_heads=layer.tp_q_head_num,
         num_kv_heads=layer.tp_k_head_num,

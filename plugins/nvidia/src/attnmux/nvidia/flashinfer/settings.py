@@ -58,12 +58,14 @@ def read_settings(
         raise InvalidInput("request.dtype", came=None, expected="the dtype of Q, for the plans")
     dtype = torch_dtype(request.dtype)
     prefill = str(options["prefill_backend"])
-    if prefill == "fa3" and pool.dtype != dtype:
-        raise InvalidInput(
-            "flashinfer.prefill_backend",
-            came=f"'fa3' with a pool of {pool.dtype}",
-            expected=f"'fa2' or 'auto': fa3 reads K and V in the dtype of Q, {dtype}",
-        )
+    decode = str(options["decode_backend"])
+    for option, chosen in (("prefill_backend", prefill), ("decode_backend", decode)):
+        if chosen == "fa3" and pool.dtype != dtype:
+            raise InvalidInput(
+                f"flashinfer.{option}",
+                came=f"'fa3' with a pool of {pool.dtype}",
+                expected=f"'fa2' or 'auto': fa3 reads K and V in the dtype of Q, {dtype}",
+            )
     # In an encoder-decoder model decoder tokens begin behind the encoder's, in mid-page.
     has_encoder = any(group.view.cross for group in groups)
     deterministic = request.deterministic
@@ -72,7 +74,7 @@ def read_settings(
         kv_dtype=pool.dtype,
         page_size=1 if has_encoder else pool.page_size,
         prefill_backend=prefill,
-        decode_backend=str(options["decode_backend"]),
+        decode_backend=decode,
         tensor_cores=_tensor_cores(str(options["use_tensor_cores"]), groups, dtype, pool.dtype)
         or deterministic,
         deterministic=deterministic,
