@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.transformers import Engine, SequenceState, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
@@ -137,6 +138,28 @@ def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_s
     runner.release(states)
     assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
     assert runner.context.req_to_token_pool.available_size() == runner.context.max_batch_size
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_8_bit_floats_round_the_encoders_k_and_v_too(made, run_on, kv_dtype, monkeypatch):
+    folder, given, ids = made("bart")[1], encoder_inputs("bart"), token_ids()
+    logits = []
+    for stored in (kv_dtype, "float32"):
+        runner = run(run_on, folder, page_size=16, kv_dtype=stored)
+        write = runner.context.token_to_kv_pool.set_kv_buffer
+
+        def rounded(layer, loc, k, v, *scales, write=write):
+            dtype = torch_dtype(kv_dtype)
+            write(layer, loc, k.to(dtype).float(), v.to(dtype).float(), *scales)
+
+        if stored == "float32":
+            monkeypatch.setattr(runner.context.token_to_kv_pool, "set_kv_buffer", rounded)
+        states = states_of(runner, given, ids, (5, 3, 17))
+        steps = [runner.extend(states)]
+        for state, tokens in zip(states, ids, strict=True):
+            state.token_ids.append(tokens[-1])
+        logits.append(torch.cat([*steps, runner.decode(states)]))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["whisper", "bart"])
