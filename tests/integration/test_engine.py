@@ -15,6 +15,7 @@ from attnmux.core.kv import PagedAllocator, ReqToTokenPool
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
+from attnmux.transformers.sampling import SamplingParams
 from attnmux.transformers.sequence import SequenceState
 
 VOCABULARY = 50
@@ -354,6 +355,9 @@ def test_what_cannot_fit_alone_is_refused_when_it_comes():
         ([], {}, "token_ids"),
         ([VOCABULARY], {}, "token id 50"),
         ([1] * 65, {}, "context of 64"),
+        ([1.0, 2.0], {}, "token_ids: expected a list of token ids"),
+        (["1"], {}, "token_ids: expected a list of token ids"),
+        (torch.tensor(3), {}, "token_ids: expected a list of token ids"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens"),
         ([1], {"on_text": print}, "on_text"),
     ],
@@ -363,6 +367,14 @@ def test_bad_requests_change_nothing(ids, changes, named):
     with pytest.raises(InvalidInput, match=named):
         engine.add(ids, **{"max_new_tokens": 3, **changes})
     check_all_free(engine)
+
+
+def test_token_ids_may_be_a_tensor():
+    engine = Engine(HashingRunner())
+    engine.add(torch.tensor([1, 2]), max_new_tokens=3)
+    (result,) = finish(engine).values()
+    assert result.prompt_ids == (1, 2)
+    assert list(result.token_ids) == continued([1, 2], 3)
 
 
 def test_bad_engines():
@@ -604,6 +616,61 @@ def test_an_engine_with_requests_takes_no_set_of_prompts():
     engine.add([1], max_new_tokens=2)
     with pytest.raises(InvalidInput, match="engine"):
         run_prompts(engine, [Prompt(token_ids=[1], max_new_tokens=1)])
+
+
+class DrawingRunner(HashingRunner):
+    """Logits are random numbers that follow from all that the cache holds for a request."""
+
+    def forward(self, step, indices, laps=None):
+        likeliest = super().forward(step, indices, laps).argmax(dim=-1).tolist()
+        places = torch.searchsorted(step.last_indices, indices)
+        noise = [torch.Generator().manual_seed(one) for one in likeliest]
+        lens = step.batch.seq_lens[places].tolist()
+        rows = [torch.rand(VOCABULARY, generator=one) for one in noise]
+        return torch.stack([row.roll(n) for row, n in zip(rows, lens, strict=True)]) * 4
+
+
+def drawn(prompts, wanted, *, max_step_tokens=None, rows, page_size, **options):
+    """What an engine with a pool of 64 tokens draws for each prompt, and its stats."""
+    runner = DrawingRunner(
+        rows=rows, size=64, page_size=page_size, context=50, max_step_tokens=max_step_tokens
+    )
+    engine = Engine(runner, **options)
+    for ids, how in zip(prompts, wanted, strict=True):
+        engine.add(ids, **how)
+    results = finish(engine)
+    check_all_free(engine)
+    return [results[one].token_ids for one in range(len(prompts))], engine.stats
+
+
+@pytest.mark.usefixtures("_bold")
+def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
+    """Over retractions, chunks, shared prefixes, limits of rows and of steps."""
+    ways = [
+        SamplingParams(),
+        SamplingParams(seed=5, temperature=0.7),
+        SamplingParams(seed=1, temperature=2, top_p=0.8),
+    ]
+    retractions = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        prompts = random_prompts(rng, 10, longest=30)
+        wanted = [
+            {"max_new_tokens": rng.randrange(1, 20), "sampling": rng.choice(ways)} for _ in prompts
+        ]
+        alone, _ = drawn(prompts, wanted, rows=1, page_size=1, prefix_cache=False)
+        together, stats = drawn(
+            prompts,
+            wanted,
+            rows=6,
+            page_size=rng.choice([1, 4, 16]),
+            max_step_tokens=rng.choice([None, 6]),
+            prefill_tokens=rng.choice([1, 2, 7, 8192]),
+            max_running=rng.randrange(3, 7),
+        )
+        assert together == alone
+        retractions += stats.retractions
+    assert retractions > 10
 
 
 @pytest.mark.usefixtures("_bold")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import SupportsIndex
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,18 +31,26 @@ def encode_prompts(
     if not prompts:
         raise InvalidInput("prompts", came="none", expected="at least one prompt")
     encoded = []
-    for index, prompt in enumerate(prompts):
-        name = f"prompt {index + 1}"
+    for number, prompt in enumerate(prompts, start=1):
+        name = f"prompt {number}"
         if not prompt:
             raise InvalidInput(name, came="an empty prompt", expected="at least one token")
         if isinstance(prompt, str):
             _check_text(name, prompt)
             ids = _encode(checkpoint.require_tokenizer(), prompt, chat)
         else:
-            ids = list(prompt)
+            ids = read_ids(name, prompt)
         check_prompt(name, ids, checkpoint.vocabulary_size, max_context_len)
         encoded.append(ids)
     return encoded
+
+
+def read_ids(name: str, token_ids: Iterable[SupportsIndex]) -> list[int]:
+    """Token ids as Python's ints, whatever integers they are. Raises InvalidInput for others."""
+    try:
+        return [index(one) for one in token_ids]
+    except TypeError as error:
+        raise InvalidInput(name, came=f"{error}", expected="a list of token ids") from error
 
 
 def check_prompt(name: str, ids: Sequence[int], vocabulary_size: int, max_context_len: int) -> None:

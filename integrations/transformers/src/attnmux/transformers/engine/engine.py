@@ -23,6 +23,7 @@ from attnmux.transformers.engine.request import (
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
 from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.engine.teller import Teller
+from attnmux.transformers.prompts import read_ids
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
 from attnmux.transformers.sequence import SequenceState
 
@@ -109,7 +110,7 @@ class Engine:
         """
         check_request(
             name,
-            token_ids,
+            read_ids(name, token_ids),
             max_new_tokens,
             encoder_len=encoder_len,
             vocabulary_size=self.runner.vocabulary_size,
@@ -134,7 +135,8 @@ class Engine:
         encoder_states: [E, width], for an encoder-decoder model.
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
-        state = SequenceState(token_ids=list(token_ids), encoder_states=encoder_states)
+        token_ids = read_ids("token_ids", token_ids)
+        state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states)
         self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len)
         if on_text is not None and self.tokenizer is None:
             raise InvalidInput("on_text", came="no tokenizer", expected="an engine with one")
