@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior
@@ -67,6 +68,18 @@ def test_tensors_that_the_model_does_not_read_are_named(tiny, tmp_path):
             [GOOD],
             RunnerOptions(max_batch_size=2, max_context_len=64, max_total_tokens=128),
         )
+
+
+def test_scales_of_a_checkpoint_that_are_not_used_are_named(tiny, tmp_path):
+    folder = shutil.copytree(tiny("llama")[1], tmp_path / "scaled")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("k_scale", "v_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    runner, (warning,) = load(folder, GOOD, kv_dtype="fp8_e4m3")
+    assert "a scale of 1" in warning
+    assert "model.layers.0.self_attn.k_scale, model.layers.0.self_attn.v_scale" in warning
+    assert runner.context.layers[0].k_scale is None
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])

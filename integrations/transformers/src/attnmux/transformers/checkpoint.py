@@ -39,6 +39,9 @@ ALWAYS = {"trust_remote_code": False}
 """Code in a checkpoint is never run, and nobody is asked at a prompt whether to run it."""
 
 
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""How the names of tensors end that were calibrated for an 8-bit KV cache."""
+
 CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
 
@@ -185,8 +188,15 @@ def load_model(
             came=f"{source} with {'; '.join(problems)}",
             expected="a checkpoint with every tensor of its model",
         )
-    if unexpected := sorted(info["unexpected_keys"]):
-        warn(f"{source} holds tensors that its model does not read: {_shown(unexpected)}")
+    unexpected = sorted(info["unexpected_keys"])
+    scales = [name for name in unexpected if name.endswith(KV_SCALES)]
+    if scales:
+        warn(
+            f"{source} holds scales of K and V, which are not used: a KV cache of 8-bit floats "
+            f"takes a scale of 1 instead ({_shown(scales)})"
+        )
+    if others := [name for name in unexpected if name not in scales]:
+        warn(f"{source} holds tensors that its model does not read: {_shown(others)}")
     try:
         model.to(device)
     except torch.OutOfMemoryError as error:
