@@ -68,6 +68,16 @@ def test_different_backends_make_a_hybrid() -> None:
     assert backend.context is context
 
 
+def test_a_context_of_another_request() -> None:
+    """Backends read it: whether results are deterministic, say."""
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    context = context_of(replace(CASE, deterministic=True, logit_cap=3.0))
+    plain = replace(context, layers=context_of(CASE).layers)
+    said = "deterministic True, not False"
+    with pytest.raises(InvalidInput, match=f"context.request: .* the decision's request, .*{said}"):
+        build(decision, plain)
+
+
 def test_a_planned_backend_is_not_built() -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
     phases = {phase: replace(choice, factory=None) for phase, choice in decision.phases.items()}

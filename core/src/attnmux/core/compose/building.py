@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
     did not ask for or dims that it did not name, or when context and decision disagree on page
-    size or KV dtype; BackendFailed when a chosen backend cannot be imported or made.
+    size, KV dtype or the request; BackendFailed when a chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
@@ -33,6 +34,9 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         raise InvalidInput(
             "decision", came=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
         )
+    differences = _differences(context.request, decision.request)
+    if differences:
+        raise InvalidInput("context.request", came=differences, expected="the decision's request")
     leaves: dict[tuple[str, str], AttentionBackend] = {}
     for choice in serving.values():
         if (choice.plugin, choice.backend) not in leaves:
@@ -101,6 +105,13 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
                     came=feature,
                     expected=f"only what the request asks for: choose again with {feature} set",
                 )
+
+
+def _differences(came: Request, decided: Request) -> str:
+    """Where two requests disagree; who asked for a value does not matter."""
+    names = [field.name for field in fields(came) if field.name != "origins"]
+    pairs = [(name, getattr(came, name), getattr(decided, name)) for name in names]
+    return ", ".join(f"{name} {mine!r}, not {own!r}" for name, mine, own in pairs if mine != own)
 
 
 def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | None], ...]:
