@@ -1,7 +1,8 @@
 """The engine's decode steps, replayed from graphs and run eagerly, and where the host's time goes.
 
     python benchmarks/engine.py [--prompts 64] [--length 240] [--new 128] [--rounds 5]
-                                [--backend NAME] [--device DEVICE] [--stream] [--json FILE]
+                                [--model FOLDER] [--backend NAME] [--page-size N]
+                                [--device DEVICE] [--stream] [--json FILE]
 
 Both ways run by turns on one runner: the same prompts, the same tokens to generate, no stop id, no
 prefix cache. A figure is the median of the rounds, the ratio the median of the rounds' ratios.
@@ -75,10 +76,15 @@ class MetadataClock:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--prompts", "num_prompts", default=64)
-@click.option("--length", default=240, help="Tokens of a prompt.")
-@click.option("--new", default=128, help="Tokens to generate for each.")
-@click.option("--rounds", default=5)
+@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=64)
+@click.option("--length", type=click.IntRange(min=1), default=240, help="Tokens of a prompt.")
+@click.option(
+    "--new",
+    type=click.IntRange(min=2),
+    default=128,
+    help="Tokens to generate for each; the first comes with its prompt.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=5)
 @click.option("--model", default=str(recall.PATH), help="A folder or a hub id.")
 @click.option("--backend", default=None)
 @click.option("--device", default=None)
@@ -168,7 +174,9 @@ def run(
 ) -> Round:
     """Generate for all prompts; the steps that run prompts are not in the parts."""
     tokenizer = checkpoint.require_tokenizer() if stream else None
-    engine = Engine(runner, tokenizer=tokenizer, prefix_cache=False)
+    # All prompts in one step, so that all of them decode from the first step to the last.
+    prefill_tokens = sum(map(len, prompts))
+    engine = Engine(runner, tokenizer=tokenizer, prefill_tokens=prefill_tokens, prefix_cache=False)
     began = time.perf_counter()
     for ids in prompts:
         engine.add(ids, max_new_tokens=new, on_text=hear if stream else None)
