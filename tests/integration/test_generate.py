@@ -266,9 +266,17 @@ def test_requests_of_one_step_are_sampled_each_in_its_own_way():
 
 
 def test_a_draw_of_zero_takes_no_impossible_token(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(()))
+    monkeypatch.setattr(Sampler, "draw", lambda _: 0.0)
     params = SamplingParams(temperature=1.0)
     assert draw(params, torch.tensor([[float("-inf"), 0.0, 0.0]])).tolist() == [1]
+
+
+def test_the_largest_draw_takes_a_possible_token(monkeypatch):
+    monkeypatch.setattr(Sampler, "draw", lambda _: 1 - 2**-53)
+    params = SamplingParams(temperature=1.0)
+    logits = torch.cat([torch.randn(200, 50) * 8, torch.full((200, 9), float("-inf"))], dim=1)
+    tokens = sample(logits, [Sampler(params) for _ in range(200)])
+    assert bool((tokens < 50).all())
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-30, 1e-300])

@@ -75,5 +75,6 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
     ]
     if stats.retractions:
-        parts.append(f"memory ran out {stats.retractions} times: requests waited and ran again")
+        times = "once" if stats.retractions == 1 else f"{stats.retractions} times"
+        parts.append(f"memory ran out {times}: requests waited and ran again")
     return "; ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,11 +58,10 @@ class Sampler:
         self.draws_by: tuple[float, float] | None = None
         """Temperature and top_p; None for the most likely token."""
         self._warp = LogitsProcessorList()
-        self._stream = torch.Generator()
+        self._stream = random.Random(params.seed)
         if params.temperature == 0:
             return
         self.draws_by = (params.temperature, params.top_p)
-        self._stream.manual_seed(params.seed)
         # A temperature that float32 rounds to 0 would make NaN of the largest.
         smallest = torch.finfo(torch.float32).tiny
         self._warp.append(TemperatureLogitsWarper(max(float(params.temperature), smallest)))
@@ -73,9 +73,9 @@ class Sampler:
         warped = self._warp(None, logits)  # type: ignore[arg-type]  # these two read no input_ids
         return warped.float()
 
-    def draw(self) -> torch.Tensor:
-        """The request's next number in [0, 1), a float32 scalar on the host."""
-        return torch.rand((), generator=self._stream)
+    def draw(self) -> float:
+        """The request's next number in [0, 1)."""
+        return self._stream.random()
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
@@ -91,6 +91,9 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
         if sampler.draws_by is not None:
             groups.setdefault(sampler.draws_by, []).append(row)
     for rows in groups.values():
+        if len(rows) == len(samplers):
+            tokens = _draw(logits, top, samplers)
+            break
         places = torch.tensor(rows).to(logits.device, non_blocking=True)
         drawn = _draw(logits[places], top[places], [samplers[row] for row in rows])
         tokens = tokens.index_copy(0, places, drawn)
@@ -103,7 +106,7 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Sampler]) 
     # Below 0 no division by a small temperature overflows.
     scores = samplers[0].scores(logits.float() - top.float().unsqueeze(-1))
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    draws = torch.stack([sampler.draw() for sampler in samplers])
-    # 24-bit draws below 1 times the total stay below the total: a token is always found.
-    draw = draws.to(cumulative.device, torch.float64).unsqueeze(-1)
+    draws = torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float64)
+    # Numbers of 53 bits below 1 times the total stay below the total: a token is always found.
+    draw = draws.to(cumulative.device, non_blocking=True).unsqueeze(-1)
     return torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True).squeeze(-1)
