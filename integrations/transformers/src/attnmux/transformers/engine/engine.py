@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.sizes import check_positive
 from attnmux.transformers.detokenize import TextStream
 from attnmux.transformers.engine.checking import check_request
 from attnmux.transformers.engine.execution import Execution, StepRunner
@@ -56,25 +55,13 @@ class Engine:
         prefill_tokens: prompt tokens of one step, beside the decoding requests' one each.
         prefix_cache: keep what was computed, for prompts that begin alike.
         """
-        check_positive("prefill_tokens", prefill_tokens)
-        steps = runner.steps
-        limits = [steps.req_to_token_pool.size]
-        if steps.max_step_tokens is not None:
-            limits.append(steps.max_step_tokens)
-        if max_running is not None:
-            check_positive("max_running", max_running)
-            limits.append(max_running)
         self.runner = runner
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.stats = EngineStats()
-        self._cache = PrefixCache(steps, enabled=prefix_cache)
+        self._cache = PrefixCache(runner.steps, enabled=prefix_cache)
         self._scheduler = Scheduler(
-            self._cache,
-            self.stats,
-            max_running=min(limits),
-            prefill_tokens=prefill_tokens,
-            max_step_tokens=steps.max_step_tokens,
+            self._cache, self.stats, max_running=max_running, prefill_tokens=prefill_tokens
         )
         self._execution = Execution(runner)
         self._live: dict[int, LiveRequest] = {}

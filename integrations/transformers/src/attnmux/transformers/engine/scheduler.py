@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from attnmux.core.errors import PoolExhausted
 from attnmux.core.kv.prefix_tree import PrefixMatch
+from attnmux.core.sizes import check_positive
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Kind
@@ -61,19 +62,25 @@ class Scheduler:
         cache: PrefixCache,
         stats: EngineStats,
         *,
-        max_running: int,
+        max_running: int | None,
         prefill_tokens: int,
-        max_step_tokens: int | None,
     ) -> None:
+        """max_running, prefill_tokens: as in `Engine`. Raises InvalidInput for those below 1."""
+        steps = cache.steps
+        # A step runs a token of every decoding request, at least.
+        limits = [steps.req_to_token_pool.size, max_running, steps.max_step_tokens]
+        for argument, value in (("max_running", max_running), ("prefill_tokens", prefill_tokens)):
+            if value is not None:
+                check_positive(argument, value)
         self.stats = stats
         self.waiting: list[LiveRequest] = []
         self.prefilling: list[LiveRequest] = []
         self.decoding: list[LiveRequest] = []
         self._cache = cache
         self._page_size = cache.page_size
-        self._max_running = max_running
+        self._max_running = min(limit for limit in limits if limit is not None)
         self._prefill_tokens = prefill_tokens
-        self._max_step_tokens = max_step_tokens
+        self._max_step_tokens = steps.max_step_tokens
         self._closed = False
         """Whether memory was too little: nobody is let in until some request has ended."""
 

@@ -216,7 +216,7 @@ class FlashInferBackend(AttentionBackend):
             return
         cache = self._cache(layer)
         wrapper.run(
-            q,
+            cache.queries(q),
             cache.kv,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,

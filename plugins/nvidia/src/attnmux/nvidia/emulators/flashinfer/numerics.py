@@ -55,9 +55,14 @@ def dense(
     logits = torch.einsum("thgd,shd->thgs", grouped, k) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = (logits / math.log(2)).masked_fill(~keep[:, None, None], EMPTY_LSE)
-    top = logits.amax(-1, keepdim=True)
-    weights = torch.exp2(logits - top) * keep[:, None, None]
+    # A hidden key stands at -5e4 before the scale, in a row with a visible one: the softmax then
+    # leaves it out by its weight alone.
+    hidden = EMPTY_LSE if softcap > 0 else EMPTY_LSE * scale
+    keep = keep[:, None, None]
+    has_keys = keep.any(-1, keepdim=True)
+    logits = torch.where(keep, logits, torch.where(has_keys, hidden, -math.inf)) / math.log(2)
+    top = logits.amax(-1, keepdim=True).clamp(min=EMPTY_LSE)
+    weights = torch.exp2(logits - top)
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("thgs,shd->thgd", weights, v) / total.clamp(min=1e-30)
     lse = torch.where(total > 0, top + total.log2(), EMPTY_LSE)
