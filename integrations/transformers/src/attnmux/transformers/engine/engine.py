@@ -204,7 +204,7 @@ class Engine:
     def _commit(self, plan: Plan, tokens: Sequence[int]) -> None:
         """Give the tokens to their requests; those that are done end."""
         for request, token in zip(plan.sampled, tokens, strict=True):
-            if not request.ended:
+            if request.finish_reason is None:
                 self._take(request, token)
         for request, _ in plan.chunks:
             if not request.ended:
@@ -221,8 +221,9 @@ class Engine:
                 self._end(request, "stop")
             elif len(ids) >= request.end_len:
                 self._end(request, "length")
-        self.stats.finished += request.ended
-        self._teller.add(request, token)
+        is_last = request.finish_reason is not None
+        self.stats.finished += is_last
+        self._teller.add(request, token, is_last)
 
     def _end(self, request: LiveRequest, reason: FinishReason, *, keep: bool = True) -> None:
         """Its memory is freed by `_free_ended`. keep: what it computed is of use to others."""

@@ -21,9 +21,9 @@ class Teller:
     def __bool__(self) -> bool:
         return bool(self._untold or self._outputs)
 
-    def add(self, request: LiveRequest, token: int) -> None:
-        """Note a request's new token, the last one where it has ended."""
-        self._untold.append((request, token, request.ended))
+    def add(self, request: LiveRequest, token: int, is_last: bool) -> None:
+        """Note a request's new token."""
+        self._untold.append((request, token, is_last))
 
     def forget(self, request: LiveRequest) -> None:
         """Say nothing more about a request."""
