@@ -556,7 +556,7 @@ def test_cuda_graphs_replay_and_report_their_memory() -> None:
     batch = prepare_step(world, decode(5, 9, 3)).batch
     ids = {"input_ids": torch.tensor([1, 2, 3], device=device)}
     assert runner.replay(batch, ids).tolist() == [5, 18, 9]
-    assert set(runner.memory_bytes) == {1, 2, 4, 8}
+    assert set(runner.memory_bytes) == {1, 2, 4, 7, 8}
 
     def synchronises(batch, inputs):
         return batch.seq_lens * int(batch.seq_lens[0])
