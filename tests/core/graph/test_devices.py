@@ -106,6 +106,24 @@ def test_a_spoilt_capture_says_what_spoilt_it(
         graphs().capture(step_of(RuntimeError("not while capturing")))
 
 
+def test_random_numbers_are_drawn_again_after_a_spoilt_capture(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's generator takes part in a capture until one succeeds."""
+    ended: list[bool] = []
+
+    @contextmanager
+    def capturing(graph: object, **settings: object) -> Iterator[None]:
+        ended.append(False)
+        yield
+        ended[-1] = True
+
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    with pytest.raises(GraphUnsupported):
+        graphs().capture(step_of(RuntimeError("not while capturing")))
+    assert ended == [False, True]
+
+
 def test_memory_that_runs_out_is_no_fault_of_the_step(current: Stream) -> None:
     with pytest.raises(GraphUnsupported, match="no memory is left for graphs: 2 GiB; capture sm"):
         graphs().capture(step_of(torch.OutOfMemoryError("2 GiB")))

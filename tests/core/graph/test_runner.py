@@ -571,3 +571,4 @@ def test_cuda_graphs_replay_and_report_their_memory() -> None:
     )
     with pytest.raises(GraphUnsupported, match="the step cannot be captured"):
         failing.capture()
+    assert torch.rand(3, device=device).isfinite().all()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -117,9 +118,21 @@ class CudaGraphs(DeviceGraphs):
             ):
                 outputs = step.run()
         except RuntimeError as error:
+            self._release_random_numbers()
             raise GraphUnsupported(_why(error)) from error
         left, _ = torch.cuda.mem_get_info(self._device)
         return CudaGraph(graph, outputs, max(free - left, 0))
+
+    def _release_random_numbers(self) -> None:
+        """Let torch's generator draw eagerly again.
+
+        A capture that fails leaves it believing that it is captured, and every later draw raises;
+        one that succeeds, though it holds nothing, ends that.
+        """
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the graph is empty
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+                pass
 
 
 def _why(error: RuntimeError) -> str:
