@@ -1,10 +1,8 @@
-"""What attnmux-amd offers: nothing yet, neither a probe of AMD devices nor a backend.
-
-A present device is still named by core, from its device node or bus id.
-"""
+"""What attnmux-amd offers: the probe of AMD devices; no backend yet."""
 
 from __future__ import annotations
 
+from attnmux.amd.probe import probe
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import hookimpl
@@ -12,7 +10,7 @@ from attnmux.core.choosing.plugins import hookimpl
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
-    return []
+    return probe()
 
 
 @hookimpl

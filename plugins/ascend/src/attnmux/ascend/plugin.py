@@ -1,10 +1,8 @@
-"""What attnmux-ascend offers: nothing yet, neither a probe of Ascend devices nor a backend.
-
-A present device is still named by core, from its device node or bus id.
-"""
+"""What attnmux-ascend offers: the probe of Ascend devices; no backend yet."""
 
 from __future__ import annotations
 
+from attnmux.ascend.probe import probe
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import hookimpl
@@ -12,7 +10,7 @@ from attnmux.core.choosing.plugins import hookimpl
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
-    return []
+    return probe()
 
 
 @hookimpl

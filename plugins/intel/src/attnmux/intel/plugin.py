@@ -1,18 +1,16 @@
-"""What attnmux-intel offers: nothing yet, neither a probe of Intel devices nor a backend.
-
-A present device is still named by core, from its device node or bus id.
-"""
+"""What attnmux-intel offers: the probe of Intel devices; no backend yet."""
 
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import hookimpl
+from attnmux.intel.probe import probe
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
-    return []
+    return probe()
 
 
 @hookimpl

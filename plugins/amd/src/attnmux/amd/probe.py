@@ -1,0 +1,150 @@
+"""AMD devices as AMD SMI or the kernel's topology shows them: no HIP context is created."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from attnmux.core.choosing.libraries import installed_version
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import PluginError
+
+TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
+ROCM_VERSION = "opt/rocm/.info/version"
+AMD = 0x1002
+LOCAL_HEAPS = (1, 2)
+"""heap_type of a bank of the device's own memory, seen by the CPU or not (kfd_crat.h)."""
+
+
+class Device(NamedTuple):
+    """What tells one kind of device from another."""
+
+    arch: str
+    name: str
+    memory: int
+    """Bytes."""
+    compute_units: int
+
+
+def probe(root: Path = Path("/")) -> list[Platform]:
+    """One Platform for each distinct kind of AMD device; [] without the kernel's AMD driver.
+
+    Asks AMD SMI where its Python package works, else reads the kernel's topology, which has all
+    but the product's name on many boards. `root` is where /sys and /opt are.
+
+    Raises PluginError where the topology is there and cannot be read.
+    """
+    nodes = root / TOPOLOGY
+    if not nodes.is_dir():
+        return []
+    devices = _of_amdsmi()
+    if devices is None:
+        devices = list(_of_topology(nodes, root))
+    runtime = _rocm(root)
+    return [
+        replace(
+            Platform.parse(f"amd:{device.arch}"),
+            name=device.name,
+            count=count,
+            memory_bytes=device.memory,
+            core_count=device.compute_units,
+            runtime=runtime,
+        )
+        for device, count in Counter(devices).items()
+    ]
+
+
+def _of_amdsmi() -> list[Device] | None:
+    """What AMD SMI says; None where it is absent, fails, or says less than is needed.
+
+    Whatever goes wrong in it is no failure of the probe: the kernel knows the same.
+    """
+    try:
+        import amdsmi  # type: ignore[import-not-found]  # noqa: PLC0415  # comes with ROCm, absent elsewhere
+
+        amdsmi.amdsmi_init()
+        try:
+            return [_asked(amdsmi, handle) for handle in amdsmi.amdsmi_get_processor_handles()]
+        finally:
+            amdsmi.amdsmi_shut_down()
+    except Exception:
+        return None
+
+
+def _asked(amdsmi: ModuleType, handle: object) -> Device:
+    """Raises what the library raises, KeyError before ROCm 6.2, InvalidInput for an odd name."""
+    info = amdsmi.amdsmi_get_gpu_asic_info(handle)
+    # "gfx90a:sramecc+:xnack-" in some versions
+    arch = str(info["target_graphics_version"]).lower().partition(":")[0]
+    return Device(
+        arch=Platform.parse(f"amd:{arch}").arch,
+        name=_known(info.get("market_name")),
+        memory=int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM)),
+        compute_units=int(_known(info.get("num_compute_units")) or 0),
+    )
+
+
+def _known(value: object) -> str:
+    """AMD SMI writes "N/A" for what it does not know."""
+    return "" if value in (None, "N/A") else str(value)
+
+
+def _of_topology(nodes: Path, root: Path) -> Iterable[Device]:
+    for node in sorted(nodes.iterdir(), key=lambda path: path.name.zfill(8)):
+        facts = _properties(node / "properties")
+        version = facts.get("gfx_target_version", 0)
+        # A CPU is a node too, with version 0
+        if version and facts.get("vendor_id") == AMD:
+            yield Device(
+                arch=_arch(version),
+                name=_product(root, facts.get("drm_render_minor", 0)),
+                memory=_local_memory(node / "mem_banks"),
+                compute_units=facts.get("simd_count", 0) // (facts.get("simd_per_cu", 0) or 1),
+            )
+
+
+def _arch(version: int) -> str:
+    """90402 is gfx942, 90010 is gfx90a: decimal pairs, minor and stepping written in hex."""
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def _properties(path: Path) -> dict[str, int]:
+    """A file of `name number` lines; empty for a device that this process may not use."""
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except PermissionError:
+        # The kernel refuses the devices that the container's device list leaves out
+        return {}
+    except OSError as error:
+        raise PluginError(f"the topology of AMD devices cannot be read: {error}") from error
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _local_memory(banks: Path) -> int:
+    found = [_properties(path) for path in banks.glob("*/properties")]
+    return sum(b.get("size_in_bytes", 0) for b in found if b.get("heap_type") in LOCAL_HEAPS)
+
+
+def _product(root: Path, minor: int) -> str:
+    """The name in the board's own memory, which consumer boards leave out."""
+    path = root / f"sys/class/drm/renderD{minor}/device/product_name"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _rocm(root: Path) -> str:
+    """ "rocm 6.4.1": of the installation, else of torch's wheel, which brings its own."""
+    try:
+        text = (root / ROCM_VERSION).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        text = (installed_version("torch") or "").partition("+rocm")[2]
+    match = re.match(r"\d+(\.\d+)*", text, re.ASCII)
+    return f"rocm {match[0]}" if match else ""
