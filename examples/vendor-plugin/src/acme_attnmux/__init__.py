@@ -1,0 +1,1 @@
+"""A vendor's plugin for attnmux. `plugin.py` is the first file to read."""
