@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from attnmux.core.choosing import probe as module
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins, hookimpl
 from attnmux.core.choosing.probe import detect, pick_platform
@@ -30,6 +31,11 @@ def raising(error: BaseException) -> Callable[[], object]:
         raise error
 
     return probe
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch) -> None:
+    monkeypatch.setattr(module, "installed_version", lambda name: None)
 
 
 @pytest.fixture
@@ -144,6 +150,14 @@ def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, ven
     assert "not installed" in device.problem
     assert device.fix == f"pip install attnmux-{vendor}"
     assert device.fix in str(device)
+
+
+def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, monkeypatch) -> None:
+    monkeypatch.setattr(module, "installed_version", {"attnmux-nvidia": "0.3"}.get)
+    node(empty, "dev/nvidia0")
+    (device,) = detect(Plugins(), root=empty).unserved
+    assert device.problem == "attnmux-nvidia is left out"
+    assert "allow_plugins" in device.fix
 
 
 def test_control_nodes_are_no_devices(empty) -> None:

@@ -162,7 +162,7 @@ class Plugins:
         return found
 
 
-class _Entry:
+class Entry:
     """An entry point, and whose it is."""
 
     def __init__(self, point: importlib_metadata.EntryPoint) -> None:
@@ -173,6 +173,27 @@ class _Entry:
     def names(self) -> set[str]:
         return {canonicalize_name(self.point.name), canonicalize_name(self.distribution)}
 
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What no other entry shares, and what they are sorted by."""
+        return self.point.name, self.distribution, self.point.value
+
+
+def find_entries(
+    allow: Iterable[str] | None = None, deny: Iterable[str] = ()
+) -> tuple[Sequence[Entry], Sequence[PluginFailure]]:
+    """The plugins that are installed and admitted, and those that cannot be read. Imports none."""
+    allowed = None if allow is None else set(map(canonicalize_name, allow))
+    denied = set(map(canonicalize_name, deny))
+    points, unreadable = entry_points(GROUP)
+    entries = [
+        entry
+        for entry in map(Entry, points)
+        if (allowed is None or entry.names & allowed) and not entry.names & denied
+    ]
+    entries.sort(key=lambda entry: entry.identity)
+    return entries, [_failure(name, name, "", "load", error) for name, error in unreadable]
+
 
 def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:
     """Load the installed plugins, each on its own.
@@ -181,20 +202,19 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     not imported. A plugin that raises, exits, or shares its name with another is a failure in the
     result, never an exception.
     """
-    allowed = None if allow is None else set(map(canonicalize_name, allow))
-    denied = set(map(canonicalize_name, deny))
-    points, unreadable = entry_points(GROUP)
-    entries = [
-        entry
-        for entry in map(_Entry, points)
-        if (allowed is None or entry.names & allowed) and not entry.names & denied
-    ]
-    entries.sort(key=lambda entry: (entry.point.name, entry.distribution, entry.point.value))
+    entries, unreadable = find_entries(allow, deny)
+    return load_entries(entries, among=entries, failures=unreadable)
+
+
+def load_entries(
+    entries: Iterable[Entry], *, among: Sequence[Entry], failures: Iterable[PluginFailure] = ()
+) -> Plugins:
+    """Load `entries`, which are some of those `among` which a name may stand only once."""
     plugins = []
-    failures = [_failure(name, name, "", "load", error) for name, error in unreadable]
+    failures = list(failures)
     for entry in entries:
         try:
-            plugins.append(_load(entry, entries))
+            plugins.append(_load(entry, among))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -204,7 +224,7 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
     return Plugins(plugins, failures)
 
 
-def _load(entry: _Entry, entries: Sequence[_Entry]) -> Plugin:
+def _load(entry: Entry, entries: Sequence[Entry]) -> Plugin:
     name = entry.point.name
     sharing = sorted(other.distribution for other in entries if other.point.name == name)
     if len(sharing) > 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from attnmux.core.choosing.cpu import probe_cpu
+from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.choosing.platform import VENDORS, Platform, Vendor
 from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
@@ -57,16 +58,31 @@ def detect(
     is where /dev and /sys are.
     """
     found = _ask_all(plugins, seconds)
-    served = {platform.vendor for platform in found}
+    loaded = {plugin.distribution for plugin in plugins.loaded}
+    return survey(found, loaded=loaded, failures=plugins.failures, root=root)
+
+
+def survey(
+    found: Iterable[Platform],
+    *,
+    loaded: Collection[str],
+    failures: Sequence[PluginFailure],
+    root: Path = Path("/"),
+) -> Detection:
+    """What the probes `found`, the CPU, and the devices in `root` that nobody found.
+
+    `loaded`: the distributions of the plugins that work; `failures`: of those that do not.
+    """
+    platforms = sorted(found, key=lambda platform: (platform.vendor, platform.arch, platform.name))
+    served = {platform.vendor for platform in platforms}
     unserved = [
-        _diagnosis(vendor, evidence, plugins)
+        _diagnosis(vendor, evidence, loaded, failures)
         for vendor in VENDORS.values()
         if vendor.name not in served and (evidence := _evidence(vendor, root))
     ]
-    found.sort(key=lambda platform: (platform.vendor, platform.arch, platform.name))
     return Detection(
-        platforms=(*found, *(() if "cpu" in served else (probe_cpu(),))),
-        failures=plugins.failures,
+        platforms=(*platforms, *(() if "cpu" in served else (probe_cpu(),))),
+        failures=tuple(failures),
         unserved=tuple(unserved),
     )
 
@@ -128,15 +144,19 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _diagnosis(vendor: Vendor, evidence: str, plugins: Plugins) -> UnservedDevice:
-    broken = [row for row in plugins.failures if row.distribution == vendor.distribution]
-    loaded = any(plugin.distribution == vendor.distribution for plugin in plugins.loaded)
+def _diagnosis(
+    vendor: Vendor, evidence: str, loaded: Collection[str], failures: Sequence[PluginFailure]
+) -> UnservedDevice:
+    broken = [row for row in failures if row.distribution == vendor.distribution]
     if broken:
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
         fix = f"pip install --force-reinstall {vendor.distribution}, or repair the driver"
-    elif loaded:
+    elif vendor.distribution in loaded:
         problem = f"{vendor.distribution} found none"
         fix = "check the driver, or whether that version can find devices yet"
+    elif installed_version(vendor.distribution) is not None:
+        problem = f"{vendor.distribution} is left out"
+        fix = "admit it (allow_plugins, deny_plugins, no_plugins)"
     else:
         problem = f"{vendor.distribution} is not installed"
         fix = f"pip install {vendor.distribution}"
