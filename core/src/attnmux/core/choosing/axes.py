@@ -5,7 +5,7 @@ A new axis is a field of `Clause`, a field of `Request` (or `Platform`), and a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from attnmux.core.choosing.card import Clause
@@ -200,16 +200,23 @@ AXES: tuple[Axis, ...] = (
 
 def failing(clause: Clause, question: Question) -> list[Demand]:
     """The demands that `clause` does not meet; empty where it serves the question."""
-    return [
-        (axis, value)
-        for axis, value in question.demands
-        if not axis.condition(clause).admits(value)
-    ]
+    failed = []
+    for demand in question.demands:
+        axis, value = demand
+        condition = getattr(clause, axis.name)
+        if condition is not ANY and not condition.admits(value):
+            failed.append(demand)
+    return failed
 
 
 def admits(clause: Clause, question: Question) -> bool:
     """Whether the clause serves the question."""
-    for axis, value in question.demands:
+    return meets(clause, question.demands)
+
+
+def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
+    """Whether the clause meets all of the demands."""
+    for axis, value in demands:
         condition = getattr(clause, axis.name)
         if condition is not ANY and not condition.admits(value):
             return False

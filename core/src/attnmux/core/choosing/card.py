@@ -153,6 +153,7 @@ HELD: Mapping[str, tuple[type, ...]] = {
     "options": (Option,),
     "priors": (Prior,),
     "companions": (str,),
+    "excludes": (str,),
 }
 """What the tuples of a card hold."""
 
@@ -186,6 +187,9 @@ class BackendCard:
     """The first whose conditions hold counts."""
     companions: tuple[str, ...] = ()
     """Backends that serve the phases which this one does not, when a user names this one alone."""
+    excludes: tuple[str, ...] = ()
+    """Backends (names, aliases or `plugin/name`) that must not serve decode where this one serves
+    extend, nor extend where it serves decode. A name that nobody offers excludes nothing."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
     fp8_products: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from attnmux.core.choosing.axes import Question, admits
-from attnmux.core.choosing.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
+from attnmux.core.choosing.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.libraries import (
     Libraries,
@@ -28,7 +28,7 @@ Ranking = Callable[[BackendCard, Question], int]
 def prior_rank(card: BackendCard, question: Question) -> int:
     """The rank of the card's first prior that holds."""
     for prior in card.priors:
-        if admits(prior.when, question):
+        if prior.when is ALWAYS or admits(prior.when, question):
             return prior.rank
     return DEFAULT_RANK
 
@@ -42,10 +42,7 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
         reasons.append(Reason(code="CONTRACT", axis="contract", wanted=wanted, offered=offered))
     if card.status == "planned" and not policy.hypothetical:
         reasons.append(Reason(code="PLANNED", axis="status", wanted="available", offered="planned"))
-    names = {card.name, offer.address, *card.aliases}
-    if names.intersection(policy.deny) or (
-        policy.allow is not None and not names & set(policy.allow)
-    ):
+    if not policy.admits(offer):
         wanted, offered = "a backend that the configuration allows", card.name
         reasons.append(Reason(code="DENIED", axis="policy", wanted=wanted, offered=offered))
     failure = policy.failed.get(offer.address)

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 
-from attnmux.core.choosing.version_ranges import parsed_requirement, specifiers, within
+from attnmux.core.choosing.version_ranges import (
+    parsed_requirement,
+    satisfies,
+    specifiers,
+    within,
+)
 
 Value = str | int | float | bool | frozenset[str]
 
@@ -118,6 +123,19 @@ class OneOf(Condition):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Excluding(Condition):
+    """Any value but these."""
+
+    values: tuple[Value, ...]
+
+    def admits(self, value: Value) -> bool:
+        return value not in self.values
+
+    def __str__(self) -> str:
+        return f"any but {' and '.join(map(str, self.values))}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Range(Condition):
     """Multiples of `step` from `least` to `most`, both included; no `most`, no upper end."""
 
@@ -214,9 +232,7 @@ class Runtimes(Condition):
 
     def admits(self, value: Value) -> bool:
         name, _, version = str(value).partition(" ")
-        parsed = map(parsed_requirement, self.requirements)
-        ranges = [str(requirement.specifier) for requirement in parsed if requirement.name == name]
-        return bool(version) and any(within(version, specifier) for specifier in ranges)
+        return bool(version) and any(satisfies(r, name, version) for r in self.requirements)
 
     def __str__(self) -> str:
         return " or ".join(self.requirements)
@@ -225,6 +241,11 @@ class Runtimes(Condition):
 def one_of(*values: Value) -> Condition:
     """Exactly these, the preferred one first."""
     return OneOf(values) if values else NONE
+
+
+def anything_but(*values: Value) -> Condition:
+    """Everything except these: for what is portable, with known exceptions."""
+    return Excluding(values)
 
 
 def at_most(number: int) -> Condition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,7 +57,8 @@ class Decision:
     phases: Mapping[str, Choice]
     """Only the requested phases."""
     coercions: tuple[Coercion, ...] = ()
-    candidates: tuple[Verdict, ...] = ()
+    candidates: Sequence[Verdict] = ()
+    """One for each backend and phase. Read-only; `solve` leaves them to be made when first read."""
 
     @property
     def is_last_resort(self) -> bool:
@@ -138,8 +139,10 @@ class Decision:
         served: dict[tuple[str, str], list[str]] = {}
         for phase, choice in self.phases.items():
             served.setdefault((choice.backend, choice.plugin), []).append(phase)
+        planned = {c.backend: ", planned" for c in self.phases.values() if c.factory is None}
         said = [
-            f"{name} ({plugin}) serves {_listed(phases)}, {self._standing(name, plugin, phases)}"
+            f"{name} ({plugin}{planned.get(name, '')}) serves {_listed(phases)}, "
+            f"{self._standing(name, plugin, phases)}"
             for (name, plugin), phases in served.items()
         ]
         where = self.platform.name or str(self.platform)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from attnmux.core.choosing.axes import Demand, Question, admits, failing
+from attnmux.core.choosing.axes import Demand, Question, admits, failing, meets
 from attnmux.core.choosing.card import CONTRACTS, BackendCard, Clause
+from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason
 from attnmux.core.choosing.version_ranges import within
 
@@ -18,7 +20,16 @@ def serving_clause(card: BackendCard, question: Question) -> Clause | None:
 
 def is_served(card: BackendCard, question: Question) -> bool:
     """Whether `shortcomings` would be empty, without the cost of saying why."""
-    return serving_clause(card, question) is not None and not _undeclared(card, question)
+    return bool(admitting(card, card.clauses, question.demands))
+
+
+def admitting(
+    card: BackendCard, clauses: Iterable[Clause], demands: Sequence[Demand]
+) -> list[Clause]:
+    """Those of the card's clauses that meet the demands; none where its contract does not know
+    an axis that is asked about."""
+    found = [clause for clause in clauses if meets(clause, demands)]
+    return found if found and not _undeclared(card, demands) else []
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
@@ -29,13 +40,13 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     asks for a change of what the engine can do without (a page size, not the breadth of a draft).
     Hints are left out where following them all would not remove them all.
     """
-    undeclared = _undeclared(card, question)
-    if serving_clause(card, question) is not None:
-        return undeclared
+    undeclared = _undeclared(card, question.demands)
     if not card.clauses:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
     failures = [(clause, failing(clause, question)) for clause in card.clauses]
     clause, failed = min(failures, key=lambda pair: _distance(pair[1]))
+    if not failed:
+        return undeclared
     told = _hints(clause, question, failed)
     return undeclared + [
         axis.reason(clause, value, told.get(axis.name, "")) for axis, value in failed
@@ -43,13 +54,16 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
 
 
 def _distance(failed: Iterable[Demand]) -> tuple[int, int]:
-    demands = [axis for axis, _ in failed]
-    return sum(axis.weight for axis in demands), sum(not axis.droppable for axis in demands)
+    weight = needed = 0
+    for axis, _ in failed:
+        weight += axis.weight
+        needed += not axis.droppable
+    return weight, needed
 
 
-def _undeclared(card: BackendCard, question: Question) -> list[Reason]:
+def _undeclared(card: BackendCard, demands: Iterable[Demand]) -> list[Reason]:
     """Demands on axes that are younger than every contract the card states."""
-    later = [(axis, value) for axis, value in question.demands if axis.since != CONTRACTS[0]]
+    later = [(axis, value) for axis, value in demands if axis.since != CONTRACTS[0]]
     return [
         Reason(
             code="UNDECLARED_FEATURE",
@@ -60,6 +74,12 @@ def _undeclared(card: BackendCard, question: Question) -> list[Reason]:
         for axis, value in later
         if not within(axis.since, card.contract)
     ]
+
+
+@lru_cache(maxsize=1024)
+def _changed(request: Request, changes: tuple[tuple[str, str], ...]) -> Request:
+    """Many cards ask for the same change of the same request."""
+    return request.replace(**dict(changes))
 
 
 def _hints(clause: Clause, question: Question, failed: list[Demand]) -> dict[str, str]:
@@ -75,7 +95,7 @@ def _hints(clause: Clause, question: Question, failed: list[Demand]) -> dict[str
         if any(axis.name in changes for axis, _ in settable):
             return {}
         changes.update((axis.name, axis.remedy(clause, value)) for axis, value in settable)
-        changed = replace(question, request=question.request.replace(**changes))
+        changed = replace(question, request=_changed(question.request, tuple(changes.items())))
         settable = [(axis, value) for axis, value in failing(clause, changed) if axis.settable]
     told = {name: f"{name}={changes[name]}" for name in first}
     along = [f"{name}={changes[name]}" for name in changes if name not in first]

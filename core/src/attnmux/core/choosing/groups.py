@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.libraries import Libraries
-from attnmux.core.choosing.naming import offers_named
+from attnmux.core.choosing.naming import offers_named, refuse_unknown
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Coercion
@@ -18,6 +18,9 @@ FOLLOWERS = ("verify", "draft")
 
 ORDER = ("decode", "extend", "encoder")
 """Leading phases; a better rank in an earlier one outweighs any in a later one."""
+
+CACHED_LEADS = ("decode", "extend")
+"""Leading phases whose backends share the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -39,8 +42,12 @@ def groups_of(
     """The requested phases in groups, in the order of ORDER.
 
     Raises UnknownBackend or InvalidInput for a named backend that is not there or not one; a name
-    that the user gave is looked at even where no requested phase needs it.
+    that the user gave is looked at even where no requested phase needs it, and so are those that
+    are allowed, denied or preferred.
     """
+    if offers:
+        for verb, names in policy.lists().items():
+            refuse_unknown(verb, names, offers, libraries)
     for name in policy.said_by_user():
         offers_named(name, offers, libraries)
     leader = "decode" if request.speculative_attention_mode == "decode" else "extend"

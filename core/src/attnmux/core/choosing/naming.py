@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attnmux.core.choosing.card import Offer
@@ -14,6 +14,12 @@ from attnmux.core.errors import InvalidInput, UnknownBackend
 KNOWN = Path(__file__).with_name("known_backends.json")
 """Which distribution of this project brings which backend: what an error needs to name the pip
 line for a plugin that is not installed. Read only then; choosing itself has no list of names."""
+
+
+def means(name: str, offer: Offer) -> bool:
+    """Whether `name` is the card's name, an alias of it, or either with its plugin in front."""
+    plugin, slash, bare = name.rpartition("/")
+    return (not slash or offer.plugin == plugin) and bare in (offer.card.name, *offer.card.aliases)
 
 
 def offers_named(
@@ -26,12 +32,8 @@ def offers_named(
     Raises UnknownBackend for a name that no plugin offers, InvalidInput for a bare name that two
     plugins use.
     """
-    plugin, slash, bare = name.rpartition("/")
-    meant = tuple(
-        offer
-        for offer in offers
-        if (not slash or offer.plugin == plugin) and bare in (offer.card.name, *offer.card.aliases)
-    )
+    bare = name.rpartition("/")[2]
+    meant = tuple(offer for offer in offers if means(name, offer))
     if not meant:
         raise unknown_backend(name, offers, libraries)
     by_name = [offer for offer in meant if offer.card.name == bare]
@@ -43,13 +45,36 @@ def offers_named(
     return tuple(offer for offer in meant if offer.plugin in owners)
 
 
+def refuse_unknown(
+    verb: str, names: Sequence[str], offers: Sequence[Offer], libraries: Libraries
+) -> None:
+    """Raise UnknownBackend for a name to allow, deny or prefer (`verb`) that means no backend.
+
+    A typing error there would leave a backend in use that was to be kept out. A backend of
+    this project whose plugin is not installed may be listed: one configuration can serve
+    several machines.
+    """
+    for name in names:
+        if any(means(name, offer) for offer in offers):
+            continue
+        if name.rpartition("/")[2] not in _sources():
+            error = unknown_backend(name, offers, libraries)
+            hint = f"{error.hint} (it stands among the backends to {verb})"
+            raise UnknownBackend(name, known=error.known, hint=hint)
+
+
+def _sources() -> Mapping[str, str]:
+    sources: dict[str, str] = {}
+    for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items():
+        sources.update(dict.fromkeys(backends, distribution))
+    return sources
+
+
 def unknown_backend(
     name: str, offers: Sequence[Offer], libraries: Libraries = installed_version
 ) -> UnknownBackend:
     """The error for a name that nobody offers, with the nearest name and how to get it."""
-    sources: dict[str, str] = {}
-    for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items():
-        sources.update(dict.fromkeys(backends, distribution))
+    sources = _sources()
     offered = sorted({word for o in offers for word in (o.card.name, o.address, *o.card.aliases)})
     bare = name.rpartition("/")[2]
     near = difflib.get_close_matches(name, [*offered, *sources], n=1)

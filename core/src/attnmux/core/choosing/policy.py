@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attnmux.core.choosing.card import OptionValue
+from attnmux.core.choosing.card import Offer, OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.naming import means
 from attnmux.core.errors import BackendFailed
 
 FIELDS = {
@@ -34,7 +35,8 @@ class Policy:
     options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=FrozenMapping)
     """By backend; text is read as the option's type."""
     allow: tuple[str, ...] | None = None
-    """The only backends to consider; None: all."""
+    """The only backends to consider; None: all. A name in this list and the next two means every
+    backend that bears it, as its name or an alias."""
     deny: tuple[str, ...] = ()
     prefer: tuple[str, ...] = ()
     """Backends that, where they fit, win over every rank; the first wins over the next."""
@@ -57,6 +59,20 @@ class Policy:
             if backend is not None:
                 return field_name, backend
         return None
+
+    def admits(self, offer: Offer) -> bool:
+        """Whether the backend may be considered at all."""
+        allowed = self.allow is None or any(means(name, offer) for name in self.allow)
+        return allowed and not any(means(name, offer) for name in self.deny)
+
+    def preference(self, offer: Offer) -> int:
+        """The backend's place among the preferred ones, which comes before any rank."""
+        places = (place for place, name in enumerate(self.prefer) if means(name, offer))
+        return next(places, len(self.prefer))
+
+    def lists(self) -> Mapping[str, tuple[str, ...]]:
+        """The lists of backends, by what they are for."""
+        return {"allow": self.allow or (), "deny": self.deny, "prefer": self.prefer}
 
     def said_by_user(self) -> tuple[str, ...]:
         """The names that the user gave, whether or not a requested phase needs them."""

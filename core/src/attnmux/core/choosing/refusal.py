@@ -22,6 +22,17 @@ def together_reason(group: Group, served: Sequence[str]) -> Reason:
     )
 
 
+def excluded_reason(group: Group, offer: Offer, other: Group, serving: Sequence[Offer]) -> Reason:
+    """For a backend that must not share a KV cache with any that could serve the other group."""
+    names = " or ".join(candidate.card.name for candidate in serving)
+    return Reason(
+        code="EXCLUDED",
+        axis="backend",
+        wanted=f"a backend for {group.lead} beside {names} for {other.lead}",
+        offered=f"{offer.card.name}, which never shares a KV cache with {names}",
+    )
+
+
 def joint_reason(groups: Sequence[Group], offer: Offer, phase: str) -> Reason:
     """For a backend that serves its phases at no page size and KV dtype that the others share."""
     phases = ", ".join(phase for group in groups for phase in group.phases)

@@ -3,104 +3,27 @@
 The outer loop is over *variants* of the request: as it is first, then with ever more of the values
 that may be coerced left unset. Each variant is tried at the page sizes and KV dtypes that its
 candidates prefer. At one such point the groups of phases are independent of each other, so that the
-best backend of each is the best of all.
+best backend of each is the best of all; only where two of those exclude each other are they tried
+without the one and without the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
-from typing import Any
 
-from attnmux.core.choosing.axes import AXES, Question
+from attnmux.core.choosing.axes import Demand
 from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.checking import Ranking
 from attnmux.core.choosing.conditions import Value, joint_examples
-from attnmux.core.choosing.explaining import is_served, serving_clause
-from attnmux.core.choosing.groups import Group
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.explaining import admitting, serving_clause
+from attnmux.core.choosing.groups import CACHED_LEADS, Group
+from attnmux.core.choosing.problem import Problem, Questions, Variant
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason
 
 FALLBACK_PAGE_SIZE = 1
 FALLBACK_KV_DTYPE = "bfloat16"
 """Where neither the request nor the winner has a preference."""
-
-OTHERS_VALUES = ("model", "platform", "default")
-"""Origins whose values may be coerced without leave: nobody insisted on them."""
-
-
-Questions = Mapping[str, Question]
-"""What a request asks, by phase."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class Variant:
-    """The request with some of the values that may be coerced left unset."""
-
-    dropped: tuple[str, ...]
-    request: Request
-    questions: Questions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class Problem:
-    """What stays the same during the search."""
-
-    request: Request
-    platform: Platform
-    policy: Policy
-    offers: tuple[Offer, ...]
-    groups: tuple[Group, ...]
-    barred: Mapping[str, Sequence[Reason]]
-    """By address: what keeps an offer out whatever is asked."""
-    ranking: Ranking
-
-    def questions(self, request: Request) -> Questions:
-        return {
-            phase: Question(
-                request=request,
-                platform=self.platform,
-                phase=phase,
-                hypothetical=self.policy.hypothetical,
-            )
-            for phase in request.phases
-        }
-
-    def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
-        """Whether the offer serves all of `phases`."""
-        if self.barred[offer.address]:
-            return False
-        return all(is_served(offer.card, questions[phase]) for phase in phases)
-
-    def preference(self, offer: Offer) -> int:
-        """The offer's place among the asker's preferences, before any rank."""
-        names = (offer.address, offer.card.name, *offer.card.aliases)
-        places = [place for place, name in enumerate(self.policy.prefer) if name in names]
-        return min(places, default=len(self.policy.prefer))
-
-    def variants(self) -> tuple[Variant, ...]:
-        """The request as it is, then with any one coercible value unset, any two, …"""
-        coercible = [
-            axis.name
-            for axis in AXES
-            if axis.droppable
-            and getattr(self.request, axis.name)
-            and (self.policy.allow_coercion or self.request.origins[axis.name] in OTHERS_VALUES)
-        ]
-        sets = (
-            dropped
-            for number in range(len(coercible) + 1)
-            for dropped in combinations(coercible, number)
-        )
-        return tuple(map(self._variant, sets))
-
-    def _variant(self, dropped: tuple[str, ...]) -> Variant:
-        unset: dict[str, Any] = dict.fromkeys(dropped)
-        request = self.request.replace(**unset) if dropped else self.request
-        return Variant(dropped=dropped, request=request, questions=self.questions(request))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -127,56 +50,143 @@ def best_point(problem: Problem, variants: Sequence[Variant]) -> Point | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Eligible:
+    """An offer that serves a group where page size and KV dtype are left open."""
+
+    offer: Offer
+    clauses: tuple[list[Clause], ...]
+    """For each phase of the group, those that admit what is asked."""
+
+
+def _eligible(problem: Problem, group: Group, questions: Questions) -> list[_Eligible]:
+    demands = [questions[phase].demands for phase in group.phases]
+    shared = set(demands[0]).intersection(*demands)
+    common = [demand for demand in demands[0] if demand in shared]
+    own = [[demand for demand in asked if demand not in shared] for asked in demands]
+    found = []
+    for offer in group.offers:
+        # What all phases ask, the machine first, rules most clauses out
+        near = admitting(offer.card, offer.card.clauses, common)
+        clauses = tuple(admitting(offer.card, near, asked) for asked in own) if near else ()
+        if clauses and all(clauses) and not problem.barred(offer):
+            found.append(_Eligible(offer, clauses))
+    return found
+
+
 def _points(problem: Problem, variant: Variant) -> Iterator[Point]:
-    eligible = [
-        [offer for offer in group.offers if problem.serves(offer, variant.questions, group.phases)]
-        for group in problem.groups
-    ]
+    eligible = [_eligible(problem, group, variant.questions) for group in problem.groups]
     if not all(eligible):
         return
-    clauses = [clause for offers in eligible for offer in offers for clause in offer.card.clauses]
+    clauses = [
+        clause
+        for candidates in eligible
+        for candidate in candidates
+        for admitted in candidate.clauses
+        for clause in admitted
+    ]
+    asked = {phase: set(question.demands) for phase, question in variant.questions.items()}
     for page_size in _page_sizes(variant.request, clauses):
         for kv_dtype in _kv_dtypes(variant.request, clauses):
             resolved = _resolved(variant.request, page_size, kv_dtype)
             questions = problem.questions(resolved)
+            # Setting a value can only add demands: no clause that was ruled out comes back
+            added = {
+                phase: [demand for demand in question.demands if demand not in asked[phase]]
+                for phase, question in questions.items()
+            }
             fitting = [
-                [offer for offer in offers if problem.serves(offer, questions, group.phases)]
-                for group, offers in zip(problem.groups, eligible, strict=True)
+                [candidate.offer for candidate in candidates if _fits(candidate, group, added)]
+                for group, candidates in zip(problem.groups, eligible, strict=True)
             ]
             if all(fitting):
-                yield _point(problem, resolved, questions, fitting, variant.dropped)
+                yield from _assignments(problem, resolved, questions, fitting, variant.dropped)
 
 
-def _point(
+def _fits(candidate: _Eligible, group: Group, added: Mapping[str, Sequence[Demand]]) -> bool:
+    """Whether the candidate meets what a point asks beyond the variant."""
+    return all(
+        admitting(candidate.offer.card, clauses, added[phase])
+        for phase, clauses in zip(group.phases, candidate.clauses, strict=True)
+    )
+
+
+Merit = tuple[int, int]
+"""(place among the asker's preferences, rank); the smaller is better."""
+
+Scored = Sequence[tuple[Merit, Offer]]
+
+
+def _assignments(
     problem: Problem,
     request: Request,
     questions: Questions,
-    fitting: list[list[Offer]],
+    fitting: Sequence[Sequence[Offer]],
     dropped: tuple[str, ...],
-) -> Point:
-    merits, ties = [], []
+) -> Iterator[Point]:
+    """Points at one page size and KV dtype, the best that there is among them."""
+    scored = []
     for group, offers in zip(problem.groups, fitting, strict=True):
         question = questions[group.phases[0]]
-        merit = {
-            offer.address: (problem.preference(offer), problem.ranking(offer.card, question))
-            for offer in offers
-        }
-        best = min(merit.values())
-        merits.append(best)
-        ties.append([offer for offer in offers if merit[offer.address] == best])
-    winners = _fewest(ties)
+        scored.append(
+            [
+                ((problem.policy.preference(offer), problem.ranking(offer.card, question)), offer)
+                for offer in offers
+            ]
+        )
+    for merits, winners in _compatible(problem, scored):
+        tie = _tie(problem, request, questions, winners)
+        key = (merits, len({offer.address for offer in winners}), *tie)
+        yield Point(key, request, questions, winners, dropped)
+
+
+def _compatible(
+    problem: Problem, scored: Sequence[Scored]
+) -> Iterator[tuple[tuple[Merit, ...], tuple[Offer, ...]]]:
+    """Merits and winners in which no backend excludes another, the best assignment among them.
+
+    The best backend of each group is taken. Where two of these exclude each other, a solution lacks
+    the one or the other.
+    """
+    merits = tuple(min(merit for merit, _ in group) for group in scored)
+    winners = _fewest(
+        [
+            [offer for merit, offer in group if merit == best]
+            for group, best in zip(scored, merits, strict=True)
+        ]
+    )
+    clash = _clash(problem, winners)
+    if not clash:
+        yield merits, winners
+    for place in clash:
+        rest = [(merit, offer) for merit, offer in scored[place] if offer is not winners[place]]
+        if rest:
+            yield from _compatible(problem, [*scored[:place], rest, *scored[place + 1 :]])
+
+
+def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
+    """The places of two winners that exclude each other; empty where none do."""
+    for one, other in combinations(range(len(winners)), 2):
+        opponents = problem.opponents(winners[one], problem.groups[one].lead)
+        other_lead = problem.groups[other].lead
+        if other_lead in CACHED_LEADS and winners[other].address in opponents:
+            return one, other
+    return ()
+
+
+def _tie(
+    problem: Problem, request: Request, questions: Questions, winners: tuple[Offer, ...]
+) -> tuple[object, ...]:
+    """What breaks a tie: the values that decode's winner prefers, then names, then numbers."""
     clause = serving_clause(winners[0].card, questions[problem.groups[0].phases[0]])
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
-    key = (
-        tuple(merits),
-        len({offer.address for offer in winners}),
+    return (
         _place(request.page_size, preferred or (FALLBACK_PAGE_SIZE,)),
         _place(request.kv_dtype, stored or (FALLBACK_KV_DTYPE,)),
         tuple(offer.address for offer in winners),
         (request.page_size, request.kv_dtype),
     )
-    return Point(key, request, questions, winners, dropped)
 
 
 def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from attnmux.core.choosing.card import Offer, OptionValue
 from attnmux.core.choosing.checking import (
@@ -11,21 +13,24 @@ from attnmux.core.choosing.checking import (
     check,
     prior_rank,
     standing,
-    verdict,
 )
 from attnmux.core.choosing.decision import Choice, Decision
+from attnmux.core.choosing.deferred import Deferred
 from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.groups import Group, groups_of
+from attnmux.core.choosing.groups import groups_of
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.options import complete, read_options
+from attnmux.core.choosing.pairs import opposed
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.refusal import joint_reason, refusal, together_reason
+from attnmux.core.choosing.problem import Problem
+from attnmux.core.choosing.refusal import refusal
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.search import Point, Problem, Questions, Variant, best_point
+from attnmux.core.choosing.search import Point, best_point
 from attnmux.core.choosing.values import PHASES
 from attnmux.core.choosing.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.verdicts import verdicts
 from attnmux.core.errors import InvalidInput
 
 __all__ = ["Choice", "Decision", "Policy", "check", "solve"]
@@ -49,9 +54,12 @@ def solve(
     InvalidInput for a name or an option in `policy` that cannot be used.
     """
     policy = policy or Policy()
+    # Verdicts are made when they are read: what the caller may change is copied
+    policy = replace(policy, failed=FrozenMapping(policy.failed))
     offers = tuple(sorted(cards, key=lambda offer: (offer.address, offer.distribution)))
     _refuse_duplicates(offers)
-    known = assumed(policy.without, libraries, policy.hypothetical)
+    # What was decided and what is told of it later must not see different libraries
+    known = cache(assumed(policy.without, libraries, policy.hypothetical))
     given = read_options(policy.options, offers, libraries)
     problem = Problem(
         request=request,
@@ -59,20 +67,33 @@ def solve(
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred={offer.address: standing(offer, policy, known) for offer in offers},
+        barred=_standings(policy, known),
         ranking=ranking,
+        opposed=opposed(offers),
     )
     variants = problem.variants()
     point = best_point(problem, variants)
-    candidates = _verdicts(problem, variants, point)
     if point is None:
-        raise refusal(platform, problem.groups, candidates)
-    return _decision(problem, point, given, candidates)
+        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
+    told = Deferred(partial(verdicts, problem, variants, point))
+    return _decision(problem, point, given, told)
+
+
+def _standings(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequence[Reason]]:
+    """`standing`, asked once of each offer."""
+    found: dict[str, Sequence[Reason]] = {}
+
+    def barred(offer: Offer) -> Sequence[Reason]:
+        if offer.address not in found:
+            found[offer.address] = standing(offer, policy, libraries)
+        return found[offer.address]
+
+    return barred
 
 
 def _refuse_duplicates(offers: tuple[Offer, ...]) -> None:
-    addresses = [offer.address for offer in offers]
-    repeated = sorted({address for address in addresses if addresses.count(address) > 1})
+    counts = Counter(offer.address for offer in offers)
+    repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
         came = f"{', '.join(repeated)} more than once"
         raise InvalidInput("cards", came=came, expected="each plugin/backend once")
@@ -82,7 +103,7 @@ def _decision(
     problem: Problem,
     point: Point,
     given: Mapping[str, Mapping[str, OptionValue]],
-    candidates: tuple[Verdict, ...],
+    candidates: Sequence[Verdict],
 ) -> Decision:
     request = point.request
     if request.page_size is None or request.kv_dtype is None:
@@ -141,66 +162,3 @@ def _because(problem: Problem, point: Point, field: str) -> str:
                 if reason.axis == field:
                     return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
     return "the backends of the phases share no other value"
-
-
-def _verdicts(
-    problem: Problem, variants: Sequence[Variant], point: Point | None
-) -> tuple[Verdict, ...]:
-    """One for each offer and phase, in an order that does not depend on the order of the cards."""
-    plain = variants[0].questions
-    # Each group can be served, but at no page size and KV dtype that all share
-    conflict = point is None and all(
-        any(problem.serves(offer, plain, group.phases) for offer in group.offers)
-        for group in problem.groups
-    )
-    found = [
-        _verdict(problem, variants, point, group, phase, offer, conflict=conflict)
-        for group in problem.groups
-        for phase in group.phases
-        for offer in problem.offers
-    ]
-    last = 1 << 62
-
-    def order(said: Verdict) -> tuple[int, int, str, str]:
-        rank = last if said.rank is None else said.rank
-        return PHASES.index(said.phase), rank, said.backend, said.plugin
-
-    return tuple(sorted(found, key=order))
-
-
-def _verdict(
-    problem: Problem,
-    variants: Sequence[Variant],
-    point: Point | None,
-    group: Group,
-    phase: str,
-    offer: Offer,
-    *,
-    conflict: bool,
-) -> Verdict:
-    plain = variants[0].questions
-    reasons = [*problem.barred[offer.address], *shortcomings(offer.card, plain[phase])]
-    if not reasons:
-        reasons = _joint_reasons(problem, plain, group, offer, conflict=conflict)
-        if reasons:
-            return verdict(offer, phase, reasons, None)
-        decided = point is not None and problem.serves(offer, point.questions, (phase,))
-        questions = point.questions if point is not None and decided else plain
-        return verdict(offer, phase, (), problem.ranking(offer.card, questions[phase]))
-    for variant in variants[1:]:
-        if problem.serves(offer, variant.questions, group.phases):
-            rank = problem.ranking(offer.card, variant.questions[phase])
-            return verdict(offer, phase, reasons, rank, coerced=True)
-    return verdict(offer, phase, reasons, None)
-
-
-def _joint_reasons(
-    problem: Problem, questions: Questions, group: Group, offer: Offer, *, conflict: bool
-) -> list[Reason]:
-    """Why an offer that serves a phase alone could still not be taken for it."""
-    served = [phase for phase in group.phases if problem.serves(offer, questions, (phase,))]
-    if len(served) < len(group.phases):
-        return [together_reason(group, served)]
-    if conflict and offer in group.offers:
-        return [joint_reason(problem.groups, offer, group.phases[0])]
-    return []

@@ -25,6 +25,13 @@ def within(version: str, specifier: str) -> bool:
 
 
 @cache
+def satisfies(requirement: str, name: str, version: str) -> bool:
+    """Whether a version of what `name` says meets the requirement "name>=1"."""
+    parsed = parsed_requirement(requirement)
+    return parsed.name == name and within(version, str(parsed.specifier))
+
+
+@cache
 def parsed_requirement(text: str) -> Requirement:
     """A PEP 508 requirement. Raises packaging's InvalidRequirement."""
     return Requirement(text)
