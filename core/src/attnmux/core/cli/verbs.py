@@ -30,6 +30,8 @@ GROUP = "attnmux.commands"
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.backends:backends", "List what the installed plugins offer."),
+    "matrix": ("attnmux.core.cli.matrix:matrix", "Print what every backend serves."),
+    "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here, what not, and why."),
     "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
     "verify": ("attnmux.core.cli.verify:verify", "Run the conformance suite on a backend."),

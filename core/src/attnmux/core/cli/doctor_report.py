@@ -1,0 +1,95 @@
+"""The answer of `attnmux doctor` for people; `--json` never imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnmux.core.choosing.libraries import installed_version
+from attnmux.core.cli.doctor import Diagnosis
+from attnmux.core.cli.doctor_examining import Examined
+from attnmux.core.cli.render import WIDTH, render_platforms
+
+HERE = {"CONTRACT": "other contract", "PLANNED": "planned", "LIBRARY": "lacks libraries"}
+"""What keeps a backend from running, by the code of the first reason."""
+
+
+def report(diagnosis: Diagnosis) -> None:
+    """Versions, devices, plugins, backends with their libraries, tracebacks, problems."""
+    console = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
+    core, torch = installed_version("attnmux-core"), installed_version("torch")
+    console.print(
+        f"attnmux-core {core or 'unknown'}, Python {sys.version.split()[0]}, "
+        f"torch {torch or 'not installed'}"
+    )
+    console.print()
+    render_platforms(
+        diagnosis.detection.platforms,
+        None if diagnosis.picked is None else str(diagnosis.picked),
+    )
+    console.print()
+    console.print(_plugins(diagnosis))
+    console.print()
+    console.print(_backends(diagnosis))
+    for plugin in diagnosis.plugins:
+        for failure in plugin.failures:
+            if failure.traceback:
+                console.print()
+                console.print(Text(str(failure), style="bold"))
+                console.print(Text(failure.traceback.rstrip(), style="dim"))
+    console.print()
+    for note in diagnosis.notes:
+        console.print(Text(f"note: {note}"))
+    for problem in diagnosis.problems:
+        console.print(Text(f"problem: {problem}", style="red"))
+    if not diagnosis.problems:
+        console.print(Text("no problems", style="green"))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _plugins(diagnosis: Diagnosis) -> Table:
+    table = _table("plugin", "from", "state", "devices", "backends")
+    for plugin in diagnosis.plugins:
+        table.add_row(
+            plugin.plugin,
+            f"{plugin.distribution} {plugin.version}".strip(),
+            _state(plugin),
+            ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
+            str(len(plugin.backends) or ""),
+            style="red" if plugin.failures else None,
+        )
+    return table
+
+
+def _state(plugin: Examined) -> str:
+    errors = "; ".join(failure.error for failure in plugin.failures)
+    return f"{plugin.status}: {errors}" if errors else plugin.status
+
+
+def _backends(diagnosis: Diagnosis) -> Table:
+    table = _table("backend", "here", "libraries")
+    for plugin in diagnosis.plugins:
+        for backend in plugin.backends:
+            reasons = backend["reasons"]
+            here = HERE.get(reasons[0]["code"], "no") if reasons else "ready"
+            table.add_row(backend["address"], here, "\n".join(_libraries(backend)))
+    return table
+
+
+def _libraries(backend: Mapping[str, Any]) -> Iterator[str]:
+    for library in backend["libraries"]:
+        said = library["installed"] if library["state"] == "present" else library["wanted"]
+        found = f", {library['installed']}" if library["state"].startswith("too") else ""
+        hint = f": {library['hint']}" if library["hint"] else ""
+        yield f"{said} {library['state']}{found}{hint}"

@@ -1,0 +1,294 @@
+"""`attnmux doctor` with plugins that work, raise, exit, crash and hang, each a distribution."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import importlib_metadata
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing import probe
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import PluginFailure
+from attnmux.core.choosing.probe import survey
+from attnmux.core.cli import doctor as module
+from attnmux.core.cli import doctor_child
+from attnmux.core.cli.doctor import diagnose
+from attnmux.core.cli.doctor_child import libraries
+from attnmux.core.cli.doctor_examining import Examined
+from attnmux.core.cli.verbs import verbs
+
+GOOD = """
+from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import hookimpl
+
+print("a banner")
+
+@hookimpl
+def attnmux_platforms():
+    return [Platform.parse("acme:v1,device=cpu,count=2")]
+
+@hookimpl
+def attnmux_cards():
+    return [BackendCard(name="fast", summary="", clauses=(), factory="a:b", {more})]
+"""
+HOOK = "from attnmux.core.choosing.plugins import hookimpl\n@hookimpl\n"
+GONE = "no_such_distribution_of_acme"
+
+
+def install(folder: Path, plugin: str, source: str, distribution: str = "") -> None:
+    distribution = distribution or f"dist-{plugin}"
+    stem = distribution.replace("-", "_")
+    (folder / f"{stem}_module.py").write_text(source)
+    info = folder / f"{stem}-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.3\n")
+    (info / "entry_points.txt").write_text(f"[attnmux]\n{plugin} = {stem}_module\n")
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Ask for a diagnosis of a machine without devices that has these plugins and no others."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(module, "survey", partial(survey, root=tmp_path / "root"))
+    allowed = []
+
+    def call(*args: str, **plugins: str):
+        for plugin, source in plugins.items():
+            install(tmp_path, plugin, source)
+        allowed.extend(plugins)
+        monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", ",".join(allowed))
+        return CliRunner().invoke(verbs, ["doctor", "--timeout", "60", *args], prog_name="attnmux")
+
+    return call
+
+
+def rows(result) -> dict[str, dict]:
+    return {row["distribution"]: row for row in json.loads(result.stdout)["plugins"]}
+
+
+def test_a_plugin_that_works(ask) -> None:
+    result = ask("--json", good=GOOD.format(more=""))
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    (row,) = data["plugins"]
+    assert (row["plugin"], row["distribution"], row["version"]) == ("good", "dist-good", "0.3")
+    assert (row["status"], row["failures"]) == ("works", [])
+    assert row["platforms"] == ["acme:v1,device=cpu,count=2"]
+    assert [backend["address"] for backend in row["backends"]] == ["good/fast"]
+    assert [found["vendor"] for found in data["platforms"]] == ["acme", "cpu"]
+    assert data["picked"] == "acme:v1,device=cpu,count=2"
+    assert data["problems"] == []
+
+
+BROKEN = {
+    "raises": ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
+    "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
+    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before all was"),
+    "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
+    "interrupts": ("raise KeyboardInterrupt", "load", "killed by SIGINT"),
+    "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
+    "dies": (f"{HOOK}def attnmux_cards(): __import__('os').abort()", "cards", "killed by SIGABRT"),
+    "probe": (f"{HOOK}def attnmux_platforms(): raise SystemExit(1)", "platforms", "SystemExit: 1"),
+}
+
+
+def test_whatever_a_plugin_does_is_a_row_and_the_others_go_on(ask) -> None:
+    sources = {name: source for name, (source, _, _) in BROKEN.items()}
+    result = ask("--json", good=GOOD.format(more=""), **sources)
+    assert result.exit_code == 1, result.output
+    found = rows(result)
+    assert found.pop("dist-good")["status"] == "works"
+    for name, (_, stage, said) in BROKEN.items():
+        row = found.pop(f"dist-{name}")
+        (failure,) = row["failures"]
+        assert (row["status"], failure["plugin"], failure["version"]) == ("broken", name, "0.3")
+        assert (failure["stage"], failure["distribution"]) == (stage, f"dist-{name}")
+        assert said in failure["error"]
+        if name != "ends":
+            assert f"dist_{name}_module.py" in failure["traceback"]
+    assert not found
+    assert len(json.loads(result.stdout)["problems"]) == len(BROKEN)
+
+
+def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> None:
+    started = tmp_path / "pid"
+    sources = {
+        "at_import": "import time; time.sleep(600)",
+        "in_probe": GOOD.format(more="")
+        + "@hookimpl\ndef attnmux_platforms():\n"
+        + "    import subprocess\n    child = subprocess.Popen(['sleep', '600'])\n"
+        + f"    open({str(started)!r}, 'w').write(str(child.pid))\n    child.wait()\n",
+    }
+    result = ask("--timeout", "5", "--json", **sources)
+    assert result.exit_code == 1, result.output
+    found = rows(result)
+    for name, stage in (("at_import", "load"), ("in_probe", "platforms")):
+        (failure,) = found[f"dist-{name}"]["failures"]
+        assert (failure["stage"], failure["error"]) == (stage, "no answer in 5 s")
+        assert f"dist_{name}_module.py" in failure["traceback"]
+    assert [card["address"] for card in found["dist-in_probe"]["backends"]] == ["in_probe/fast"]
+    assert has_ended(int(started.read_text()))
+
+
+def has_ended(pid: int) -> bool:
+    """An orphan that nobody waits for stays as a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_a_card_of_another_contract_is_a_problem(ask) -> None:
+    result = ask(good=GOOD.format(more="contract='>=7'"))
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "good/fast (dist-good 0.3) is written for contract >=7" in said
+    assert "other contract" in said
+
+
+def test_one_name_of_two_plugins(ask, tmp_path) -> None:
+    install(tmp_path, "good", GOOD.format(more=""), "dist-impostor")
+    result = ask("--json", good=GOOD.format(more=""), other=GOOD.format(more=""))
+    assert result.exit_code == 1
+    found = rows(result)
+    for name in ("dist-good", "dist-impostor"):
+        (failure,) = found[name]["failures"]
+        assert "'good' belongs to dist-good and dist-impostor" in failure["error"]
+    assert found["dist-other"]["status"] == "works"
+
+
+def test_entry_points_that_cannot_be_read(ask, tmp_path) -> None:
+    install(tmp_path, "bad", "")
+    (tmp_path / "dist_bad-0.3.dist-info/entry_points.txt").write_text("[attnmux]\nno equals\n")
+    result = ask("--json", good=GOOD.format(more=""))
+    assert result.exit_code == 1
+    assert [name for name, row in rows(result).items() if row["status"] == "broken"] == ["dist-bad"]
+
+
+def test_one_name_of_two_backends_is_a_note(ask) -> None:
+    result = ask(one=GOOD.format(more=""), two=GOOD.format(more=""))
+    assert result.exit_code == 0, result.output
+    assert "fast is the name of several backends: say one/fast or two/fast" in result.stdout
+
+
+def test_a_device_without_its_plugin(ask, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(probe, "installed_version", lambda name: None)
+    (tmp_path / "root/dev").mkdir(parents=True)
+    (tmp_path / "root/dev/nvidia0").touch()
+    result = ask(good=GOOD.format(more=""))
+    assert result.exit_code == 1
+    assert "attnmux-nvidia is not installed: pip install attnmux-nvidia" in " ".join(
+        result.stdout.split()
+    )
+
+
+def test_no_plugin_at_all(ask, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_NO_PLUGINS", "1")
+    result = ask()
+    assert result.exit_code == 1
+    assert "no plugin is installed" in result.stdout
+
+
+def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:
+    more = f"requires=('{GONE}>=2', 'click>=1'), extra='fast'"
+    result = ask(good=GOOD.format(more=more), bad="raise RuntimeError('[no] driver')")
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert f"{GONE}>=2 missing: pip install 'dist-good[fast]'" in text
+    assert "click " in text
+    assert "plugin bad (dist-bad 0.3): RuntimeError: [no] driver" in text
+    assert "Traceback (most recent call last)" in text
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_a_bad_timeout_is_refused(ask) -> None:
+    assert ask("--timeout", "0").exit_code == 2
+
+
+def examined(name: str, *platforms: str, error: str = "") -> Examined:
+    failure = PluginFailure(
+        plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
+    )
+    return Examined(
+        plugin=name,
+        distribution=f"attnmux-{name}",
+        version="0.3",
+        platforms=tuple(map(Platform.parse, platforms)),
+        failures=(failure,) if error else (),
+    )
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setattr(module, "survey", partial(survey, root=tmp_path))
+    monkeypatch.setattr(probe, "installed_version", lambda name: None)
+    return tmp_path
+
+
+def test_two_vendors_in_one_box(bare) -> None:
+    both = [examined("nvidia", "nvidia:sm90"), examined("amd", "amd:gfx942")]
+    undecided = diagnose(both, None)
+    assert [found.vendor for found in undecided.detection.accelerators] == ["amd", "nvidia"]
+    assert undecided.picked is None
+    assert "amd:gfx942 and nvidia:sm90" in undecided.problems[0]
+    decided = diagnose(both, "amd")
+    assert decided.picked == Platform.parse("amd:gfx942")
+    assert decided.problems == ()
+
+
+def test_a_platform_that_is_configured_and_not_there(bare) -> None:
+    diagnosis = diagnose([examined("cpu")], "nvidia")
+    assert diagnosis.picked is None
+    assert "got 'nvidia'" in diagnosis.problems[0]
+
+
+def test_a_device_whose_plugin_is_broken(bare) -> None:
+    (bare / "dev").mkdir()
+    (bare / "dev/nvidia0").touch()
+    diagnosis = diagnose([examined("nvidia", error="ImportError: x")], None)
+    assert "attnmux-nvidia is broken (ImportError: x)" in diagnosis.problems[1]
+
+
+@pytest.mark.parametrize(
+    ("installed", "state", "hint"),
+    [
+        ({"a": "2.5"}, "present", ""),
+        ({"a": "1.9"}, "too old", "pip install 'dist[x]'"),
+        ({"a": "4.0"}, "too new", "pip install 'dist[x]'"),
+        ({}, "missing", "pip install 'dist[x]'"),
+        ({"b": "1"}, "present", ""),
+        ({"a": "1.0", "b": "0.1"}, "too old", "pip install 'dist[x]'"),
+        ({"a": "nightly"}, "too old", "pip install 'dist[x]'"),
+    ],
+)
+def test_libraries(monkeypatch, installed, state, hint) -> None:
+    monkeypatch.setattr(doctor_child, "installed_version", installed.get)
+    card = BackendCard(
+        name="fast",
+        summary="",
+        clauses=(),
+        factory="a:b",
+        requires=(("a>=2,<4", "b==1.*"), "c; python_version < '3'"),
+        extra="x",
+    )
+    (row,) = libraries(card, "dist")
+    assert (row["wanted"], row["state"], row["hint"]) == ("a>=2,<4 or b==1.*", state, hint)
+    assert bool(row["installed"]) == bool(installed)
+
+
+def test_the_plugins_of_this_environment() -> None:
+    if not importlib_metadata.entry_points(group="attnmux"):
+        pytest.skip("no plugin is installed in this environment")
+    result = CliRunner().invoke(verbs, ["doctor", "--json", "--timeout", "60"])
+    ours = [row for name, row in rows(result).items() if name.startswith("attnmux-")]
+    assert [row["plugin"] for row in ours if row["status"] != "works"] == []
