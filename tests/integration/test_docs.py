@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
-    for folder in ("core", "plugins", "integrations", "benchmarks", "tools")
+    for folder in ("core", "plugins", "integrations", "examples", "benchmarks", "tools")
     for page in (ROOT / folder).glob("**/*.md")
+    if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
 )
 COMMANDS = [
     line.strip()
@@ -26,7 +27,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_runs(page: Path) -> None:
+def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples/vendor-plugin/src")
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), names)

@@ -7,6 +7,9 @@ import math
 import torch
 
 HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 64)
+MAX_GROUP_SIZE = 16
+"""Query heads per KV head."""
 
 
 def paged_attention(
@@ -31,9 +34,11 @@ def paged_attention(
     max_queries: most queries a request. window: keys that a query sees, its own included; 0 is all.
     Returns out [T, Hq, D] and the base-2 logarithm of the softmax's denominator, [Hq, T] float32.
     A query without keys gives 0 and -inf. Nothing is read on the host.
+    Raises ValueError for sizes that no kernel was built for.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[2]
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    _check_built(head_dim, page_size, num_heads // num_kv_heads)
     begins, counts = cu_queries[:-1, None], cu_queries.diff()[:, None]
     order = torch.arange(max_queries, device=q.device)
     rows = (begins + order).clamp(max=num_tokens - 1)
@@ -45,7 +50,6 @@ def paged_attention(
     peak = q.new_full(shape, -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(peak)
     sums = total.new_zeros((*shape, head_dim))
-    page_size = k_pages.shape[1]
     pages_per_step = max(keys_per_step // page_size, 1)
     for column in range(0, block_table.shape[1], pages_per_step):
         pages = block_table[:, column : column + pages_per_step].long()
@@ -73,3 +77,10 @@ def paged_attention(
     place = (tokens - cu_queries[request]).clamp(max=max_queries - 1)
     out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)[request, place]
     return out.to(q.dtype), log2_sums.flatten(1, 2).transpose(1, 2)[request, place].t()
+
+
+def _check_built(head_dim: int, page_size: int, group_size: int) -> None:
+    if head_dim not in HEAD_DIMS or page_size not in PAGE_SIZES or group_size > MAX_GROUP_SIZE:
+        raise ValueError(
+            f"no kernel for head dim {head_dim}, page size {page_size}, group size {group_size}"
+        )

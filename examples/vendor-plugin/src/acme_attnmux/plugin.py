@@ -49,11 +49,11 @@ def _paged(dtype: str, kv_dtype: str, **more: Condition) -> Clause:
         kind=one_of("mha"),
         dtype=one_of(dtype),
         kv_dtype=one_of(kv_dtype),
-        # A page is one DMA descriptor of at most 64 tokens; the preferred size comes first.
-        page_size=one_of(64, 32, 16),
+        # library.PAGE_SIZES, what a DMA descriptor can move; the preferred one comes first.
+        page_size=one_of(64, 16),
         # library.HEAD_DIMS
         head_dim=one_of(64, 128),
-        # A core's registers hold the accumulators of 16 query heads.
+        # library.MAX_GROUP_SIZE, whose accumulators a core's registers hold.
         group_size=at_most(16),
         # Drafts are chains: a tree needs a custom mask, which the library does not take.
         spec_topk=one_of(1),
@@ -66,7 +66,7 @@ def _paged(dtype: str, kv_dtype: str, **more: Condition) -> Clause:
 
 PAGED = BackendCard(
     name="acme_paged",
-    summary="Acme's paged attention: pages of 16 to 64, windows, FP8 KV on M2, graphs",
+    summary="Acme's paged attention: pages of 16 or 64, windows, FP8 KV on M2, graphs",
     factory="acme_attnmux.factory:make",
     requires=("torch>=2.11",),
     extra="torch",
