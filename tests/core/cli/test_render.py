@@ -5,10 +5,12 @@ from __future__ import annotations
 from attnmux.core.choosing.card import BackendCard, Clause, Offer
 from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.libraries import missing
+from attnmux.core.choosing.outcomes import outcomes
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
-from attnmux.core.cli.render import render_backends, render_decision
+from attnmux.core.cli.render import render_backends, render_explanation
 
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
 
@@ -23,8 +25,10 @@ def test_brackets_are_no_markup(capsys) -> None:
     """Without its extra, the pip line would install nothing new."""
     lacking = offer("lacking", requires=("torch>=2",), extra="torch")
     cards = [offer("a"), lacking]
-    render_decision(solve(Request(), Platform.parse("cpu:x86_64"), cards, libraries={}.get))
+    decision = solve(Request(), Platform.parse("cpu:x86_64"), cards, libraries={}.get)
+    told = outcomes(decision, cards, Policy())
+    render_explanation(decision, told, [], every=True)
     render_backends([(lacking, missing(lacking.card, {}.get, "attnmux-fake"))])
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("'attnmux-fake[torch]'") == 3
+    assert said.count("'attnmux-fake[torch]'") == 2
     assert ":smile:" in said

@@ -66,6 +66,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
             for prior in card.priors
         ],
         "companions": list(card.companions),
+        "excludes": list(card.excludes),
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
         "fp8_products": card.fp8_products,
         "reasons": [asdict(reason) for reason in reasons],

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.verdict import Reason
+from attnmux.core.cli.select_origins import Stated
 
 WIDTH = 100
+LIST_WIDTH = 21
+"""Of a column that lists phases: longer lists take several lines."""
+PROSE_WIDTH = 30
+"""What a column of sentences needs to be read."""
 
 
 def _console() -> Console:
@@ -64,35 +71,141 @@ def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
     _print_table(table)
 
 
-def render_decision(decision: Decision) -> None:
-    """The summary, the coercions, and each candidate with the first reason against it."""
+def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
+    """The summary, the changes, the backends that fit, and how many others there are."""
     console = _console()
+    _print_head(console, decision)
+    fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
+    rows = [(*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting]
+    strong = [outcome.standing == "chosen" for outcome in fitting]
+    _print_rows(console, ("for", "backend", "plugin", "rank", ""), rows, strong)
+    fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
+    others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
+    if others:
+        verb = "does" if len(others) == 1 else "do"
+        console.print()
+        console.print(Text(f"{len(others)} more {verb} not fit: --explain says why"))
+    _print_hash(console, decision)
+
+
+def render_explanation(
+    decision: Decision, told: Sequence[Outcome], values: Sequence[Stated], *, every: bool
+) -> None:
+    """Who was chosen and why, who was not and why not, what was changed, who set each value.
+
+    `every`: every reason of each that was not chosen, else the first.
+    """
+    console = _console()
+    _print_head(console, decision)
+    rows = [
+        (*_candidate(outcome, len(decision.phases)), _sourced(outcome))
+        for outcome in told
+        if outcome.standing == "chosen"
+    ]
+    _print_rows(console, ("for", "chosen", "plugin", "rank", "because"), rows)
+    _print_losers(console, told, len(decision.phases), every=every)
+    _print_values(console, values)
+    _print_hash(console, decision)
+
+
+def render_refusal(
+    told: Sequence[Outcome], values: Sequence[Stated], phases: int, *, every: bool
+) -> None:
+    """The same where nothing was chosen."""
+    console = _console()
+    _print_losers(console, told, phases, every=every)
+    _print_values(console, values)
+
+
+def _print_head(console: Console, decision: Decision) -> None:
     console.print(Text(decision.summary()))
     for change in decision.coercions:
         line = (
             f"{change.field}: {change.old} ({change.origin}) became {change.new}: {change.because}"
         )
         console.print(Text(line, style="yellow"))
-    table = _table("phase", "backend", "plugin", "rank", "verdict")
-    for verdict in decision.candidates:
-        choice = decision.phases[verdict.phase]
-        chosen = (choice.backend, choice.plugin) == (verdict.backend, verdict.plugin)
-        table.add_row(
-            verdict.phase,
-            verdict.backend,
-            verdict.plugin,
-            "" if verdict.rank is None else str(verdict.rank),
-            "chosen" if chosen else _outcome(verdict),
-            style="bold" if chosen else None,
-        )
     console.print()
-    console.print(table)
+
+
+def _print_hash(console: Console, decision: Decision) -> None:
     console.print()
     console.print(Text(f"decision {decision.hash[:16]}", style="dim"))
 
 
-def _outcome(verdict: Verdict) -> str:
-    if not verdict.reasons:
-        return verdict.verdict
-    more = f" (and {len(verdict.reasons) - 1} more)" if len(verdict.reasons) > 1 else ""
-    return f"{verdict.verdict}: {verdict.reasons[0]}{more}"
+def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:
+    lost = [outcome for outcome in told if outcome.standing != "chosen"]
+    shown = lost if every else joined_by_first_reason(lost)
+    rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
+    if rows:
+        console.print()
+        _print_rows(console, ("for", "not chosen", "plugin", "rank", "because"), rows)
+
+
+def _print_values(console: Console, values: Sequence[Stated]) -> None:
+    rows = [(value.name, value.origin, _value(value)) for value in values]
+    console.print()
+    _print_rows(console, ("field", "set by", "value"), rows)
+
+
+def _value(value: Stated) -> str:
+    return f"{value.value} ({value.source})" if value.source else value.value
+
+
+def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str]:
+    """Everything but the prose; `phases` is how many are asked for."""
+    alike = len(outcome.phases)
+    served = "all" if alike == phases > 2 else ", ".join(outcome.phases)
+    rank = "" if outcome.rank is None else str(outcome.rank)
+    return served, outcome.backend, outcome.plugin, rank
+
+
+def _standing(outcome: Outcome) -> str:
+    """In the plain table: without the reasons, which those who fit do not have."""
+    parts = ("planned" if outcome.planned else "", f"{outcome.standing}: {outcome.why}")
+    return ", ".join(filter(None, parts)) if outcome.standing == "chosen" else outcome.why
+
+
+def _sourced(outcome: Outcome) -> str:
+    """Why a backend was chosen, and where its rank comes from."""
+    why = f"{outcome.why} ({outcome.source})" if outcome.source else outcome.why
+    return f"planned; {why}" if outcome.planned else why
+
+
+def _against(outcome: Outcome, *, every: bool) -> str:
+    """Why, then the reasons: all of them, a line each, or the first and how many more."""
+    said = any(reason.code == "PLANNED" for reason in outcome.reasons)
+    parts = ("planned" if outcome.planned and not said else "", outcome.why)
+    why = "; ".join(filter(None, parts))
+    reasons = [str(reason) for reason in outcome.reasons]
+    if every and len(reasons) > 1:
+        return "\n".join(filter(None, (why, *reasons)))
+    more = f" (and {len(reasons) - 1} more: --all)" if len(reasons) > 1 else ""
+    return ": ".join(filter(None, (why, *reasons[:1]))) + more
+
+
+def _print_rows(
+    console: Console,
+    columns: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    strong: Sequence[bool] = (),
+) -> None:
+    """A table whose last column is prose; where that has no room, its rows as paragraphs.
+
+    Text is broken between words. Rows that are `strong` stand out.
+    """
+    styles = ["bold" if each else "" for each in strong or [False] * len(rows)]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)][:-1]
+    words = [len(word) for row in rows for word in row[0].split()]
+    widths[0] = max(min(widths[0], LIST_WIDTH), len(columns[0]), *words, 0)
+    if console.width - sum(widths) - len(widths) < PROSE_WIDTH:
+        for row, style in zip(rows, styles, strict=True):
+            console.print(Text(" ".join(filter(None, row[:-1])), style=style))
+            console.print(Padding(Text(row[-1], style=style), (0, 0, 0, 2)))
+        return
+    table = _table()
+    for name, width in zip(columns, widths, strict=False):
+        table.add_column(name, width=width)
+    table.add_column(columns[-1], overflow="fold")
+    for row, style in zip(rows, styles, strict=True):
+        table.add_row(*map(Text, row), style=style)
+    console.print(table)

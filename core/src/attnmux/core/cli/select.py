@@ -31,6 +31,8 @@ from attnmux.core.settings import Settings
 @click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE")
 @click.option("--without", multiple=True, metavar="DIST", help="Count it as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Values that you set may be changed.")
+@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
+@click.option("--all", "every", is_flag=True, help="The same with every reason, not the first.")
 @common_options
 @pass_run
 def select(
@@ -45,9 +47,11 @@ def select(
     assignments: tuple[str, ...],
     without: tuple[str, ...],
     allow_coercion: bool,
+    explain: bool,
+    every: bool,
     **backends: str | None,
 ) -> None:
-    """Choose the backend of each phase, and say why each other was not chosen.
+    """Choose the backend of each phase, and say why.
 
     Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits.
     """
@@ -56,19 +60,55 @@ def select(
     settings = run.settings()
     plugins = run.plugins(settings)
     device, hypothetical = machine(run, settings, plugins, platform)
-    policy = settings.policy(
+    given = {
         **backends,
-        options=options,
-        allow_coercion=allow_coercion or None,
-        hypothetical=hypothetical,
-        without=frozenset(without),
-    )
+        "options": options,
+        "allow_coercion": allow_coercion or None,
+        "hypothetical": hypothetical,
+        "without": frozenset(without),
+    }
+    policy = settings.policy(**given)
+    answer: Decision | NoBackend
     try:
-        decision = solve(request, device, plugins.offers(), policy)
+        answer = solve(request, device, plugins.offers(), policy)
     except NoBackend as refusal:
-        _show_refusal(run, as_json, device, request, refusal)
-        raise
-    _show(run, as_json, decision)
+        answer = refusal
+    if as_json and not (explain or every):
+        echo_json({**answered(answer, request, device), "warnings": run.warnings})
+    else:
+        # Off the path of plain JSON, which programs wait for
+        from attnmux.core.cli.select_explained import Asked, show  # noqa: PLC0415
+
+        asked = Asked(
+            request=request,
+            device=device,
+            policy=policy,
+            offers=plugins.offers(),
+            settings=settings,
+            given=given,
+            platform=platform,
+            model=model,
+            tp=tp,
+        )
+        show(run, asked, answer, as_json=as_json, explain=explain or every, every=every)
+    if isinstance(answer, NoBackend):
+        raise answer
+
+
+def answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
+    """The decision; the same keys with nothing decided where nothing fits."""
+    if not isinstance(answer, NoBackend):
+        return answer.to_dict()
+    return {
+        "platform": device.to_dict(),
+        "request": request.to_dict(),
+        "page_size": request.page_size,
+        "kv_dtype": request.kv_dtype,
+        "hash": None,
+        "phases": {},
+        "coercions": [],
+        "candidates": [verdict.to_dict() for verdict in answer.candidates],
+    }
 
 
 def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
@@ -104,32 +144,3 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
             raise InvalidInput("--set", came=repr(text), expected="BACKEND.OPTION=VALUE")
         found.setdefault(backend, {})[option] = value
     return found
-
-
-def _show(run: Run, as_json: bool, decision: Decision) -> None:
-    if as_json:
-        echo_json({**decision.to_dict(), "warnings": run.warnings})
-        return
-    from attnmux.core.cli.render import render_decision  # noqa: PLC0415  # rich, off the JSON path
-
-    render_decision(decision)
-
-
-def _show_refusal(
-    run: Run, as_json: bool, device: Platform, request: Request, refusal: NoBackend
-) -> None:
-    """The same answer with nothing decided; the message goes to stderr with the exit code."""
-    if not as_json:
-        return
-    undecided: dict[str, Any] = {
-        "platform": device.to_dict(),
-        "request": request.to_dict(),
-        "page_size": request.page_size,
-        "kv_dtype": request.kv_dtype,
-        "hash": None,
-        "phases": {},
-        "coercions": [],
-        "candidates": [verdict.to_dict() for verdict in refusal.candidates],
-        "warnings": run.warnings,
-    }
-    echo_json(undecided)

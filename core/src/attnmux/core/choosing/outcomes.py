@@ -1,0 +1,190 @@
+"""How each candidate of a decision fared, as it is told to people.
+
+A verdict says whether a backend serves what was asked. An outcome says what that came to once page
+size and KV dtype were decided: a backend that fits alone may not fit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from attnmux.core.choosing.axes import Question, admits
+from attnmux.core.choosing.card import DEFAULT_RANK, Offer
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.explaining import shortcomings
+from attnmux.core.choosing.groups import FOLLOWERS
+from attnmux.core.choosing.outcome import Outcome, joined, told_of
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Reason, Verdict
+
+
+def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tuple[Outcome, ...]:
+    """The chosen backends first, then those that fit by rank, then the others.
+
+    `offers` and `policy` are those that the decision was made with; of a candidate whose card is
+    not among them, no more than its verdict is told.
+    """
+    account = _Account(decision, offers, policy)
+    return joined(account.outcome(verdict) for verdict in decision.candidates)
+
+
+def outcomes_of_refusal(
+    request: Request, candidates: Sequence[Verdict], offers: Iterable[Offer], policy: Policy
+) -> tuple[Outcome, ...]:
+    """The same where nothing was decided: what stood against each candidate."""
+    cards = _by_key(offers)
+    served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
+    unserved = [phase for phase in request.phases if phase not in served]
+    found = []
+    for verdict in candidates:
+        named = policy.named_for(_together(request, verdict.phase)[0])
+        why = ""
+        if verdict.verdict != "rejected":
+            blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
+            why = f"fits, but {named[1]} was named" if named else f"fits, but {blocked}"
+        offer = cards.get((verdict.plugin, verdict.backend))
+        found.append(told_of(verdict, offer, verdict.verdict, why, verdict.reasons))
+    return joined(found)
+
+
+class _Account:
+    """A decision, and what a card answers at the point that was decided."""
+
+    def __init__(self, decision: Decision, offers: Iterable[Offer], policy: Policy) -> None:
+        self.decision = decision
+        self.policy = policy
+        self.cards = _by_key(offers)
+        self.verdicts = {(v.plugin, v.backend, v.phase): v for v in decision.candidates}
+        self.questions = {
+            phase: Question(
+                request=decision.request,
+                platform=decision.platform,
+                phase=phase,
+                hypothetical=policy.hypothetical,
+            )
+            for phase in decision.phases
+        }
+
+    def outcome(self, verdict: Verdict) -> Outcome:
+        offer = self.cards.get((verdict.plugin, verdict.backend))
+        choice = self.decision.phases[verdict.phase]
+        if (choice.plugin, choice.backend) == (verdict.plugin, verdict.backend):
+            chosen = told_of(verdict, offer, "chosen", self._why_chosen(verdict))
+            return replace(chosen, source=self._source(verdict, offer))
+        if verdict.verdict == "rejected":
+            return told_of(verdict, offer, "rejected", "", verdict.reasons)
+        phase, reasons = self._obstacle(verdict, offer)
+        if not reasons:
+            return told_of(verdict, offer, "fits", self._why_behind(verdict))
+        if verdict.verdict == "coerced":
+            return told_of(verdict, offer, "coerced", "not as asked", reasons)
+        where = self._point(reasons)
+        serving = "" if phase == verdict.phase else f" for {phase}"
+        why = f"fits alone, but not{serving} {where}"
+        return told_of(verdict, offer, "elsewhere", why, reasons)
+
+    def _obstacle(self, verdict: Verdict, offer: Offer | None) -> tuple[str, list[Reason]]:
+        """The phase in which the card fails at the decided point, and why: its own phase first,
+        then those that one backend has to serve along with it."""
+        together = _together(self.decision.request, verdict.phase)[1]
+        for phase in (verdict.phase, *together):
+            reasons = [] if offer is None else shortcomings(offer.card, self.questions[phase])
+            if reasons:
+                return phase, reasons
+        return verdict.phase, []
+
+    def _point(self, reasons: Sequence[Reason]) -> str:
+        axes = {reason.axis for reason in reasons}
+        decided = {
+            "page_size": f"page size {self.decision.page_size}",
+            "kv_dtype": f"KV in {self.decision.kv_dtype}",
+        }
+        said = [text for axis, text in decided.items() if axis in axes]
+        return f"at the decided {' and '.join(said)}" if said else "with what was decided"
+
+    def _why_chosen(self, verdict: Verdict) -> str:
+        lead = _together(self.decision.request, verdict.phase)[0]
+        for change in self.decision.coercions:
+            if change.field == f"backend for {lead}":
+                return f"stands in for {change.old}, which does not serve {lead}"
+        named = self.policy.named_for(lead)
+        if named is not None:
+            field, name = named
+            return f"named by {self.policy.origins.get(field, 'user')}: {field}={name}"
+        rivals = [
+            other
+            for other in self.decision.candidates
+            if other.phase == verdict.phase and self._fits(other)
+        ]
+        alone = sum(
+            other.phase == verdict.phase and other.verdict == "fits"
+            for other in self.decision.candidates
+        )
+        stored = f"page size {self.decision.page_size}, KV in {self.decision.kv_dtype}"
+        where = f" with {stored}" if alone > len(rivals) else ""
+        if len(rivals) == 1:
+            return f"the only one that fits{where}"
+        field = f"{len(rivals)} that fit{where}"
+        others = [other for other in rivals if other is not verdict]
+        if self._preference(verdict) < min(map(self._preference, others), default=0):
+            return f"preferred, of {field}"
+        own = self._leading(verdict)
+        if any(_rank(self._leading(other)) < _rank(own) for other in others):
+            return f"the best that goes with the other phases' backends, of {field}"
+        return f"best rank of {field}"
+
+    def _why_behind(self, verdict: Verdict) -> str:
+        lead = _together(self.decision.request, verdict.phase)[0]
+        choice = self.decision.phases[verdict.phase]
+        if self.policy.named_for(lead) is not None:
+            return f"fits, but {choice.backend} was named"
+        winner = self._leading(self.verdicts[choice.plugin, choice.backend, verdict.phase])
+        own = self._leading(verdict)
+        if self._preference(winner) < self._preference(own):
+            return f"fits, but {choice.backend} is preferred"
+        if _rank(own) == _rank(winner):
+            return f"fits, level with {choice.backend}: fewer backends win, then names"
+        if _rank(own) < _rank(winner):
+            return "fits alone, but not beside the backends of the other phases"
+        return f"fits, behind {choice.backend} in rank"
+
+    def _leading(self, verdict: Verdict) -> Verdict:
+        """The backend's verdict in the phase whose rank counts for the verdict's phase."""
+        first = _together(self.decision.request, verdict.phase)[1][0]
+        return self.verdicts[verdict.plugin, verdict.backend, first]
+
+    def _fits(self, verdict: Verdict) -> bool:
+        offer = self.cards.get((verdict.plugin, verdict.backend))
+        return verdict.verdict != "rejected" and not self._obstacle(verdict, offer)[1]
+
+    def _preference(self, verdict: Verdict) -> int:
+        offer = self.cards.get((verdict.plugin, verdict.backend))
+        aliases = () if offer is None else offer.card.aliases
+        names = (verdict.backend, f"{verdict.plugin}/{verdict.backend}", *aliases)
+        prefer = self.policy.prefer
+        return min((prefer.index(name) for name in names if name in prefer), default=len(prefer))
+
+    def _source(self, verdict: Verdict, offer: Offer | None) -> str:
+        """Of the prior that the rank is taken from; empty where the rank is no prior's."""
+        priors = () if offer is None else offer.card.priors
+        question = self.questions[verdict.phase]
+        held = next((prior for prior in priors if admits(prior.when, question)), None)
+        return held.source if held is not None and held.rank == verdict.rank else ""
+
+
+def _rank(verdict: Verdict) -> int:
+    return DEFAULT_RANK if verdict.rank is None else verdict.rank
+
+
+def _by_key(offers: Iterable[Offer]) -> Mapping[tuple[str, str], Offer]:
+    return {(offer.plugin, offer.card.name): offer for offer in offers}
+
+
+def _together(request: Request, phase: str) -> tuple[str, tuple[str, ...]]:
+    """(the phase that leads `phase`, the requested phases that one backend serves with it)."""
+    leader = "decode" if request.speculative_attention_mode == "decode" else "extend"
+    lead = leader if phase in FOLLOWERS else phase
+    alike = {lead, *(FOLLOWERS if lead == leader else ())}
+    return lead, tuple(each for each in request.phases if each in alike)

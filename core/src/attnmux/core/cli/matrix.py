@@ -1,0 +1,89 @@
+"""`attnmux matrix`: what every backend serves, from the cards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import click
+
+from attnmux.core.choosing.values import KINDS
+from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, rows_of
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+
+INTRODUCTION = """\
+# Support matrix
+
+What each backend serves, as its card says. `attnmux matrix` prints this page; cards of other
+installed plugins are in it too. Empty cells are not served. A number leads to the limits under
+which a cell holds. A planned backend can be asked about for any machine and does not run yet."""
+
+TITLES = {
+    "mha": "MHA and GQA",
+    "mla": "MLA",
+    "nsa": "Sparse MLA (NSA)",
+    "dual_chunk": "Dual chunk attention",
+    "linear": "Linear attention",
+}
+
+LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes")
+
+
+@click.command()
+@common_options
+@pass_run
+def matrix(run: Run, as_json: bool) -> None:
+    """Print what each backend of the installed plugins serves, as Markdown."""
+    plugins = run.plugins(run.settings())
+    rows = rows_of(plugins.offers())
+    if as_json:
+        echo_json(
+            {
+                "rows": [row.to_dict() for row in rows],
+                "failures": [asdict(failure) for failure in plugins.failures],
+                "warnings": run.warnings,
+            }
+        )
+        return
+    click.echo(markdown(rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A page with a table for each kind of attention, its limits numbered below it."""
+    sections = [
+        _section(TITLES.get(kind, kind), [row for row in rows if row.kind == kind])
+        for kind in KINDS
+        if any(row.kind == kind for row in rows)
+    ]
+    return "\n\n".join([INTRODUCTION, *sections])
+
+
+def _section(title: str, rows: Sequence[Row]) -> str:
+    notes: dict[str, int] = {}
+    header = (*LEADING, *(column.title for column in COLUMNS))
+    lines = [_line(header), _line("---" for _ in header)]
+    for row in rows:
+        leading = (
+            f"`{row.backend}`",
+            row.plugin,
+            row.status,
+            "; ".join(row.machines),
+            ", ".join(row.phases),
+            row.page_sizes,
+        )
+        lines.append(_line((*leading, *(_said(cell, notes) for cell in row.cells))))
+    limits = [f"{number}. {text}" for text, number in notes.items()]
+    return "\n\n".join(filter(None, (f"## {title}", "\n".join(lines), "\n".join(limits))))
+
+
+def _said(cell: Cell, notes: dict[str, int]) -> str:
+    """ "yes", "yes (2)" with the second note, or nothing."""
+    if cell.served == "no":
+        return ""
+    if not cell.where:
+        return "yes"
+    return f"yes ({notes.setdefault(cell.where, len(notes) + 1)})"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

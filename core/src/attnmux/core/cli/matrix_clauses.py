@@ -1,0 +1,83 @@
+"""How clauses of one card differ, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from attnmux.core.choosing.axes import AXES, PLATFORM
+from attnmux.core.choosing.card import Clause
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, OneOf
+
+_DECIDING = (
+    *(axis.name for axis in AXES if axis.weight == PLATFORM and axis.name != "kind"),
+    "dtype",
+)
+_FOLLOWING = tuple(axis.name for axis in AXES if axis.name not in (*_DECIDING, "kind"))
+"""A difference on a deciding axis explains others; each on a following one is told."""
+
+
+def restrictions(feature: str, having: Sequence[Clause], asked: Sequence[Clause]) -> list[str]:
+    """On which axes the clauses that have the feature admit less than all that are asked.
+
+    What follows from an earlier difference is not said again: an SM range where the vendor is
+    another's, a KV dtype that goes with the dtype.
+    """
+    said = []
+    others = list(asked)
+    for name in (*_DECIDING, *_FOLLOWING):
+        own = union(name, having)
+        if name == feature or own == union(name, others):
+            continue
+        words = name.replace("_", " ")
+        said.append(f"{words} {union_said(own)}" if own else f"without {words}")
+        if name not in _FOLLOWING:
+            others = [clause for clause in others if union(name, [clause]) & own]
+    return said
+
+
+def either(feature: str, having: Sequence[Clause], lacking: Sequence[Clause]) -> str:
+    """Where no one axis tells them apart: how each clause that has the feature differs."""
+    apart = [", ".join(restrictions(feature, [each], [each, *lacking])) for each in having]
+    return " or ".join(dict.fromkeys(apart)) if all(apart) else "not in every combination"
+
+
+def covers(wide: Clause, narrow: Clause, feature: str) -> bool:
+    """Whether `wide` serves all that `narrow` does, the feature's own axis aside."""
+    return all(
+        name == feature or union(name, [wide]) == union(name, [wide, narrow])
+        for name in (*_DECIDING, *_FOLLOWING)
+    )
+
+
+def union(name: str, clauses: Iterable[Clause]) -> frozenset[Condition]:
+    """What the clauses admit together on an axis: single values where they are listed."""
+    found: set[Condition] = set()
+    for clause in clauses:
+        condition: Condition = getattr(clause, name)
+        if isinstance(condition, OneOf):
+            found.update(OneOf((value,)) for value in condition.values)
+        elif condition is not NONE:
+            found.add(condition)
+    if ANY in found:
+        return frozenset({ANY})
+    wide = [condition for condition in found if not isinstance(condition, OneOf)]
+    return frozenset(
+        condition
+        for condition in found
+        if not isinstance(condition, OneOf)
+        or not any(other.admits(condition.values[0]) for other in wide)
+    )
+
+
+def union_said(conditions: frozenset[Condition]) -> str:
+    """ "16, 32 or 64": listed values in order, then other conditions."""
+    listed = [value for each in conditions if isinstance(each, OneOf) for value in each.values]
+    numbers = all(isinstance(value, (int, float)) for value in listed)
+    ordered = sorted(listed, key=lambda value: value if numbers else str(value))
+    others = sorted(
+        (str(each) for each in conditions if not isinstance(each, OneOf)),
+        key=lambda said: ([int(number) for number in re.findall(r"\d+", said)], said),
+    )
+    parts = [str(OneOf(tuple(ordered)))] if ordered else []
+    return " or ".join([*parts, *others]) or "none"

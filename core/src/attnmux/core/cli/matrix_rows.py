@@ -1,0 +1,187 @@
+"""What the cards say each backend serves, a row a backend and kind of attention.
+
+A cell is read from the clauses that serve the kind. Where some of them serve a feature and others
+do not, it says by what they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attnmux.core.choosing.axes import AXES, CACHED, Axis, Question
+from attnmux.core.choosing.card import Clause, Offer
+from attnmux.core.choosing.conditions import ANY, Condition, Value
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.values import KINDS, PHASES
+from attnmux.core.cli.matrix_clauses import covers, either, restrictions, union, union_said
+
+Served = Literal["yes", "some", "no"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A feature: served where a clause admits one of the values on the axis."""
+
+    title: str
+    axis: str
+    values: tuple[Value, ...]
+    """Any of them shows the feature; where only some are admitted, the cell says which."""
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(title="fp8 KV", axis="kv_dtype", values=("fp8_e4m3", "fp8_e5m2")),
+    Column(title="fp4 KV", axis="kv_dtype", values=("fp4_e2m1",)),
+    Column(title="topk 1", axis="spec_topk", values=(1,)),
+    Column(title="topk > 1", axis="spec_topk", values=(2, 4, 8)),
+    Column(title="window", axis="sliding_window", values=(1, 127, 4095, 1 << 20)),
+    Column(title="chunk", axis="attention_chunk", values=(1, 128, 8192, 1 << 20)),
+    Column(title="sinks", axis="sinks", values=(True,)),
+    Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
+    Column(title="cross", axis="cross_attention", values=(True,)),
+    Column(title="custom mask", axis="custom_mask", values=(True,)),
+    Column(title="multi-item", axis="multi_item", values=(True,)),
+    Column(title="encoder", axis="phase", values=("encoder",)),
+    Column(title="chunked prefix", axis="chunked_prefix", values=(True,)),
+    Column(title="deterministic", axis="deterministic", values=(True,)),
+    Column(title="graphs", axis="graph", values=(True,)),
+    Column(title="LSE", axis="lse", values=(True,)),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Whether a feature is served; where it is served in part, `where` says which part."""
+
+    served: Served
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A backend in one kind of attention."""
+
+    kind: str
+    backend: str
+    plugin: str
+    distribution: str
+    status: str
+    machines: tuple[str, ...]
+    phases: tuple[str, ...]
+    page_sizes: str
+    cells: tuple[Cell, ...]
+    """In the order of COLUMNS."""
+
+    def to_dict(self) -> dict[str, Any]:
+        features = {
+            column.title: {"served": cell.served, "where": cell.where}
+            for column, cell in zip(COLUMNS, self.cells, strict=True)
+        }
+        return {
+            "kind": self.kind,
+            "backend": self.backend,
+            "plugin": self.plugin,
+            "distribution": self.distribution,
+            "status": self.status,
+            "machines": list(self.machines),
+            "phases": list(self.phases),
+            "page_sizes": self.page_sizes,
+            "features": features,
+        }
+
+
+def rows_of(offers: Iterable[Offer]) -> tuple[Row, ...]:
+    """By kind, then by name."""
+    ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
+    found = (_row(kind, offer) for kind in KINDS for offer in ordered)
+    return tuple(row for row in found if row is not None)
+
+
+def _row(kind: str, offer: Offer) -> Row | None:
+    """None where the backend does not serve the kind."""
+    clauses = [clause for clause in offer.card.clauses if clause.kind.admits(kind)]
+    phases = [phase for phase in PHASES if phase in CACHED or kind == "mha"]
+    served = [phase for phase in phases if any(clause.phase.admits(phase) for clause in clauses)]
+    if not served:
+        return None
+    return Row(
+        kind=kind,
+        backend=offer.card.name,
+        plugin=offer.plugin,
+        distribution=offer.distribution,
+        status=offer.card.status,
+        machines=_machines(clauses),
+        phases=tuple(served),
+        page_sizes=union_said(union("page_size", clauses)),
+        cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
+    )
+
+
+def _machines(clauses: Sequence[Clause]) -> tuple[str, ...]:
+    """Each vendor with every limit that its clauses set, their versions together."""
+    alike: dict[tuple[Condition, ...], list[Clause]] = {}
+    for clause in clauses:
+        key = (clause.vendor, clause.arch, clause.features, clause.runtime)
+        alike.setdefault(key, []).append(clause)
+    found = []
+    for (vendor, arch, features, runtime), sharing in alike.items():
+        words = [str(vendor)] + [str(arch)] * (arch is not ANY)
+        versions = union("version", sharing)
+        words += [f"version {union_said(versions)}"] * (ANY not in versions)
+        words += [f"with {features}"] * (features is not ANY)
+        words += [f"on {runtime}"] * (runtime is not ANY)
+        found.append(" ".join(words))
+    return tuple(dict.fromkeys(found))
+
+
+def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> Cell:
+    """Of the clauses that are ever asked for the feature: one that serves only phases in which
+    nobody asks for it neither has nor lacks it."""
+    axis = next(axis for axis in AXES if axis.name == column.axis)
+    if column.axis == "phase":
+        served = set(phases) >= set(column.values) and any(
+            clause.phase.admits(value) for clause in clauses for value in column.values
+        )
+        return Cell(served="yes" if served else "no")
+    asking = _phases_asking(axis, column.values[0], phases)
+    asked = [clause for clause in clauses if any(map(clause.phase.admits, asking))]
+    having = [clause for clause in asked if _admitted(axis, clause, column)]
+    if not having:
+        return Cell(served="no")
+    lacking = [
+        clause
+        for clause in asked
+        if clause not in having and not any(covers(other, clause, axis.name) for other in having)
+    ]
+    limits = _values_said(axis, column, having)
+    if lacking:
+        limits += restrictions(axis.name, having, having + lacking) or [
+            either(axis.name, having, lacking)
+        ]
+    return Cell(served="some" if limits else "yes", where=", ".join(limits))
+
+
+def _phases_asking(axis: Axis, value: Value, phases: Sequence[str]) -> list[str]:
+    request = Request(**{axis.name: value})  # type: ignore[arg-type]  # read by its field's reader
+    platform = Platform(vendor="any", device_type="any", arch="any")
+    questions = {
+        phase: Question(request=request, platform=platform, phase=phase) for phase in phases
+    }
+    return [phase for phase in phases if axis.wanted(questions[phase]) is not None]
+
+
+def _admitted(axis: Axis, clause: Clause, column: Column) -> tuple[Value, ...]:
+    condition = axis.condition(clause)
+    return tuple(value for value in column.values if condition.admits(value))
+
+
+def _values_said(axis: Axis, column: Column, having: Sequence[Clause]) -> list[str]:
+    """What is admitted, where that is less than all of the feature."""
+    admitted = {value for clause in having for value in _admitted(axis, clause, column)}
+    if admitted.issuperset(column.values):
+        return []
+    if all(isinstance(value, str) for value in column.values):
+        return [" or ".join(str(value) for value in column.values if value in admitted)]
+    return [union_said(union(axis.name, having))]

@@ -1,0 +1,174 @@
+"""What is told of a decision: who won and why, who did not and why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnmux.core.choosing.card import Prior, when
+from attnmux.core.choosing.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
+from attnmux.core.choosing.outcomes import outcomes, outcomes_of_refusal
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import NoBackend
+
+
+@pytest.fixture
+def tell(cpu):
+    """(the decision, its outcomes) of a request's text over some cards."""
+
+    def told(text: str, cards, **policy: object) -> tuple[Decision, tuple[Outcome, ...]]:
+        said = Policy(**policy)
+        decision = solve(Request.parse(text), cpu, cards, said, libraries={}.get)
+        return decision, outcomes(decision, cards, said)
+
+    return told
+
+
+def one(told, backend: str, phase: str | None = None) -> Outcome:
+    (found,) = [each for each in told if each.backend == backend and phase in (None, *each.phases)]
+    return found
+
+
+def test_who_won_and_who_was_behind(tell, offer) -> None:
+    _, told = tell("dtype=bf16", [offer("b", rank=20), offer("a", rank=10)])
+    assert [each.backend for each in told] == ["a", "b"]
+    assert told[0].standing == "chosen"
+    assert told[0].phases == ("extend", "decode")
+    assert told[0].why == "best rank of 2 that fit"
+    assert told[0].source == "the test"
+    assert (told[1].standing, told[1].why) == ("fits", "fits, behind a in rank")
+
+
+def test_what_fits_alone_but_not_at_the_decided_page_size(tell, offer) -> None:
+    cards = [
+        offer("a", rank=10, phase=one_of("decode"), page_size=one_of(64)),
+        offer("b", rank=20, phase=one_of("extend"), page_size=one_of(16, 64)),
+        offer("c", rank=5, phase=one_of("extend"), page_size=one_of(16)),
+    ]
+    decision, told = tell("dtype=bf16", cards)
+    assert decision.page_size == 64
+    loser = one(told, "c", "extend")
+    assert loser.standing == "elsewhere"
+    assert loser.why == "fits alone, but not at the decided page size 64"
+    (reason,) = loser.reasons
+    assert (reason.code, reason.wanted, reason.hint) == ("PAGE_SIZE", "64", "page_size=16")
+    assert one(told, "b", "extend").why == (
+        "the only one that fits with page size 64, KV in bfloat16"
+    )
+
+
+def test_what_fits_alone_but_not_at_the_decided_kv_dtype(tell, offer) -> None:
+    cards = [
+        offer("a", rank=10, kv_dtype=one_of("fp8_e4m3")),
+        offer("b", rank=20, kv_dtype=one_of("bfloat16")),
+    ]
+    decision, told = tell("", cards)
+    assert decision.kv_dtype == "fp8_e4m3"
+    assert one(told, "b").why == "fits alone, but not at the decided KV in fp8_e4m3"
+
+
+def test_the_decided_point_counts_in_every_phase_of_a_group(tell, offer, clause) -> None:
+    """Verify runs on the backend of extend: what fails there at the page size fails for both."""
+    served = one_of("extend", "decode", "verify", "draft")
+    tree = {"phase": served, "spec_topk": ANY}
+    half = (
+        clause(phase=one_of("extend", "draft"), spec_topk=ANY),
+        clause(phase=one_of("verify"), spec_topk=ANY, page_size=one_of(1)),
+    )
+    cards = [offer("a", rank=10, page_size=one_of(16), **tree), offer("b", rank=20, clauses=half)]
+    decision, told = tell("dtype=bf16,spec_topk=4", cards)
+    assert decision.page_size == 16
+    assert one(told, "b", "extend").why == (
+        "fits alone, but not for verify at the decided page size 16"
+    )
+    assert one(told, "b", "verify").why == "fits alone, but not at the decided page size 16"
+
+
+def test_named_backends(tell, offer) -> None:
+    cards = [offer("a", rank=10), offer("b", rank=20)]
+    _, told = tell("dtype=bf16", cards, decode_backend="b", origins={"decode_backend": "env"})
+    assert one(told, "b", "decode").why == "named by env: decode_backend=b"
+    assert one(told, "a", "decode").why == "fits, but b was named"
+    assert one(told, "a", "extend").why == "best rank of 2 that fit"
+
+
+def test_preferred_backends(tell, offer) -> None:
+    cards = [offer("a", rank=10), offer("b", rank=20)]
+    _, told = tell("dtype=bf16", cards, prefer=("fake/b",))
+    assert one(told, "b").why == "preferred, of 2 that fit"
+    assert one(told, "a").why == "fits, but b is preferred"
+
+
+def test_a_companion_says_for_whom(tell, offer) -> None:
+    half = offer("half", rank=10, phase=one_of("decode"), companions=("whole",))
+    _, told = tell("dtype=bf16", [half, offer("whole", rank=20)], backend="half")
+    assert one(told, "whole", "extend").why == "stands in for half, which does not serve extend"
+
+
+def test_ties_and_the_only_one(tell, offer) -> None:
+    _, told = tell("dtype=bf16", [offer("a", rank=10), offer("b", rank=10)])
+    assert one(told, "b").why == "fits, level with a: fewer backends win, then names"
+    _, told = tell("dtype=bf16", [offer("a")])
+    assert one(told, "a").why == "the only one that fits"
+    assert one(told, "a").source == ""
+
+
+def test_the_source_is_that_of_the_rank_that_counted(tell, offer) -> None:
+    priors = (
+        Prior(rank=10, when=when(page_size=one_of(1)), source="small pages"),
+        Prior(rank=20, source="otherwise"),
+    )
+    _, told = tell("page_size=16", [offer("a", priors=priors)])
+    assert one(told, "a").source == "otherwise"
+
+
+def test_all_reasons_are_kept_and_the_nearest_comes_first(tell, offer) -> None:
+    cards = [
+        offer("far", vendor=one_of("elsewhere"), phase=one_of("extend"), page_size=one_of(64)),
+        offer("fits"),
+        offer("near", page_size=one_of(64)),
+    ]
+    _, told = tell("page_size=16", cards)
+    assert [each.backend for each in told] == ["fits", "near", "far", "far"]
+    far = one(told, "far", "decode")
+    assert [reason.code for reason in far.reasons] == ["VENDOR", "PHASE", "PAGE_SIZE"]
+    short = joined_by_first_reason(told)
+    assert one(short, "far").phases == ("extend", "decode")
+    assert len(one(short, "far").reasons) == 3
+
+
+def test_what_only_a_change_would_make_fit(offer, cpu) -> None:
+    """The page size is the model's, so that it may be changed, and need not be."""
+    cards = [offer("a", page_size=one_of(16)), offer("b", page_size=one_of(64))]
+    decision = solve(Request.parse("page_size=16", origin="model"), cpu, cards)
+    loser = one(outcomes(decision, cards, Policy()), "b")
+    assert (loser.standing, loser.why) == ("coerced", "not as asked")
+    assert loser.reasons[0].hint == "page_size=64"
+
+
+def test_planned_backends_are_marked(tell, offer) -> None:
+    cards = [offer("a", rank=10, status="planned", factory=None), offer("b", rank=20)]
+    decision, told = tell("dtype=bf16", cards, hypothetical=True)
+    assert one(told, "a").planned
+    assert not one(told, "b").planned
+    assert "a (fake, planned) serves" in decision.summary()
+
+
+def test_a_card_that_is_gone_leaves_its_verdict(tell, offer) -> None:
+    decision, _ = tell("dtype=bf16", [offer("a", rank=10), offer("b", rank=20, lse=NONE)])
+    again = Decision.from_json(decision.to_json())
+    told = outcomes(again, (), Policy())
+    assert [(each.backend, each.standing) for each in told] == [("a", "chosen"), ("b", "fits")]
+
+
+def test_a_refusal(offer, cpu) -> None:
+    cards = [offer("a", phase=one_of("extend")), offer("b", graph=NONE, vendor=one_of("else"))]
+    request = Request.parse("dtype=bf16")
+    with pytest.raises(NoBackend) as caught:
+        solve(request, cpu, cards)
+    told = outcomes_of_refusal(request, caught.value.candidates, cards, Policy())
+    assert one(told, "a", "extend").why == "fits, but nothing serves decode"
+    assert [reason.code for reason in one(told, "a", "decode").reasons] == ["PHASE"]
+    assert {each.standing for each in told if each.backend == "b"} == {"rejected"}

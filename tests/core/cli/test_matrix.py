@@ -1,0 +1,212 @@
+"""`attnmux matrix`, and the page that it generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.conditions import ANY, NONE, emulated, multiple_of, one_of, versions
+from attnmux.core.choosing.plugins import PluginFailure, load_plugins
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.matrix import markdown
+from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
+from attnmux.core.cli.verbs import verbs
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "support-matrix.md"
+OURS = tuple(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir()))
+COMMAND = f"ATTNMUX_ALLOW_PLUGINS={','.join(OURS)} attnmux matrix > docs/support-matrix.md"
+
+PLAIN = {
+    "vendor": ANY,
+    "phase": one_of("extend", "decode"),
+    "kind": one_of("mha"),
+    "dtype": one_of("bfloat16", "float16"),
+    "kv_dtype": one_of("bfloat16", "float16"),
+    "page_size": ANY,
+    "head_dim": ANY,
+}
+
+
+def offer(*clauses: dict, name: str = "a", plugin: str = "fake", **card: object) -> Offer:
+    made = tuple(Clause(**{**PLAIN, **conditions}) for conditions in clauses or ({},))
+    card.setdefault("factory", "a:b")
+    return Offer(card=BackendCard(name=name, summary=name, clauses=made, **card), plugin=plugin)
+
+
+def cell(row: Row, title: str) -> tuple[str, str]:
+    (found,) = [
+        cell for column, cell in zip(COLUMNS, row.cells, strict=True) if column.title == title
+    ]
+    return found.served, found.where
+
+
+def only(*clauses: dict) -> Row:
+    (row,) = rows_of([offer(*clauses)])
+    return row
+
+
+def test_every_axis_of_a_feature_has_a_column() -> None:
+    """A new ability that a card can state is a column too."""
+    optional = {
+        name for name, field in Clause.__dataclass_fields__.items() if field.default is NONE
+    }
+    dims = {"v_head_dim", "kv_lora_rank", "qk_rope_head_dim"}
+    assert optional - dims == {column.axis for column in COLUMNS} - {"kv_dtype", "phase"}
+
+
+def test_what_is_not_declared_is_not_served() -> None:
+    row = only({})
+    assert {each.served for each in row.cells} == {"no"}
+    assert (row.machines, row.phases, row.page_sizes) == (("any",), ("extend", "decode"), "any")
+    assert row.status == "available"
+
+
+def test_what_every_clause_serves() -> None:
+    row = only({"sinks": ANY, "spec_topk": ANY, "kv_dtype": ANY})
+    assert cell(row, "sinks") == ("yes", "")
+    assert cell(row, "topk > 1") == ("yes", "")
+    assert cell(row, "fp8 KV") == cell(row, "fp4 KV") == ("yes", "")
+
+
+def test_a_feature_of_some_values() -> None:
+    row = only({"spec_topk": one_of(1), "kv_dtype": one_of("fp8_e4m3"), "head_dim": ANY})
+    assert cell(row, "topk 1") == ("yes", "")
+    assert cell(row, "topk > 1") == ("no", "")
+    assert cell(row, "fp8 KV") == ("some", "fp8_e4m3")
+    assert cell(only({"sliding_window": multiple_of(128)}), "window") == (
+        "some",
+        "a multiple of 128",
+    )
+
+
+@pytest.mark.parametrize(
+    ("clauses", "where"),
+    [
+        (({}, {"sinks": ANY, "dtype": one_of("bfloat16")}), "dtype bfloat16"),
+        (({}, {"sinks": ANY, "page_size": one_of(1)}), "page size 1"),
+        (
+            (
+                {"vendor": one_of("cpu")},
+                {"vendor": one_of("nvidia"), "version": versions(">=9"), "sinks": ANY},
+            ),
+            "vendor nvidia",
+        ),
+        (({"graph": ANY}, {"sinks": ANY}), "without graph"),
+        (
+            (
+                {},
+                {"sinks": ANY, "page_size": one_of(1)},
+                {"sinks": ANY, "dtype": one_of("float16")},
+            ),
+            "page size 1 or dtype float16",
+        ),
+        # One clause serves all that the other does
+        (({"sinks": ANY}, {"page_size": one_of(16)}), ""),
+    ],
+)
+def test_a_feature_of_some_clauses(clauses, where) -> None:
+    assert cell(only(*clauses), "sinks") == ("some" if where else "yes", where)
+
+
+def test_a_clause_is_not_asked_for_what_its_phases_do_not_have() -> None:
+    row = only({"phase": one_of("extend")}, {"phase": one_of("decode"), "graph": ANY})
+    assert cell(row, "graphs") == ("yes", "")
+
+
+def test_sections_by_kind() -> None:
+    both = offer(
+        {"phase": one_of("extend", "encoder"), "page_size": one_of(64, 16)},
+        {"kind": one_of("mla"), "page_size": emulated(1), "phase": ANY},
+        name="both",
+        status="planned",
+        factory=None,
+    )
+    mha, mla = rows_of([both])
+    assert (mha.kind, mha.phases, mha.page_sizes) == ("mha", ("extend", "encoder"), "16 or 64")
+    assert cell(mha, "encoder") == ("yes", "")
+    # An encoder has no latent
+    assert (mla.kind, mla.page_sizes) == ("mla", "any (1 natively)")
+    assert mla.phases == ("extend", "decode", "verify", "draft")
+    assert cell(mla, "encoder") == ("no", "")
+    assert {mha.status, mla.status} == {"planned"}
+
+
+def test_machines() -> None:
+    row = only(
+        {"vendor": one_of("nvidia"), "version": versions(">=10,<11")},
+        {"vendor": one_of("nvidia"), "version": versions(">=9,<10")},
+        {"vendor": one_of("amd"), "arch": one_of("gfx942", "gfx950")},
+    )
+    assert row.machines == ("nvidia version >=9,<10 or >=10,<11", "amd gfx942 or gfx950")
+
+
+def test_the_page_numbers_its_limits_once() -> None:
+    some = ({}, {"sinks": ANY, "lse": ANY, "page_size": one_of(1)})
+    page = markdown(rows_of([offer(*some, name="b"), offer(*some)]))
+    lines = page.splitlines()
+    (first, second) = [line for line in lines if line.startswith("| `")]
+    assert first.startswith("| `a` | fake | available | any | extend, decode | any |")
+    assert second.count("yes (1)") == 2
+    assert [line for line in lines if line[:2] in ("1.", "2.")] == ["1. page size 1"]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+@pytest.fixture
+def call(monkeypatch):
+    def invoke(*args: str, offers: tuple[Offer, ...] | None = None):
+        if offers is not None:
+
+            class Given:
+                loaded = (None,)
+                failures = (
+                    PluginFailure(
+                        plugin="bad", distribution="bad", version="1", stage="load", error="no"
+                    ),
+                )
+
+                def offers(self) -> tuple[Offer, ...]:
+                    return offers
+
+            monkeypatch.setattr(shared, "load_plugins", lambda *filters: Given())
+        return CliRunner().invoke(verbs, ["matrix", *args], prog_name="attnmux")
+
+    return invoke
+
+
+def test_the_verb_takes_third_parties_as_they_come(call) -> None:
+    third = offer({"vendor": one_of("acme"), "sinks": ANY}, name="acme_attn", plugin="acme")
+    result = call(offers=(third, offer()))
+    assert result.exit_code == 0
+    assert "| `acme_attn` | acme | available | acme |" in result.stdout
+    assert "bad" in result.stderr
+    data = json.loads(call("--json", offers=(third,)).stdout)
+    assert set(data) == {"rows", "failures", "warnings"}
+    (row,) = data["rows"]
+    assert (row["backend"], row["plugin"], row["kind"]) == ("acme_attn", "acme", "mha")
+    assert row["features"]["sinks"] == {"served": "yes", "where": ""}
+    assert data["failures"][0]["plugin"] == "bad"
+
+
+def test_json_has_what_markdown_has(call) -> None:
+    pytest.importorskip("attnmux.cpu.plugin")
+    data = json.loads(call("--json").stdout)
+    page = call().stdout
+    assert len(data["rows"]) == sum(line.startswith("| `") for line in page.splitlines())
+    for row in data["rows"]:
+        assert f"| `{row['backend']}` | {row['plugin']} | {row['status']} |" in page
+
+
+def test_the_page_in_docs_is_the_cards() -> None:
+    plugins = load_plugins(OURS, ())
+    names = {plugin.name for plugin in plugins.loaded}
+    if names != set(OURS):
+        pytest.skip(f"not installed: {', '.join(sorted(set(OURS) - names))}")
+    generated = markdown(rows_of(plugins.offers()))
+    # The texts would be told apart line by line, at length
+    same = PAGE.exists() and PAGE.read_text(encoding="utf-8").strip() == generated.strip()
+    assert same, f"docs/support-matrix.md is not what the cards say: {COMMAND}"

@@ -1,0 +1,194 @@
+"""`attnmux select --explain`: who won and why, who lost and why, who set each value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.card import BackendCard, Clause, Offer, Option, Prior
+from attnmux.core.choosing.conditions import ANY, Condition, one_of
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+
+MODELS = Path(__file__).parents[1] / "choosing" / "data"
+HERE = "cpu:x86_64,features=avx2"
+LONG = "a kernel that was measured on many machines and found to be good on every one of them"
+
+
+def card(name: str, rank: int, **given: object) -> BackendCard:
+    conditions: dict[str, Condition] = {
+        "vendor": ANY,
+        "phase": one_of("extend", "decode", "verify", "draft"),
+        "kind": one_of("mha"),
+        "dtype": one_of("bfloat16"),
+        "kv_dtype": one_of("bfloat16"),
+        "page_size": ANY,
+        "head_dim": ANY,
+        "spec_topk": ANY,
+        **{key: value for key, value in given.items() if isinstance(value, Condition)},
+    }
+    more = {key: value for key, value in given.items() if not isinstance(value, Condition)}
+    return BackendCard(
+        name=name,
+        summary=name,
+        factory="a:b",
+        clauses=(Clause(**conditions),),
+        priors=(Prior(rank=rank, source=LONG),),
+        **more,
+    )
+
+
+CARDS = (
+    card("best", 10, page_size=one_of(64), options=(Option(name="tile", type=int, default=8),)),
+    card("second", 20),
+    card("small_pages_only", 5, phase=one_of("extend"), page_size=one_of(16)),
+    card("other_machine_other_kind", 1, vendor=one_of("acme"), kind=one_of("mla")),
+)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    class Given:
+        loaded = (None,)
+        failures = ()
+
+        def offers(self) -> tuple[Offer, ...]:
+            return tuple(
+                Offer(card=each, plugin="fake", distribution="attnmux-fake", version="1")
+                for each in CARDS
+            )
+
+    monkeypatch.setattr(shared, "load_plugins", lambda *filters: Given())
+
+    def invoke(*args: str):
+        given = ["select", "--platform", HERE, *args]
+        return CliRunner().invoke(verbs, given, prog_name="attnmux")
+
+    return invoke
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def explanation(result) -> dict:
+    return json.loads(result.stdout)["explanation"]
+
+
+def test_the_plain_answer_is_short(call) -> None:
+    result = call()
+    assert result.exit_code == 0
+    said = words(result.stdout)
+    assert said.startswith("best (fake) serves extend and decode")
+    assert "chosen: best rank of 2 that fit" in said
+    assert "fits, behind best in rank" in said
+    assert "2 more do not fit: --explain says why" in said
+    assert "small_pages_only" not in said
+    assert len(result.stdout.splitlines()) <= 12
+
+
+def test_explained(call) -> None:
+    result = call("--explain")
+    assert result.exit_code == 0
+    said = words(result.stdout)
+    assert f"best rank of 2 that fit with page size 64, KV in bfloat16 ({LONG})" in said
+    assert "fits alone, but not at the decided page size 64: page_size: wanted 64, offered" in said
+    assert "vendor: wanted cpu, offered acme (and 1 more: --all)" in said
+    assert "kind: wanted mha, offered mla" not in said
+    assert "page_size default 64 (decided with the backends)" in said
+    assert "best.tile default 8 (the card's)" in said
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_all_reasons(call) -> None:
+    said = words(call("--all").stdout)
+    assert "vendor: wanted cpu, offered acme kind: wanted mha, offered mla" in said
+    assert "--all" not in said
+
+
+@pytest.mark.parametrize("args", [(), ("--explain",), ("--all",), ("--all", "--backend", "best")])
+@pytest.mark.parametrize("columns", [30, 60, 100, 200])
+def test_any_terminal(call, monkeypatch, columns, args) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = click.unstyle(call("--request", "page_size=64,spec_topk=4", *args).stdout).splitlines()
+    assert max(map(len, lines)) <= min(columns, 100)
+    said = words("\n".join(lines))
+    if args:
+        # Words stay whole
+        for word in ("small_pages_only", "other_machine_other_kind", "measured", "verify"):
+            assert word in said
+        assert "vendor: wanted cpu" in said
+
+
+def test_who_set_each_value(call, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "attnmux.toml"
+    file.write_text('prefer_backends = ["second"]\n[options.best]\ntile = 4\n')
+    monkeypatch.setenv("ATTNMUX_DECODE_BACKEND", "best")
+    model = str(MODELS / "llama-3.1-8b")
+    result = call(
+        *("--explain", "--json", "--model", model, "--tp", "2", "--allow-coercion"),
+        *("--request", "dtype=bf16"),
+    )
+    values = {each["name"]: each for each in explanation(result)["values"]}
+    assert set(values["dtype"]) == {"name", "value", "origin", "source"}
+
+    def origin(name: str) -> tuple[str, str, str]:
+        return values[name]["value"], values[name]["origin"], values[name]["source"]
+
+    assert origin("platform") == (HERE, "user", "command line")
+    assert origin("dtype") == ("bfloat16", "user", "command line")
+    assert origin("head_dim") == ("128", "model", model)
+    assert origin("num_q_heads") == ("16", "model", f"{model}, over 2 ranks")
+    assert origin("kv_dtype") == ("bfloat16", "default", "as dtype")
+    assert origin("page_size") == ("64", "default", "decided with the backends")
+    assert origin("decode_backend") == ("best", "env", "ATTNMUX_DECODE_BACKEND")
+    assert origin("prefer_backends") == ("second", "config", str(file))
+    assert origin("allow_coercion") == ("yes", "user", "command line")
+    assert origin("best.tile") == ("4", "config", str(file))
+    assert "deny_backends" not in values
+    again = explanation(call("--explain", "--json", "--set", "best.tile=2"))["values"]
+    (tile,) = [each for each in again if each["name"] == "best.tile"]
+    assert (tile["value"], tile["origin"]) == ("2", "user")
+
+
+def test_json_carries_the_same_facts(call) -> None:
+    result = call("--explain", "--json")
+    data = json.loads(result.stdout)
+    assert Decision.from_json(result.stdout).hash == data["hash"]
+    told = {(each["backend"], *each["phases"]): each for each in explanation(result)["outcomes"]}
+    assert told["best", "decode"]["standing"] == told["best", "extend"]["standing"] == "chosen"
+    assert told["best", "decode"]["source"] == LONG
+    elsewhere = told["small_pages_only", "extend"]
+    assert elsewhere["standing"] == "elsewhere"
+    assert [reason["code"] for reason in elsewhere["reasons"]] == ["PAGE_SIZE"]
+    other = told["other_machine_other_kind", "extend", "decode"]
+    assert [reason["code"] for reason in other["reasons"]] == ["VENDOR", "KIND"]
+    assert "explanation" not in json.loads(call("--json").stdout)
+
+
+def test_coercions_are_told(call) -> None:
+    result = call("--explain", "--request", "page_size=48", "--backend", "best", "--allow-coercion")
+    said = words(result.stdout)
+    assert "page_size: 48 (user) became 64: best for" in said
+    assert "named by user: backend=best" in said
+    assert "fits, but best was named" in said
+
+
+def test_a_refusal_is_explained_too(call) -> None:
+    args = ("--request", "kind=nsa,page_size=64")
+    result = call("--explain", *args)
+    assert result.exit_code == 3
+    said = words(result.stdout)
+    assert "best fake kind: wanted nsa, offered mha" in said
+    assert "page_size user 64 (command line)" in said
+    assert "no attention backend serves extend, decode" in result.stderr
+    assert call(*args).stdout == ""
+    data = json.loads(call("--explain", "--json", *args).stdout)
+    assert data["hash"] is None
+    assert {each["standing"] for each in data["explanation"]["outcomes"]} == {"rejected"}
