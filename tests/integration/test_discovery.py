@@ -80,6 +80,7 @@ def command(tmp_path):
         ["select", "--json", "--platform", "nvidia:sm90,cuda=12.8"],
         ["platforms", "--json"],
         ["backends", "--json"],
+        ["doctor", "--json"],
         ["--help"],
     ],
 )
@@ -89,7 +90,7 @@ def test_it_answers_where_torch_cannot_be_imported(without_torch, args) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("verb", ["select", "platforms", "backends"])
+@pytest.mark.parametrize("verb", ["select", "platforms", "backends", "doctor"])
 def test_it_does_not_import_torch_where_torch_is(verb, tmp_path) -> None:
     """Also not in a `try`, which the absence of torch would hide."""
     code = (

@@ -32,6 +32,58 @@ def test_parse(text, arch, version, device_type, runtime) -> None:
     assert (platform.device_type, platform.runtime) == (device_type, runtime)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "archs"),
+    [
+        (
+            "nvidia",
+            "sm70 sm72 sm75 sm80 sm86 sm87 sm88 sm89 sm90 sm100 sm101 sm103 sm110 sm120 sm121",
+        ),
+        (
+            "amd",
+            "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201",
+        ),
+        ("intel", "xe xe2 xe3"),
+    ],
+)
+def test_later_architectures_have_larger_versions(vendor, archs) -> None:
+    found = [Platform.parse(f"{vendor}:{arch}") for arch in archs.split()]
+    versions = [platform.version for platform in found]
+    assert versions == sorted(set(versions))
+    assert " ".join(platform.arch for platform in found) == archs
+    assert all(Platform.parse(str(platform)) == platform for platform in found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nvidia:sm90a",
+        "nvidia:sm100f",
+        "intel:xe_hpc",
+        "intel:xe_hpg",
+        "intel:xe2_hpg",
+        "ascend:310p",
+        "ascend:910a",
+        "ascend:910b",
+        "ascend:910c",
+        "ascend:910_93",
+        "ascend:950",
+        "cpu:x86_64",
+        "cpu:aarch64",
+    ],
+)
+def test_other_names_of_the_field(text) -> None:
+    assert str(Platform.parse(text)) == text
+    assert Platform.parse(text.upper()) == Platform.parse(text)
+
+
+def test_with_amx_and_without() -> None:
+    with_amx = Platform.parse("cpu:x86_64,features=avx512_bf16+amx")
+    without = Platform.parse("cpu:x86_64,features=avx512_bf16")
+    assert with_amx.features - without.features == {"amx"}
+    assert str(with_amx) == "cpu:x86_64,features=amx+avx512_bf16"
+
+
 def test_parse_reads_every_key() -> None:
     platform = Platform.parse(
         "cpu:x86_64, features=amx+avx512_bf16+cxx_compiler,count=2,memory=1.5TB"

@@ -111,10 +111,14 @@ def test_architectures(machine, number, arch) -> None:
 
 
 def test_two_kinds_are_two_platforms(machine) -> None:
-    card, own = probe(machine("desktop"))
+    card, own = probe(machine("two_kinds"))
     assert (card.arch, card.core_count, card.memory_bytes) == ("gfx1100", 96, 25_753_026_560)
-    assert (own.arch, own.core_count) == ("gfx1036", 2)
-    assert card.runtime == "rocm 7.0.0"
+    assert (own.arch, own.core_count, own.memory_bytes) == ("gfx1151", 40, 96 * 1024**3)
+
+
+def test_graphics_that_draw_a_screen_are_left_out(machine) -> None:
+    (card,) = probe(machine("desktop"))
+    assert (card.arch, card.runtime) == ("gfx1100", "rocm 7.0.0")
 
 
 def test_a_cpu_is_no_device_and_no_driver_is_none(machine, tmp_path) -> None:

@@ -20,6 +20,10 @@ AMD = 0x1002
 LOCAL_HEAPS = (1, 2)
 """heap_type of a bank of the device's own memory, seen by the CPU or not (kfd_crat.h)."""
 
+DISPLAY_UNITS = 2
+"""Compute units of the graphics that desktop processors carry to draw a screen. Listed, they would
+make every such machine with a GPU ambiguous."""
+
 
 class Device(NamedTuple):
     """What tells one kind of device from another."""
@@ -45,6 +49,7 @@ def probe(root: Path = Path("/")) -> list[Platform]:
     devices = _of_amdsmi()
     if devices is None:
         devices = list(_of_topology(nodes, root))
+    computing = [one for one in devices if not 0 < one.compute_units <= DISPLAY_UNITS]
     runtime = _rocm(root)
     return [
         replace(
@@ -55,7 +60,7 @@ def probe(root: Path = Path("/")) -> list[Platform]:
             core_count=device.compute_units,
             runtime=runtime,
         )
-        for device, count in Counter(devices).items()
+        for device, count in Counter(computing).items()
     ]
 
 
