@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,11 +16,12 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import Policy, solve
-from attnmux.core.errors import NoBackend
+from attnmux.core.errors import NoBackend, UnknownBackend
 
 CPU = Platform.parse("cpu:x86_64")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
 STORED = ("bfloat16", "float16", "fp8_e4m3")
+NAMES = ("c0", "c1", "c2", "c3", "c4")
 
 feature = st.sampled_from([ANY, ANY, NONE])
 clauses = st.builds(
@@ -40,18 +43,23 @@ clauses = st.builds(
     lse=feature,
 )
 cards = st.builds(
-    lambda found, rank: BackendCard(
+    lambda found, rank, excludes: BackendCard(
         name="card",
         summary="",
         factory="a:b",
         clauses=tuple(found),
         priors=() if rank is None else (Prior(rank=rank, source="x"),),
+        excludes=tuple(excludes),
     ),
     st.lists(clauses, min_size=1, max_size=3),
     st.sampled_from([None, 1, 2]),
+    st.lists(st.sampled_from(NAMES), max_size=2),
 )
 offers = st.lists(cards, min_size=1, max_size=5).map(
-    lambda found: [Offer(card=card, plugin=f"p{place}") for place, card in enumerate(found)]
+    lambda found: [
+        Offer(card=replace(card, name=name), plugin=f"p{name}")
+        for name, card in zip(NAMES, found, strict=False)
+    ]
 )
 requests = st.builds(
     Request,
@@ -96,17 +104,18 @@ def test_a_card_that_cannot_serve_changes_nothing(request, found, policy) -> Non
         factory="a:b",
         clauses=(clause,),
         priors=(Prior(rank=0, source="x"),),
+        excludes=NAMES,
     )
     before = outcome(request, found, policy)
     after = outcome(request, [*found, Offer(card=useless, plugin="a")], policy)
-    if isinstance(before, Decision):
-        assert (after.phases, after.request, after.hash) == (
-            before.phases,
-            before.request,
-            before.hash,
-        )
+    assert isinstance(after, Decision) == isinstance(before, Decision)
+    verdicts = after.candidates if isinstance(after, Decision) else after
+    others = tuple(verdict for verdict in verdicts if verdict.backend != "useless")
+    if isinstance(after, Decision):
+        assert replace(after, candidates=others) == before
+        assert after.hash == before.hash
     else:
-        assert not isinstance(after, Decision)
+        assert others == before
 
 
 @settings(deadline=None)
@@ -124,6 +133,9 @@ def test_what_is_chosen_serves_and_what_is_rejected_says_why(request, found, pol
         for phase, choice in decided.phases.items():
             card = by_plugin[choice.plugin]
             assert check(card, phase, decided.request, CPU).verdict == "fits"
+        told = {(verdict.plugin, verdict.phase): verdict for verdict in candidates}
+        winners = {(choice.plugin, phase) for phase, choice in decided.phases.items()}
+        assert all(told[winner].verdict != "rejected" for winner in winners)
         assert Decision.from_json(decided.to_json()) == decided
 
 
@@ -151,14 +163,99 @@ def test_hints_tell_the_truth(request, card, phase) -> None:
         assert after.verdict == "fits"
     else:
         assert len(after.reasons) < len(verdict.reasons)
+        hinted = {reason.axis for reason in verdict.reasons if reason.hint}
+        assert hinted.isdisjoint(reason.axis for reason in after.reasons)
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests, offers)
+def test_the_hints_of_a_refusal_tell_the_truth(request, found) -> None:
+    """Of a backend all of whose reasons in all its phases have hints, taken at its word."""
+    refused = outcome(request, found, Policy())
+    if isinstance(refused, Decision):
+        return
+    for offer in found:
+        own = [verdict for verdict in refused if verdict.plugin == offer.plugin]
+        hints = {r.axis: r.hint for verdict in own for r in verdict.reasons}
+        alike = all(hints[r.axis] == r.hint != "" for verdict in own for r in verdict.reasons)
+        if hints and alike and all(verdict.reasons for verdict in own):
+            changed = request.replace(**parse_fields(",".join(hints.values())))
+            assert all(
+                check(offer.card, phase, changed, CPU).verdict == "fits" for phase in changed.phases
+            )
+
+
+RELAXED = {
+    "dtype": None,
+    "page_size": None,
+    "spec_topk": None,
+    "sliding_window": None,
+    "sinks": False,
+    "deterministic": False,
+    "graph": False,
+    "lse": False,
+    "multimodal": False,
+}
+"""Not kv_dtype: where it is unset, it follows dtype, which may ask for another."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests, offers, st.sets(st.sampled_from(sorted(RELAXED)), min_size=1))
+def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> None:
+    relaxed = request.replace(**{field: RELAXED[field] for field in fields})
+    before, after = (outcome(asked, found, Policy()) for asked in (request, relaxed))
+    for phase in relaxed.phases:
+        for offer in found:
+            if check(offer.card, phase, request, CPU).verdict == "fits":
+                assert check(offer.card, phase, relaxed, CPU).verdict == "fits"
+    if isinstance(before, Decision):
+        assert isinstance(after, Decision)
+        told = {(verdict.plugin, verdict.phase): verdict.verdict for verdict in after.candidates}
+        for verdict in before.candidates:
+            if verdict.phase in relaxed.phases and verdict.verdict == "fits":
+                assert told[verdict.plugin, verdict.phase] == "fits"
+
+
+LEADS = {"backend": ("extend", "decode"), "prefill_backend": ("extend",)}
+LEADS |= {"decode_backend": ("decode",), "mm_backend": ("encoder",)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests,
+    offers,
+    st.dictionaries(st.sampled_from(sorted(LEADS)), st.sampled_from(NAMES), min_size=1),
+    st.booleans(),
+)
+def test_an_explicit_name_is_kept_or_is_an_error(request, found, given, coercing) -> None:
+    policy = Policy(**given, allow_coercion=coercing, prefer=("c0",))
+    installed = {offer.card.name for offer in found}
+    if not installed.issuperset(given.values()):
+        with pytest.raises(UnknownBackend):
+            solve(request, CPU, found, policy)
+        return
+    decided = outcome(request, found, policy)
+    if isinstance(decided, Decision):
+        for phase in set(request.phases) & {"extend", "decode", "encoder"}:
+            named = policy.named_for(phase)
+            assert named is None or decided.phases[phase].backend == named[1]
 
 
 @settings(deadline=None)
 @given(requests, offers, policies)
-def test_asking_for_less_never_removes_a_candidate(request, found, policy) -> None:
-    relaxed = request.replace(sinks=False, lse=False, page_size=None, sliding_window=None)
-    if isinstance(outcome(request, found, policy), Decision):
-        assert isinstance(outcome(relaxed, found, policy), Decision)
+def test_a_base_name_is_the_same_name_for_both_phases(request, found, policy) -> None:
+    together = replace(policy, backend="c0")
+    apart = replace(policy, prefill_backend="c0", decode_backend="c0")
+    one, other = (outcome(request, found, spelled) for spelled in (together, apart))
+    assert one == other
+    if isinstance(one, Decision):
+        assert one.hash == other.hash
+        assert one.to_json() == other.to_json()
+
+
+def excluding(one, other) -> bool:
+    said = one.card.name in other.card.excludes or other.card.name in one.card.excludes
+    return one is not other and said
 
 
 @settings(deadline=None)
@@ -173,17 +270,17 @@ def test_the_choice_is_the_best_there_is(request, found) -> None:
     for page_size in pages:
         for kv_dtype in stored:
             resolved = request.replace(page_size=page_size, kv_dtype=kv_dtype)
-            ranks = [
+            fitting = [
                 [
-                    verdict.rank
+                    (verdict.rank, offer)
                     for offer in found
                     if (verdict := check(offer.card, phase, resolved, CPU)).rank is not None
                 ]
                 for phase in ("decode", "extend")
             ]
-            if all(ranks):
-                merit = (min(ranks[0]), min(ranks[1]))
-                best = merit if best is None else min(best, merit)
+            for (decode, one), (extend, other) in product(*fitting):
+                if not excluding(one, other):
+                    best = (decode, extend) if best is None else min(best, (decode, extend))
     assert isinstance(decided, Decision) == (best is not None)
     if isinstance(decided, Decision):
         cards_by_plugin = {offer.plugin: offer.card for offer in found}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attnmux.core.choosing.card import LAST_RESORT, OptionValue
+from attnmux.core.choosing.agreement import disagreements
+from attnmux.core.choosing.card import LAST_RESORT, Offer, OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.libraries import Libraries, installed_version
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Coercion, Verdict
@@ -89,6 +91,24 @@ class Decision:
         }
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def check(
+        self,
+        platform: Platform,
+        offers: Iterable[Offer],
+        *,
+        libraries: Libraries = installed_version,
+    ) -> None:
+        """Check that what was decided elsewhere holds here: before a rank builds what it loaded.
+
+        platform, offers: this process's own. Raises InvalidInput, with every difference, where
+        this process would not come to the same hash, or where a chosen backend does not serve its
+        phase here.
+        """
+        found = tuple(disagreements(self, platform, offers, libraries))
+        if found:
+            expected = "one that holds in this process too"
+            raise InvalidInput("decision", came="; ".join(found), expected=expected)
 
     def to_dict(self) -> dict[str, Any]:
         return {

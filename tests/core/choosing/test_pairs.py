@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+
+from attnmux.core.choosing.conditions import ANY, at_most, one_of
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import InvalidInput, NoBackend
+
+ALL = one_of("extend", "decode", "verify", "draft", "encoder")
+
+
+def chosen(decision) -> dict[str, str]:
+    return {phase: choice.backend for phase, choice in decision.phases.items()}
+
+
+def said(candidates) -> dict[tuple[str, str], tuple[str, ...]]:
+    return {(v.backend, v.phase): tuple(r.code for r in v.reasons) for v in candidates}
+
+
+@pytest.mark.parametrize("name", ["gen", "fake/gen", "gen_alias", "fake/gen_alias"])
+@pytest.mark.parametrize("by_decode", [False, True])
+def test_two_that_exclude_each_other_are_not_taken_together(offer, cpu, name, by_decode) -> None:
+    rule = {"excludes": ("pre" if by_decode else name,)}
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), **({} if by_decode else rule)),
+        offer(
+            "gen",
+            rank=1,
+            phase=one_of("decode"),
+            aliases=("gen_alias",),
+            **(rule if by_decode else {}),
+        ),
+        offer("both", rank=5),
+    ]
+    # Decode's rank outweighs extend's
+    assert chosen(solve(Request(), cpu, cards)) == {"extend": "both", "decode": "gen"}
+    named = solve(Request(), cpu, cards, Policy(prefill_backend="pre"))
+    assert chosen(named) == {"extend": "pre", "decode": "both"}
+
+
+def test_the_next_best_may_be_behind_several(offer, cpu) -> None:
+    others = [offer(f"gen{rank}", rank=rank, phase=one_of("decode")) for rank in range(1, 6)]
+    excluded = tuple(found.card.name for found in others[:4])
+    cards = [offer("pre", rank=1, phase=one_of("extend"), excludes=excluded), *others]
+    assert chosen(solve(Request(), cpu, cards)) == {"extend": "pre", "decode": "gen5"}
+
+
+def test_a_user_who_names_both_is_told(offer, cpu) -> None:
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), excludes=("gen",)),
+        offer("gen", rank=1, phase=one_of("decode")),
+        offer("both", rank=5),
+    ]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(), cpu, cards, Policy(prefill_backend="pre", decode_backend="gen"))
+    codes = said(caught.value.candidates)
+    assert codes["pre", "extend"] == codes["gen", "decode"] == ("EXCLUDED",)
+    assert "pre, which never shares a KV cache with gen" in str(caught.value)
+    assert "gen, which never shares a KV cache with pre" in str(caught.value)
+
+
+def test_a_loser_that_is_excluded_is_rejected_for_it(offer, cpu) -> None:
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), excludes=("gen",)),
+        offer("gen", rank=1, phase=one_of("decode")),
+        offer("both", rank=5),
+    ]
+    named = solve(Request(), cpu, cards, Policy(decode_backend="gen"))
+    assert chosen(named) == {"extend": "both", "decode": "gen"}
+    assert said(named.candidates)["pre", "extend"] == ("EXCLUDED",)
+    # Where another could decode, it serves the request, and a better rank of decode won
+    assert said(solve(Request(), cpu, cards).candidates)["pre", "extend"] == ()
+
+
+def test_an_encoder_reads_no_cache(offer, cpu) -> None:
+    cards = [
+        offer("see", rank=1, phase=one_of("encoder"), excludes=("gen",)),
+        offer("gen", rank=1),
+    ]
+    decision = solve(Request.parse("multimodal=true"), cpu, cards)
+    assert chosen(decision) == {"extend": "gen", "decode": "gen", "encoder": "see"}
+
+
+def test_a_backend_may_go_with_itself_and_with_whom_nobody_offers(offer, cpu) -> None:
+    cards = [offer("a", rank=1, excludes=("b", "a_alias"), aliases=("a_alias",)), offer("c")]
+    assert chosen(solve(Request(), cpu, cards)) == {"extend": "a", "decode": "a"}
+
+
+def test_an_exclusion_that_holds_at_one_page_size_alone_moves_the_page(offer, cpu) -> None:
+    """What a coercion makes possible is told as coerced, not as rejected."""
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), excludes=("gen",)),
+        offer("gen", phase=one_of("decode"), page_size=one_of(64)),
+        offer("old", phase=one_of("decode"), page_size=one_of(16)),
+    ]
+    request = Request().replace(origin="default", page_size=64)
+    decision = solve(request, cpu, cards)
+    assert chosen(decision) == {"extend": "pre", "decode": "old"}
+    assert decision.page_size == 16
+    (verdict,) = [v for v in decision.candidates if (v.backend, v.phase) == ("pre", "extend")]
+    assert verdict.verdict == "coerced"
+
+
+def test_rules_on_speculation_in_a_hybrid_are_clauses(offer, clause, cpu) -> None:
+    """Every phase asks for the breadth of the drafts, whichever backend verifies them."""
+    paged = clause(phase=ALL, spec_topk=at_most(1))
+    tree = clause(phase=ALL, spec_topk=ANY, page_size=one_of(1))
+    cards = [
+        offer("chain", rank=1, clauses=(paged,)),
+        offer("tree", rank=2, clauses=(paged, tree)),
+        offer("any", rank=3, clauses=(clause(phase=ALL, spec_topk=ANY),)),
+    ]
+
+    def backends(asked: str, **policy: str) -> set[str]:
+        return set(chosen(solve(Request.parse(asked), cpu, cards, Policy(**policy))).values())
+
+    assert backends("spec_topk=1,page_size=64") == {"chain"}
+    assert backends("spec_topk=4,page_size=1") == {"tree"}
+    assert backends("spec_topk=4,page_size=64") == {"any"}
+    for mode in ("prefill", "decode"):
+        for field in ("prefill_backend", "decode_backend"):
+            asked = f"spec_topk=4,page_size=64,speculative_attention_mode={mode}"
+            for name in ("chain", "tree"):
+                with pytest.raises(NoBackend, match=f"{name} cannot serve"):
+                    backends(asked, **{field: name})
+
+
+def test_excludes_are_names(offer) -> None:
+    with pytest.raises(InvalidInput, match="excludes: expected a tuple of str"):
+        offer("a", excludes="b")
