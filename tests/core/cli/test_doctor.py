@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import importlib_metadata
 import pytest
@@ -18,7 +20,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import PluginFailure
 from attnmux.core.choosing.probe import survey
 from attnmux.core.cli import doctor as module
-from attnmux.core.cli import doctor_child
+from attnmux.core.cli import doctor_child, doctor_examining
 from attnmux.core.cli.doctor import diagnose
 from attnmux.core.cli.doctor_child import libraries
 from attnmux.core.cli.doctor_examining import Examined
@@ -135,6 +137,21 @@ def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> No
         assert (failure["stage"], failure["error"]) == (stage, "no answer in 5 s")
         assert f"dist_{name}_module.py" in failure["traceback"]
     assert [card["address"] for card in found["dist-in_probe"]["backends"]] == ["in_probe/fast"]
+    assert has_ended(int(started.read_text()))
+
+
+def test_an_interrupt_leaves_no_plugin_behind(ask, tmp_path, monkeypatch) -> None:
+    started = tmp_path / "pid"
+
+    def interrupted(seconds: float) -> None:
+        if started.exists() and started.read_text():
+            raise KeyboardInterrupt
+
+    clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
+    monkeypatch.setattr(doctor_examining, "time", clock)
+    source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
+    result = ask("--json", slow=source + "time.sleep(600)")
+    assert result.exit_code == 130
     assert has_ended(int(started.read_text()))
 
 

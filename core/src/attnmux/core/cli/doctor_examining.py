@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Entry, PluginFailure
+from attnmux.core.choosing.plugins import Entry, PluginFailure, Stage
 from attnmux.core.settings import Settings
 
 CHILD = (
@@ -25,6 +25,7 @@ CHILD = (
 )
 AT_ONCE = 4
 """Processes at a time: most of what one does is importing."""
+POLL_SECONDS = 0.01
 LONGEST_TRACEBACK = 20_000
 
 
@@ -51,84 +52,102 @@ def examine(entries: Sequence[Entry], settings: Settings, seconds: float) -> lis
     One that gives no answer in `seconds`, or whose process ends early, is killed with all that it
     started, and has a failure at the stage that it had reached.
     """
-    with (
-        TemporaryDirectory(prefix="attnmux-doctor-") as folder,
-        ThreadPoolExecutor(max_workers=AT_ONCE) as pool,
-    ):
-        folders = [Path(folder) / str(number) for number in range(len(entries))]
-        jobs = [
-            pool.submit(_examine, entry, settings, seconds, own)
-            for entry, own in zip(entries, folders, strict=True)
-        ]
-        return [job.result() for job in jobs]
+    found: dict[int, Examined] = {}
+    waiting = list(enumerate(entries))
+    running: dict[int, Child] = {}
+    with TemporaryDirectory(prefix="attnmux-doctor-") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < AT_ONCE:
+                    place, entry = waiting.pop(0)
+                    running[place] = Child(entry, settings, seconds, Path(folder, str(place)))
+                for place, child in list(running.items()):
+                    if child.ended():
+                        found[place] = running.pop(place).examined()
+                time.sleep(POLL_SECONDS)
+        finally:
+            # Whoever interrupts a doctor that waits for a plugin must not leave the plugin behind
+            for child in running.values():
+                child.kill()
+    return [found[place] for place in sorted(found)]
 
 
-def _examine(entry: Entry, settings: Settings, seconds: float, folder: Path) -> Examined:
-    folder.mkdir()
-    answer, errors = folder / "answer", folder / "stderr"
-    allow, deny = settings.plugin_filter()
-    request = {
-        "identity": entry.identity,
-        "allow": allow,
-        "deny": deny,
-        "answer": str(answer),
-        "seconds": 0.9 * seconds,
-    }
-    ending = _run(request, errors, seconds)
-    told: dict[str, Any] = {"stage": "load"}
-    if answer.exists():
-        told = json.loads(answer.read_text(encoding="utf-8"))
-    failures = [PluginFailure(**row) for row in told.get("failures", ())]
-    if told["stage"] != "done":
-        text = errors.read_text(encoding="utf-8", errors="replace")
-        failures.append(
-            PluginFailure(
-                plugin=entry.point.name,
-                distribution=entry.distribution,
-                version=entry.version,
-                stage=told["stage"],
-                error=ending,
-                traceback=text[-LONGEST_TRACEBACK:],
+class Child:
+    """The process that examines one plugin."""
+
+    def __init__(self, entry: Entry, settings: Settings, seconds: float, folder: Path) -> None:
+        folder.mkdir()
+        self._entry = entry
+        self._answer, self._errors = folder / "answer", folder / "stderr"
+        self._seconds = seconds
+        self._ending = ""
+        allow, deny = settings.plugin_filter()
+        request = {
+            "identity": entry.identity,
+            "allow": allow,
+            "deny": deny,
+            "answer": str(self._answer),
+            "seconds": 0.9 * seconds,
+        }
+        # A file, not a pipe: what the plugin started may hold a pipe open after it was killed
+        with self._errors.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", CHILD.format(path=sys.path), json.dumps(request)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
-        )
-    return Examined(
-        plugin=entry.point.name,
-        distribution=entry.distribution,
-        version=entry.version,
-        backends=tuple(told.get("backends", ())),
-        platforms=tuple(map(Platform.from_dict, told.get("platforms", ()))),
-        failures=tuple(failures),
-    )
+        self._deadline = time.monotonic() + seconds
 
-
-def _run(request: Mapping[str, Any], errors: Path, seconds: float) -> str:
-    """Run the child; how it ended, in words."""
-    # A file, not a pipe: what the plugin started may hold a pipe open long after it was killed
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(path=sys.path), json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return f"no answer in {seconds:g} s"
-    finally:
-        _kill(process)
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"its process ended with {code} before all was answered"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started; one that the kernel cannot end is left behind."""
-    with suppress(OSError):
-        if hasattr(os, "killpg"):  # not on every operating system
-            os.killpg(process.pid, signal.SIGKILL)
+    def ended(self) -> bool:
+        """Whether the process has ended or has had its time; then nothing of it is left."""
+        code = self._process.poll()
+        if code is None and time.monotonic() < self._deadline:
+            return False
+        if code is None:
+            self._ending = f"no answer in {self._seconds:g} s"
+        elif code < 0:
+            self._ending = f"killed by {signal.Signals(-code).name}"
         else:
-            process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1)
+            self._ending = f"its process ended with {code} before all was answered"
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        """End the process and what it started; what the kernel cannot end is left behind."""
+        with suppress(OSError):
+            if hasattr(os, "killpg"):  # not on every operating system
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+
+    def examined(self) -> Examined:
+        """What it answered, and a failure where that is not all."""
+        told: dict[str, Any] = {"stage": "load"}
+        if self._answer.exists():
+            told = json.loads(self._answer.read_text(encoding="utf-8"))
+        failures = [PluginFailure(**row) for row in told.get("failures", ())]
+        if told["stage"] != "done":
+            failures.append(self._failure(told["stage"]))
+        return Examined(
+            plugin=self._entry.point.name,
+            distribution=self._entry.distribution,
+            version=self._entry.version,
+            backends=tuple(told.get("backends", ())),
+            platforms=tuple(map(Platform.from_dict, told.get("platforms", ()))),
+            failures=tuple(failures),
+        )
+
+    def _failure(self, stage: Stage) -> PluginFailure:
+        text = self._errors.read_text(encoding="utf-8", errors="replace")
+        return PluginFailure(
+            plugin=self._entry.point.name,
+            distribution=self._entry.distribution,
+            version=self._entry.version,
+            stage=stage,
+            error=self._ending,
+            traceback=text[-LONGEST_TRACEBACK:],
+        )
