@@ -77,8 +77,9 @@ def test_an_a2_server(machine, npu_smi, folder) -> None:
     ]
 
 
-def test_an_a3_server_is_told_by_its_pci_device(machine, npu_smi) -> None:
-    npu_smi(f"/bin/cat {DATA / 'npu-smi-910_93.txt'}")
+@pytest.mark.parametrize("recorded", ["npu-smi-910_93.txt", "npu-smi-910_93-wide.txt"])
+def test_an_a3_server_is_told_by_its_pci_device(machine, npu_smi, recorded) -> None:
+    npu_smi(f"/bin/cat {DATA / recorded}")
     root = machine(2, {"0000:9d:00.0": "0xd803", "0000:9f:00.0": "0xd803"})
     (found,) = probe(root)
     assert (found.arch, found.count, found.runtime) == ("910_93", 2, "")
