@@ -20,7 +20,10 @@ HERE = {"CONTRACT": "other contract", "PLANNED": "planned", "LIBRARY": "lacks li
 
 
 def report(diagnosis: Diagnosis) -> None:
-    """Versions, devices, plugins, backends with their libraries, tracebacks, problems."""
+    """Versions, devices, plugins, backends with their libraries, tracebacks, problems.
+
+    Tables fit the width. What is copied from elsewhere, or to be typed, is not broken into lines.
+    """
     console = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
     core, torch = installed_version("attnmux-core"), installed_version("torch")
     console.print(
@@ -41,12 +44,12 @@ def report(diagnosis: Diagnosis) -> None:
             if failure.traceback:
                 console.print()
                 console.print(Text(str(failure), style="bold"))
-                console.print(Text(failure.traceback.rstrip(), style="dim"))
+                console.print(Text(failure.traceback.rstrip(), style="dim"), soft_wrap=True)
     console.print()
     for note in diagnosis.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {note}"), soft_wrap=True)
     for problem in diagnosis.problems:
-        console.print(Text(f"problem: {problem}", style="red"))
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
     if not diagnosis.problems:
         console.print(Text("no problems", style="green"))
 
@@ -88,8 +91,12 @@ def _backends(diagnosis: Diagnosis) -> Table:
 
 
 def _libraries(backend: Mapping[str, Any]) -> Iterator[str]:
+    """What is there in few words; what is not with its line to type, on a line of its own."""
     for library in backend["libraries"]:
-        said = library["installed"] if library["state"] == "present" else library["wanted"]
-        found = f", {library['installed']}" if library["state"].startswith("too") else ""
-        hint = f": {library['hint']}" if library["hint"] else ""
-        yield f"{said} {library['state']}{found}{hint}"
+        if library["state"] == "present":
+            yield library["installed"]
+            continue
+        found = f" ({library['installed']})" if library["installed"] else ""
+        yield f"{library['wanted']}: {library['state']}{found}"
+        if library["hint"]:
+            yield f"  {library['hint']}"
