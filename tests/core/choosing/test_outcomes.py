@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from attnmux.core.choosing.card import Prior, when
@@ -9,9 +11,13 @@ from attnmux.core.choosing.conditions import ANY, NONE, one_of
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
 from attnmux.core.choosing.outcomes import outcomes, outcomes_of_refusal
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import Policy, solve
 from attnmux.core.errors import NoBackend
+
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture
@@ -172,3 +178,63 @@ def test_a_refusal(offer, cpu) -> None:
     assert one(told, "a", "extend").why == "fits, but nothing serves decode"
     assert [reason.code for reason in one(told, "a", "decode").reasons] == ["PHASE"]
     assert {each.standing for each in told if each.backend == "b"} == {"rejected"}
+
+
+def test_what_must_not_serve_beside_the_winner(tell, offer) -> None:
+    """The extend half wins by rank where decode's winner is another's enemy."""
+    cards = [
+        offer("decoder", rank=10, phase=one_of("decode"), excludes=("enemy",)),
+        offer("enemy", rank=10, phase=one_of("extend")),
+        offer("friend", rank=20),
+    ]
+    _, told = tell("dtype=bf16", cards)
+    loser = one(told, "enemy", "extend")
+    assert loser.standing == "elsewhere"
+    assert loser.why == "fits alone, but not with what was decided"
+    assert [reason.code for reason in loser.reasons] == ["EXCLUDED"]
+    assert one(told, "friend", "extend").standing == "chosen"
+
+
+FIELDS = {"extend": "prefill_backend", "decode": "decode_backend", "encoder": "mm_backend"}
+MACHINES = ("nvidia:sm90,cuda=12.8", "nvidia:sm100,cuda=12.8", "amd:gfx942,rocm=6.4")
+ASKED = (
+    "dtype=bf16",
+    "page_size=64",
+    "spec_topk=4,spec_draft_tokens=8",
+    "spec_topk=1,spec_draft_tokens=4,speculative_attention_mode=decode",
+    "kv_dtype=fp8_e4m3",
+)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "gpt-oss-20b"])
+def test_an_outcome_is_what_naming_the_backend_would_come_to(model, machine, asked) -> None:
+    """At the decided page size and KV dtype, what "fits" can be named, and nothing else can."""
+    pytest.importorskip("attnmux.cpu.plugin")
+    offers = load_plugins().offers()
+    platform = Platform.parse(machine)
+    policy = Policy(hypothetical=True)
+    request = Request.from_model(DATA / model).replace(**parse_fields(asked))
+    decision = solve(request, platform, offers, policy)
+    pinned = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
+    others = {
+        FIELDS[phase]: f"{choice.plugin}/{choice.backend}"
+        for phase, choice in decision.phases.items()
+        if phase in FIELDS
+    }
+    for outcome in outcomes(decision, offers, policy):
+        for phase in FIELDS.keys() & set(outcome.phases):
+            named = {**others, FIELDS[phase]: f"{outcome.plugin}/{outcome.backend}"}
+            came_to = _chosen(pinned, platform, offers, phase, named)
+            can_be_named = came_to == (outcome.plugin, outcome.backend)
+            assert can_be_named == (outcome.standing in ("chosen", "fits")), outcome
+
+
+def _chosen(request, platform, offers, phase, named) -> tuple[str, str] | None:
+    """Whom the phase goes to; a name can mean another card of the family, which fits."""
+    try:
+        decision = solve(request, platform, offers, Policy(hypothetical=True, **named))
+    except NoBackend:
+        return None
+    return decision.phases[phase].plugin, decision.phases[phase].backend

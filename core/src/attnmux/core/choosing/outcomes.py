@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from attnmux.core.choosing.axes import Question, admits
-from attnmux.core.choosing.card import DEFAULT_RANK, Offer
+from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.explaining import shortcomings
-from attnmux.core.choosing.groups import FOLLOWERS
+from attnmux.core.choosing.groups import CACHED_LEADS, FOLLOWERS
 from attnmux.core.choosing.outcome import Outcome, joined, told_of
+from attnmux.core.choosing.pairs import opposed
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason, Verdict
@@ -56,6 +57,7 @@ class _Account:
         self.decision = decision
         self.policy = policy
         self.cards = _by_key(offers)
+        self.opposed = opposed(tuple(self.cards.values()))
         self.verdicts = {(v.plugin, v.backend, v.phase): v for v in decision.candidates}
         self.questions = {
             phase: Question(
@@ -93,7 +95,20 @@ class _Account:
             reasons = [] if offer is None else shortcomings(offer.card, self.questions[phase])
             if reasons:
                 return phase, reasons
-        return verdict.phase, []
+        return verdict.phase, [] if offer is None else self._excluded(verdict, offer)
+
+    def _excluded(self, verdict: Verdict, offer: Offer) -> list[Reason]:
+        """Where the card must not serve one of decode and extend beside the other's winner."""
+        lead = _together(self.decision.request, verdict.phase)[0]
+        opponents = self.opposed.get(offer.address, ()) if lead in CACHED_LEADS else ()
+        for phase, choice in self.decision.phases.items() if opponents else ():
+            other = _together(self.decision.request, phase)[0]
+            beside = f"{choice.plugin}/{choice.backend}"
+            if other in CACHED_LEADS and other != lead and beside in opponents:
+                wanted = f"a backend for {lead} beside {choice.backend} for {other}"
+                offered = f"{verdict.backend}, which never shares a KV cache with it"
+                return [Reason(code="EXCLUDED", axis="backend", wanted=wanted, offered=offered)]
+        return []
 
     def _point(self, reasons: Sequence[Reason]) -> str:
         axes = {reason.axis for reason in reasons}
@@ -130,9 +145,6 @@ class _Account:
         others = [other for other in rivals if other is not verdict]
         if self._preference(verdict) < min(map(self._preference, others), default=0):
             return f"preferred, of {field}"
-        own = self._leading(verdict)
-        if any(_rank(self._leading(other)) < _rank(own) for other in others):
-            return f"the best that goes with the other phases' backends, of {field}"
         return f"best rank of {field}"
 
     def _why_behind(self, verdict: Verdict) -> str:
@@ -144,10 +156,8 @@ class _Account:
         own = self._leading(verdict)
         if self._preference(winner) < self._preference(own):
             return f"fits, but {choice.backend} is preferred"
-        if _rank(own) == _rank(winner):
+        if own.rank == winner.rank:
             return f"fits, level with {choice.backend}: fewer backends win, then names"
-        if _rank(own) < _rank(winner):
-            return "fits alone, but not beside the backends of the other phases"
         return f"fits, behind {choice.backend} in rank"
 
     def _leading(self, verdict: Verdict) -> Verdict:
@@ -172,10 +182,6 @@ class _Account:
         question = self.questions[verdict.phase]
         held = next((prior for prior in priors if admits(prior.when, question)), None)
         return held.source if held is not None and held.rank == verdict.rank else ""
-
-
-def _rank(verdict: Verdict) -> int:
-    return DEFAULT_RANK if verdict.rank is None else verdict.rank
 
 
 def _by_key(offers: Iterable[Offer]) -> Mapping[tuple[str, str], Offer]:
