@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from attnmux.core.choosing.conditions import ANY, at_most, one_of
 from attnmux.core.choosing.request import Request
@@ -129,3 +133,39 @@ def test_rules_on_speculation_in_a_hybrid_are_clauses(offer, clause, cpu) -> Non
 def test_excludes_are_names(offer) -> None:
     with pytest.raises(InvalidInput, match="excludes: expected a tuple of str"):
         offer("a", excludes="b")
+
+
+NAMES = ("a", "b", "c", "d", "e")
+sketches = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from([("decode",), ("extend",), ("extend", "decode")]),
+    st.sets(st.sampled_from(NAMES), max_size=3),
+)
+
+
+# The fixtures are a function and a value: nothing stays from one example to the next
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(sketches, min_size=1, max_size=5))
+def test_the_best_pair_that_is_allowed_wins(offer, cpu, found) -> None:
+    """Against trying every pair."""
+    sketched = dict(zip(NAMES, found, strict=False))
+    cards = [
+        offer(name, rank=rank, phase=one_of(*phases), excludes=tuple(sorted(excludes)))
+        for name, (rank, phases, excludes) in sketched.items()
+    ]
+    pairs = [
+        (sketched[decode][0], sketched[extend][0], len({decode, extend}))
+        for decode, extend in product(sketched, sketched)
+        if "decode" in sketched[decode][1] and "extend" in sketched[extend][1]
+        if decode == extend
+        or (extend not in sketched[decode][2] and decode not in sketched[extend][2])
+    ]
+    if not pairs:
+        with pytest.raises(NoBackend):
+            solve(Request(), cpu, cards)
+        return
+    names = chosen(solve(Request(), cpu, cards))
+    decode, extend = names["decode"], names["extend"]
+    assert (sketched[decode][0], sketched[extend][0], len({decode, extend})) == min(pairs)
