@@ -30,7 +30,8 @@ class Request:
     """
 
     kind: str = "mha"
-    """"mha", "mla", "nsa" (sparse MLA) or "linear"."""
+    """"mha", "mla", "nsa" (sparse MLA), "linear" or "dual_chunk" (Qwen2.5-1M's; its weights expect
+    positions that are remapped by chunk, so that no other attention gives the model's answers)."""
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None

@@ -81,7 +81,7 @@ def _one_of(*allowed: str) -> Reader:
     return read
 
 
-KINDS = ("mha", "mla", "nsa", "linear")
+KINDS = ("mha", "mla", "nsa", "linear", "dual_chunk")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
 
 

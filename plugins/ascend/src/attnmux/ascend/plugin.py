@@ -1,7 +1,11 @@
-"""What attnmux-ascend offers: the probe of Ascend devices; no backend yet."""
+"""What attnmux-ascend offers, as data: the probe of Ascend devices, and its backends.
+
+A card stands in a module of its own, `cards/<backend>.py`. Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
+from attnmux.ascend.cards import CARDS
 from attnmux.ascend.probe import probe
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
@@ -15,4 +19,4 @@ def attnmux_platforms() -> list[Platform]:
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return []
+    return [*CARDS]

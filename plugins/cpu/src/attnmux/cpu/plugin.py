@@ -5,7 +5,7 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Prior, when
+from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Option, Prior, when
 from attnmux.core.choosing.conditions import (
     ANY,
     NONE,
@@ -22,6 +22,33 @@ _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
 KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 
+
+def _plain(kind: str, **more: Condition) -> Clause:
+    everything: dict[str, Condition] = {
+        "vendor": ANY,
+        "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
+        "kind": one_of(kind),
+        "dtype": DTYPES,
+        "kv_dtype": KV_DTYPES,
+        "page_size": ANY,
+        "head_dim": ANY,
+        "v_head_dim": ANY,
+        "spec_topk": ANY,
+        "sliding_window": ANY,
+        "attention_chunk": ANY,
+        "cross_attention": ANY,
+        "sinks": ANY,
+        "logit_cap": ANY,
+        "custom_mask": ANY,
+        "multi_item": ANY,
+        "deterministic": ANY,
+        "lse": ANY,
+    }
+    return Clause(**{**everything, **more})
+
+
+_LATENT: dict[str, Condition] = {"kv_lora_rank": ANY, "qk_rope_head_dim": ANY}
+
 TORCH_NATIVE = BackendCard(
     name="torch_native",
     summary="attention in plain torch operations: every feature, any device, no graphs",
@@ -29,28 +56,12 @@ TORCH_NATIVE = BackendCard(
     requires=("torch>=2.11",),
     extra="torch",
     clauses=(
-        Clause(
-            vendor=ANY,
-            phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-            kind=one_of("mha", "mla"),
-            dtype=DTYPES,
-            kv_dtype=KV_DTYPES,
-            page_size=ANY,
-            head_dim=ANY,
-            v_head_dim=ANY,
-            kv_lora_rank=ANY,
-            qk_rope_head_dim=ANY,
-            spec_topk=ANY,
-            sliding_window=ANY,
-            attention_chunk=ANY,
-            cross_attention=ANY,
-            sinks=ANY,
-            logit_cap=ANY,
-            custom_mask=ANY,
-            multi_item=ANY,
-            deterministic=ANY,
-            lse=ANY,
-        ),
+        _plain("mha"),
+        _plain("mla", **_LATENT, vendor=one_of("cpu")),
+        # A draft tree over MLA is offered elsewhere at page 1 alone, where the kernels made for the
+        # hardware take it too: a page size must not be what sends it to plain torch unnoticed.
+        _plain("mla", **_LATENT, spec_topk=one_of(1)),
+        _plain("mla", **_LATENT, page_size=one_of(1)),
     ),
     priors=(
         Prior(
@@ -120,6 +131,14 @@ FLEX_ATTENTION = BackendCard(
     extra="torch",
     clauses=tuple(
         _flex(dtype, **where) for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS) for dtype in _UNSCALED
+    ),
+    options=(
+        Option(
+            name="compile_ahead",
+            type=bool,
+            default=True,
+            summary="compile for steps of every size at the start; false: longer ones at the first",
+        ),
     ),
     priors=(
         Prior(

@@ -1,10 +1,14 @@
-"""What attnmux-intel offers: the probe of Intel devices; no backend yet."""
+"""What attnmux-intel offers, as data: the probe of Intel devices, and its backends.
+
+A card stands in a module of its own, `cards/<backend>.py`. Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import hookimpl
+from attnmux.intel.cards import CARDS
 from attnmux.intel.probe import probe
 
 
@@ -15,4 +19,4 @@ def attnmux_platforms() -> list[Platform]:
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return []
+    return [*CARDS]

@@ -1,0 +1,9 @@
+"""The cards of AMD's backends, as data, one module each."""
+
+from __future__ import annotations
+
+from attnmux.amd.cards.aiter import AITER
+from attnmux.amd.cards.wave import WAVE
+from attnmux.core.choosing.card import BackendCard
+
+CARDS: tuple[BackendCard, ...] = (AITER, WAVE)

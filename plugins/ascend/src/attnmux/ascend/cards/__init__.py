@@ -1,0 +1,8 @@
+"""The cards of Ascend's backends, as data, one module each."""
+
+from __future__ import annotations
+
+from attnmux.ascend.cards.ascend import ASCEND
+from attnmux.core.choosing.card import BackendCard
+
+CARDS: tuple[BackendCard, ...] = (ASCEND,)

@@ -1,0 +1,51 @@
+"""The card of the CUTLASS decode kernel for MLA."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
+
+
+def _clause(dtype: str) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        version=versions(">=10.0,<11"),
+        phase=one_of("decode"),
+        kind=one_of("mla"),
+        dtype=one_of(dtype),
+        # `cutlass_mla_decode` wants Q and the cache in one dtype, fp16 or bf16.
+        kv_dtype=one_of(dtype),
+        # Tables hold a multiple of 128 / page blocks; at 128 any number does.
+        page_size=one_of(128),
+        head_dim=ANY,
+        # Heads are padded to 128 inside.
+        num_q_heads=at_most(128),
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        # Draft steps of a chain are decode steps; verify is the companion's.
+        spec_topk=one_of(1),
+        chunked_prefix=ANY,
+        graph=ANY,
+    )
+
+
+CUTLASS_MLA = BackendCard(
+    name="cutlass_mla",
+    summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
+    status="planned",
+    # Later releases, under the name sglang-kernel, have no `cutlass_mla_decode`.
+    requires=("torch>=2.11", "sgl-kernel==0.3.21"),
+    extra="cutlass-mla",
+    companions=("flashinfer_mla",),
+    options=(
+        Option(
+            name="num_kv_splits",
+            type=int,
+            default=1,
+            summary="parts that the keys of a request are split into; -1 lets the kernel choose, "
+            "which a captured graph must not",
+        ),
+    ),
+    clauses=tuple(map(_clause, ("bfloat16", "float16"))),
+    priors=(Prior(rank=36, source="vLLM 0.33 ranks it behind flashinfer's MLA on SM100"),),
+)

@@ -1,0 +1,54 @@
+"""The card of FlashAttention 3 over a latent cache (MLA)."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.conditions import ANY, Condition, one_of, runtimes, versions
+
+
+def _clause(dtype: str, spec_topk: Condition, page_size: Condition) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        # Q beside its rotary part (`qv`) is built for SM90 alone: SM80 to SM89 serve MHA only.
+        version=versions(">=9.0,<10"),
+        runtime=runtimes("cuda>=12.3"),
+        phase=one_of("extend", "decode", "verify", "draft"),
+        kind=one_of("mla"),
+        dtype=one_of(dtype),
+        # e4m3 kernels are built for square head dims and 192/128, not for 64/512.
+        kv_dtype=one_of(dtype),
+        page_size=page_size,
+        head_dim=ANY,
+        # The instance (64, 512): a rotary part of 64 beside a latent of 512.
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        spec_topk=spec_topk,
+        chunked_prefix=ANY,
+        deterministic=ANY,
+        graph=ANY,
+        lse=ANY,
+    )
+
+
+FA3_MLA = BackendCard(
+    name="fa3_mla",
+    # Users know one name for both; the request's kind says which card is meant.
+    aliases=("fa3",),
+    summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
+    status="planned",
+    requires=("torch>=2.11", ("sglang-kernel>=0.4.5", "sgl-kernel>=0.3.21")),
+    extra="fa3",
+    clauses=tuple(
+        clause
+        for dtype in ("bfloat16", "float16")
+        for clause in (
+            _clause(dtype, one_of(1), ANY),
+            # A tree is a causal call on the prefix and one on each branch's own tokens, whose
+            # table names single tokens.
+            _clause(dtype, ANY, one_of(1)),
+        )
+    ),
+    priors=(
+        Prior(rank=10, source="SGLang 0.5.23's default for MLA on SM90, with draft trees too"),
+    ),
+)

@@ -1,0 +1,90 @@
+"""The card of FlashAttention 4 (CuTe DSL): prefill alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    emulated,
+    multiple_of,
+    one_of,
+    versions,
+)
+
+
+def _clause(dtype: str, **more: Condition) -> Clause:
+    everywhere: dict[str, Any] = {
+        "vendor": one_of("nvidia"),
+        # The library has kernels for SM80, SM90 and SM120 too: without 8-bit KV, MLA and splits of
+        # the keys, or without pages.
+        "version": versions(">=10.0,<11"),
+        # Decode is left to another backend.
+        "phase": one_of("extend"),
+        "kv_dtype": one_of(dtype, "fp4_e2m1"),
+        "dtype": one_of(dtype),
+        "deterministic": ANY,
+        "lse": ANY,
+    }
+    return Clause(**{**everywhere, **more})
+
+
+def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
+    return _clause(
+        dtype,
+        kind=one_of("mha"),
+        # A page is a tile of the kernel, which TMA loads whole.
+        page_size=one_of(128),
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        sinks=ANY,
+        logit_cap=ANY,
+    )
+
+
+def _mla(dtype: str) -> Clause:
+    return _clause(
+        dtype,
+        kind=one_of("mla"),
+        page_size=emulated(1),
+        head_dim=ANY,
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+    )
+
+
+FA4 = BackendCard(
+    name="fa4",
+    summary="FlashAttention 4 for prefill: SM100's tensor memory, MHA and MLA, K and V of two dims",
+    status="planned",
+    # A pre-release: the only ones there are.
+    requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
+    extra="fa4",
+    # SGLang's manual: not with trtllm_mha's decode, also where both take pages of 128.
+    excludes=("trtllm_mha",),
+    companions=("flashinfer", "triton"),
+    clauses=tuple(
+        clause
+        for dtype in ("bfloat16", "float16")
+        for clause in (
+            _mha(dtype, multiple_of(8, most=128), NONE),
+            # DeepSeek's expanded heads.
+            _mha(dtype, one_of(192), one_of(128)),
+            _mla(dtype),
+        )
+    ),
+    priors=(
+        Prior(
+            rank=26,
+            when=when(v_head_dim=NONE),
+            source="SGLang 0.5.23 takes trtllm_mha where K and V have one dim",
+        ),
+        Prior(
+            rank=22,
+            source="SGLang 0.5.23's default on SM100 where K and V have different dims",
+        ),
+    ),
+)

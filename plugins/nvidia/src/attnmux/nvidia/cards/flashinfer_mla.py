@@ -1,0 +1,56 @@
+"""The card of flashinfer's MLA kernels."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
+from attnmux.core.choosing.conditions import ANY, emulated, one_of, runtimes, versions
+
+DATACENTER_BLACKWELL = versions(">=10.0,<11")
+
+
+def _clause(dtype: str) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        # fa2 from SM80 on, fa3 on SM90, cutlass on SM100: `BatchMLAPagedAttentionWrapper`.
+        version=versions(">=8.0"),
+        # flashinfer's README, "Supported CUDA Versions".
+        runtime=runtimes("cuda>=12.6"),
+        phase=one_of("extend", "decode", "verify", "draft"),
+        kind=one_of("mla"),
+        dtype=one_of(dtype),
+        # The kernels read K and V in the dtype of Q: 8-bit floats are widened first, so that this
+        # can be the prefill half of backends that decode over them.
+        kv_dtype=one_of(dtype, "fp8_e4m3", "fp4_e2m1"),
+        # `kv_indices` are planned as tokens: 0.7 refuses lengths that differ from the indptr's.
+        page_size=emulated(1),
+        head_dim=ANY,
+        # q_nope [n, H, 512], q_pe [n, H, 64].
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        # `plan` knows causal or not, and no mask.
+        spec_topk=one_of(1),
+        chunked_prefix=ANY,
+        graph=ANY,
+        lse=ANY,
+    )
+
+
+FLASHINFER_MLA = BackendCard(
+    name="flashinfer_mla",
+    # What users of other engines type; the request's kind says which card is meant.
+    aliases=("flashinfer",),
+    summary="flashinfer's MLA kernels: absorbed, any page by token indices; prefill for others",
+    status="planned",
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    extra="flashinfer",
+    needs_cpu_seq_lens=True,
+    clauses=tuple(map(_clause, ("bfloat16", "float16"))),
+    priors=(
+        Prior(
+            rank=10,
+            when=when(version=DATACENTER_BLACKWELL),
+            source="SGLang 0.5.23's default for MLA on SM100 and SM103",
+        ),
+        Prior(rank=30, source="SGLang 0.5.23 takes fa3 on SM90 and triton on all others"),
+    ),
+)

@@ -1,0 +1,34 @@
+"""The card of DeepSeek's sparse attention."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.conditions import ANY, one_of, versions
+
+NSA = BackendCard(
+    name="nsa",
+    aliases=("dsa",),
+    summary="DeepSeek-V3.2's sparse MLA: an indexer picks 2048 tokens, FlashMLA reads those",
+    status="planned",
+    requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
+    extra="flashmla",
+    clauses=tuple(
+        Clause(
+            vendor=one_of("nvidia"),
+            # `flash_mla_sparse_fwd` is built for SM90 and SM100.
+            version=versions(version),
+            phase=one_of("extend", "decode"),
+            kind=one_of("nsa"),
+            dtype=one_of("bfloat16"),
+            # e4m3 in tokens of 656 bytes: 512 values, 4 scales, 64 bf16 of rope.
+            kv_dtype=one_of("bfloat16", "fp8_e4m3"),
+            page_size=one_of(64),
+            head_dim=ANY,
+            kv_lora_rank=one_of(512),
+            qk_rope_head_dim=one_of(64),
+            graph=ANY,
+        )
+        for version in (">=9.0,<10", ">=10.0,<11")
+    ),
+    priors=(Prior(rank=10, source="the only backend for this kind of attention"),),
+)

@@ -1,0 +1,88 @@
+"""The card of TensorRT-LLM's MHA kernels, which flashinfer ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, versions
+
+HOPPER = versions(">=9.0,<10")
+DATACENTER_BLACKWELL = versions(">=10.0,<11")
+DESKTOP_BLACKWELL = versions(">=12.0,<13")
+PHASES = ("extend", "decode", "verify", "draft")
+PAGES = one_of(64, 32, 16)
+
+
+def _clause(version: Condition, dtype: str, **more: Condition) -> Clause:
+    everywhere: dict[str, Any] = {
+        "vendor": one_of("nvidia"),
+        "version": version,
+        "kind": one_of("mha"),
+        "dtype": one_of(dtype),
+        "page_size": PAGES,
+        "head_dim": one_of(128, 64, 256),
+        # Masks of a verify step are rows of a chain; there is none for a tree.
+        "spec_topk": one_of(1),
+        "sliding_window": ANY,
+        "sinks": ANY,
+        "graph": ANY,
+    }
+    return Clause(**{**everywhere, **more})
+
+
+def _clauses(dtype: str) -> Iterator[Clause]:
+    wide = one_of(dtype, "fp8_e4m3", "fp4_e2m1")
+    every = one_of(*PHASES)
+    # trtllm-gen, whose kernels for pages of 128 are for grouped heads of a power of two
+    yield _clause(DATACENTER_BLACKWELL, dtype, phase=every, kv_dtype=wide)
+    yield _clause(
+        DATACENTER_BLACKWELL,
+        dtype,
+        phase=every,
+        kv_dtype=wide,
+        page_size=one_of(128),
+        group_size=one_of(2, 4, 8, 16, 32, 64, 128),
+    )
+    # XQA in decode, fmha_v2 in prefill
+    yield _clause(HOPPER, dtype, phase=every, kv_dtype=one_of(dtype, "fp8_e4m3"))
+    decode = one_of(*PHASES[1:])
+    yield _clause(DESKTOP_BLACKWELL, dtype, phase=decode, kv_dtype=wide)
+    # fmha_v2 is not built for e4m3 on SM120.
+    yield _clause(DESKTOP_BLACKWELL, dtype, phase=one_of("extend"), kv_dtype=one_of(dtype))
+    for version, stored in (
+        (HOPPER, one_of(dtype, "fp8_e4m3")),
+        (DESKTOP_BLACKWELL, wide),
+    ):
+        # XQA takes 128 with any heads.
+        yield _clause(version, dtype, phase=decode, kv_dtype=stored, page_size=one_of(128))
+
+
+TRTLLM_MHA = BackendCard(
+    name="trtllm_mha",
+    summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
+    status="planned",
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    extra="flashinfer",
+    options=(
+        Option(
+            name="workspace_bytes",
+            type=int,
+            default=0,
+            summary="scratch memory, zeroed once; 0: 512 MiB",
+        ),
+    ),
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
+    priors=(
+        Prior(
+            rank=5,
+            when=when(version=DATACENTER_BLACKWELL, spec_topk=NONE),
+            source="SGLang 0.5.23's default on SM100 and SM103",
+        ),
+        Prior(
+            rank=34,
+            source="SGLang 0.5.23 takes flashinfer when speculating over pages, and elsewhere",
+        ),
+    ),
+)

@@ -1,0 +1,54 @@
+"""The card of TensorRT-LLM's MLA decode kernels, which flashinfer ships."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, versions
+
+
+def _clause(version: Condition, num_q_heads: Condition) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        version=version,
+        # Prefill is the companion's.
+        phase=one_of("decode", "verify", "draft"),
+        kind=one_of("mla"),
+        dtype=one_of("bfloat16"),
+        kv_dtype=one_of("bfloat16", "fp8_e4m3"),
+        page_size=one_of(64, 32),
+        head_dim=ANY,
+        num_q_heads=num_q_heads,
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        spec_topk=one_of(1),
+        chunked_prefix=ANY,
+        graph=ANY,
+    )
+
+
+TRTLLM_MLA = BackendCard(
+    name="trtllm_mla",
+    summary="TensorRT-LLM's MLA decode through flashinfer, in bf16 or e4m3; SM100 and SM120",
+    status="planned",
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    extra="flashinfer",
+    companions=("flashinfer_mla",),
+    options=(
+        Option(
+            name="workspace_bytes",
+            type=int,
+            default=0,
+            summary="scratch memory, zeroed once; 0: 128 MiB",
+        ),
+    ),
+    clauses=(
+        # Between 64 and 128 heads trtllm-gen has no kernel.
+        _clause(versions(">=10.0,<11"), at_most(64)),
+        _clause(versions(">=10.0,<11"), one_of(128)),
+        # XQA
+        _clause(versions(">=12.0,<13"), ANY),
+    ),
+    priors=(
+        Prior(rank=33, source="SGLang 0.5.23 takes it by name, or for single models on SM100"),
+    ),
+)

@@ -1,0 +1,106 @@
+"""The card of the portable Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import (
+    ANY,
+    Condition,
+    anything_but,
+    emulated,
+    multiple_of,
+    one_of,
+)
+
+TOKENS = emulated(1)
+"""The kernels gather by token index, so that pages of any size are lists of tokens to them."""
+
+
+def _clause(dtype: str, **more: Condition) -> Clause:
+    everywhere: dict[str, Any] = {
+        # Triton has no code generator for CPUs; that for Ascend is another project.
+        "vendor": anything_but("cpu", "ascend"),
+        "phase": one_of("extend", "decode", "verify", "draft"),
+        "dtype": one_of(dtype),
+        "page_size": TOKENS,
+        "spec_topk": one_of(1),
+        "custom_mask": ANY,
+        "deterministic": ANY,
+        "graph": ANY,
+        "lse": ANY,
+    }
+    return Clause(**{**everywhere, **more})
+
+
+def _clauses(dtype: str) -> Iterator[Clause]:
+    # The masks of trees are laid out by token; SGLang 0.5.23 allows trees over pages, its manual
+    # does not.
+    for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
+        yield _clause(
+            dtype,
+            kind=one_of("mha"),
+            # k_scale and v_scale are the kernels' arguments.
+            kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"),
+            head_dim=multiple_of(1, most=576),
+            v_head_dim=multiple_of(1, most=512),
+            sliding_window=ANY,
+            attention_chunk=ANY,
+            sinks=ANY,
+            logit_cap=ANY,
+            **spec,
+        )
+        yield _clause(
+            dtype,
+            kind=one_of("mla"),
+            kv_dtype=one_of(dtype),
+            head_dim=ANY,
+            kv_lora_rank=multiple_of(1, most=512),
+            qk_rope_head_dim=multiple_of(1, most=64),
+            **spec,
+        )
+
+
+OPTIONS = (
+    Option(
+        name="num_kv_splits",
+        type=int,
+        default=0,
+        summary="at most this many parts of a request's keys in decode; 0 plans on the device",
+    ),
+    Option(
+        name="split_tile_size",
+        type=int,
+        default=0,
+        summary="tokens a part of a request's keys in decode; 0: as num_kv_splits says",
+    ),
+    Option(
+        name="reduce_in_fp32",
+        type=bool,
+        default=False,
+        summary="keep the parts' results in fp32 until they are merged",
+    ),
+)
+
+TRITON = BackendCard(
+    name="triton",
+    summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
+    status="planned",
+    # AMD's and Intel's builds of torch bring Triton under names of their own.
+    requires=(
+        "torch>=2.11",
+        ("triton>=3.6", "pytorch-triton-rocm>=3.6", "triton-rocm>=3.6", "pytorch-triton-xpu>=3.6"),
+    ),
+    extra="triton",
+    options=OPTIONS,
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
+    priors=(
+        Prior(
+            rank=25,
+            source="SGLang 0.5.23's default where neither fa3, trtllm_mha nor flashinfer serves, "
+            "and for MLA where no vendor's kernel does",
+        ),
+    ),
+)
