@@ -109,8 +109,14 @@ def test_preferred_backends(tell, offer) -> None:
 
 def test_a_companion_says_for_whom(tell, offer) -> None:
     half = offer("half", rank=10, phase=one_of("decode"), companions=("whole",))
-    _, told = tell("dtype=bf16", [half, offer("whole", rank=20)], backend="half")
-    assert one(told, "whole", "extend").why == "stands in for half, which does not serve extend"
+    cards = [half, offer("whole", rank=20), offer("other", rank=5)]
+    _, told = tell("dtype=bf16", cards, backend="half")
+    assert [(each.backend, each.phases) for each in told[:2]] == [
+        ("whole", ("extend",)),
+        ("half", ("decode",)),
+    ]
+    assert told[0].why == "stands in for half, which does not serve extend"
+    assert one(told, "other", "extend").why == "fits, but whole stands in for half"
 
 
 def test_ties_and_the_only_one(tell, offer) -> None:

@@ -91,7 +91,7 @@ def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:
     unfixable = sum(not reason.hint for reason in outcome.reasons)
     return (
         _ORDER.index(outcome.standing),
-        outcome.rank or 0,
+        PHASES.index(outcome.phases[0]) if outcome.standing == "chosen" else outcome.rank or 0,
         unfixable,
         len(outcome.reasons),
         outcome.backend,

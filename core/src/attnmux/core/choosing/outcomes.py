@@ -121,9 +121,9 @@ class _Account:
 
     def _why_chosen(self, verdict: Verdict) -> str:
         lead = _together(self.decision.request, verdict.phase)[0]
-        for change in self.decision.coercions:
-            if change.field == f"backend for {lead}":
-                return f"stands in for {change.old}, which does not serve {lead}"
+        missing = self._stood_in_for(lead)
+        if missing is not None:
+            return f"stands in for {missing}, which does not serve {lead}"
         named = self.policy.named_for(lead)
         if named is not None:
             field, name = named
@@ -150,6 +150,9 @@ class _Account:
     def _why_behind(self, verdict: Verdict) -> str:
         lead = _together(self.decision.request, verdict.phase)[0]
         choice = self.decision.phases[verdict.phase]
+        missing = self._stood_in_for(lead)
+        if missing is not None:
+            return f"fits, but {choice.backend} stands in for {missing}"
         if self.policy.named_for(lead) is not None:
             return f"fits, but {choice.backend} was named"
         winner = self._leading(self.verdicts[choice.plugin, choice.backend, verdict.phase])
@@ -159,6 +162,12 @@ class _Account:
         if own.rank == winner.rank:
             return f"fits, level with {choice.backend}: fewer backends win, then names"
         return f"fits, behind {choice.backend} in rank"
+
+    def _stood_in_for(self, lead: str) -> str | None:
+        """The named backend whose companion serves the phase."""
+        field = f"backend for {lead}"
+        old = (change.old for change in self.decision.coercions if change.field == field)
+        return next(old, None)
 
     def _leading(self, verdict: Verdict) -> Verdict:
         """The backend's verdict in the phase whose rank counts for the verdict's phase."""

@@ -160,9 +160,9 @@ def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str]:
 
 
 def _standing(outcome: Outcome) -> str:
-    """In the plain table: without the reasons, which those who fit do not have."""
-    parts = ("planned" if outcome.planned else "", f"{outcome.standing}: {outcome.why}")
-    return ", ".join(filter(None, parts)) if outcome.standing == "chosen" else outcome.why
+    """In the plain table: without reasons, which backends that fit do not have."""
+    why = f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
+    return f"planned; {why}" if outcome.planned else why
 
 
 def _sourced(outcome: Outcome) -> str:
