@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from attnmux.core.choosing import axes
 from attnmux.core.choosing.card import Option, Prior, when
 from attnmux.core.choosing.conditions import ANY, emulated, multiple_of, one_of
 from attnmux.core.choosing.request import Request
@@ -423,3 +424,87 @@ def test_only_what_failed_is_blamed(offer, cpu) -> None:
 def test_an_encoder_that_nothing_serves(offer, cpu) -> None:
     with pytest.raises(NoBackend, match="multimodal=false asks for no encoder"):
         solve(Request.parse("multimodal=true"), cpu, [offer("a")])
+
+
+@pytest.mark.parametrize("name", ["b", "bee", "fake/b", "fake/bee"])
+def test_listed_names_are_names_aliases_or_addresses(offer, cpu, name) -> None:
+    cards = [offer("a", rank=1), offer("b", rank=2, aliases=("bee",)), offer("c", rank=3)]
+    assert chosen(solve(Request(), cpu, cards, Policy(prefer=(name,))))["decode"] == "b"
+    assert chosen(solve(Request(), cpu, cards, Policy(allow=(name,))))["decode"] == "b"
+    denied = solve(Request(), cpu, cards[1:], Policy(deny=(name,)))
+    assert chosen(denied)["decode"] == "c"
+    (verdict,) = [v for v in denied.candidates if (v.backend, v.phase) == ("b", "decode")]
+    assert [reason.code for reason in verdict.reasons] == ["DENIED"]
+
+
+def test_a_listed_name_means_every_backend_that_bears_it(offer, cpu) -> None:
+    cards = [
+        offer("flash", rank=1),
+        offer("flash_mla", rank=2, aliases=("flash",)),
+        offer("flash", rank=3, plugin="other"),
+        offer("last", rank=4),
+    ]
+    assert chosen(solve(Request(), cpu, cards, Policy(deny=("flash",))))["decode"] == "last"
+    decision = solve(Request(), cpu, cards, Policy(deny=("fake/flash",)))
+    assert decision.phases["decode"].plugin == "other"
+
+
+@pytest.mark.parametrize("verb", ["allow", "deny", "prefer"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("flahs", "did you mean 'flash'?"),
+        ("fake/flahs", "did you mean 'fake/flash'?"),
+        ("other/flash", "did you mean 'fake/flash'?"),
+        ("torch_nativ", "did you mean 'torch_native'?"),
+        ("zzzz", "the installed plugins offer fake/flash, flash"),
+    ],
+)
+def test_a_listed_name_that_means_nothing_is_an_error(offer, cpu, verb, name, said) -> None:
+    policy = Policy(**{verb: ("flash", name)})
+    with pytest.raises(UnknownBackend) as caught:
+        solve(Request(), cpu, [offer("flash")], policy, libraries=NO_LIBRARIES)
+    assert caught.value.name == name
+    assert said in str(caught.value)
+    assert f"it stands among the backends to {verb}" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["allow", "deny", "prefer"])
+def test_a_backend_whose_plugin_is_not_here_may_be_listed(offer, cpu, verb) -> None:
+    """One configuration can serve several machines."""
+    kept = {"allow": "flash"}.get(verb, "torch_native")
+    policy = Policy(**{verb: ("torch_native", kept)})
+    assert chosen(solve(Request(), cpu, [offer("flash")], policy))["decode"] == "flash"
+    with pytest.raises(NoBackend, match="no plugin offers one"):
+        solve(Request(), cpu, [], Policy(**{verb: ("zzzz",)}))
+
+
+@pytest.mark.parametrize("contract", [">=0,<1", ">=2", "==1.1", "!=1.0"])
+def test_a_card_for_another_contract_is_never_taken(offer, cpu, contract) -> None:
+    cards = [offer("old", rank=1, contract=contract), offer("new", rank=2)]
+    decision = solve(Request(), cpu, cards)
+    assert chosen(decision) == {"extend": "new", "decode": "new"}
+    (verdict,) = [v for v in decision.candidates if (v.backend, v.phase) == ("old", "decode")]
+    assert [reason.code for reason in verdict.reasons] == ["CONTRACT"]
+    with pytest.raises(NoBackend, match="old cannot serve"):
+        solve(Request(), cpu, cards, Policy(backend="old"))
+
+
+@pytest.mark.parametrize("asked", ["sinks=true", "page_size=16", ""])
+def test_an_axis_that_is_younger_than_a_card_is_never_ignored(
+    offer, cpu, monkeypatch, asked
+) -> None:
+    """What the solver decides itself, here the page size, is asked of the card like the rest."""
+    younger = ("sinks", "page_size")
+    table = [replace(axis, since="1.1") if axis.name in younger else axis for axis in axes.AXES]
+    monkeypatch.setattr(axes, "AXES", tuple(table))
+    old = offer("old", rank=1, sinks=ANY, contract=">=1,<1.1")
+    new = offer("new", rank=2, sinks=ANY)
+    request = Request.parse(asked)
+    decision = solve(request, cpu, [old, new])
+    assert chosen(decision) == {"extend": "new", "decode": "new"}
+    with pytest.raises(NoBackend) as caught:
+        solve(request, cpu, [old])
+    reasons = [reason for verdict in caught.value.candidates for reason in verdict.reasons]
+    if asked:
+        assert {reason.code for reason in reasons} == {"UNDECLARED_FEATURE"}
