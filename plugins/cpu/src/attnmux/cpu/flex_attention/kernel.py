@@ -72,6 +72,8 @@ def kernel(spec: KernelSpec) -> Kernel:
     try:
         with plain_tensors():
             run(*_tiny(spec))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # Dynamo, Inductor, Triton and a compiler each raise their own
         raise BackendFailed(
             "cpu/flex_attention",
@@ -195,5 +197,5 @@ def _tiny(
 
 def _said(error: Exception) -> str:
     """What an error says in short: compilers answer in pages, below a line that names the step."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([type(error).__name__, *lines[:2]])
