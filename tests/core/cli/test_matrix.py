@@ -84,6 +84,16 @@ def test_a_feature_of_some_values() -> None:
     )
 
 
+def test_values_that_not_every_clause_takes() -> None:
+    e4m3, both = one_of("fp8_e4m3"), one_of("fp8_e4m3", "fp8_e5m2")
+    more = {"kv_dtype": both, "version": versions(">=10")}
+    older = {"kv_dtype": e4m3, "version": versions(">=9,<10")}
+    assert cell(only(older, more), "fp8 KV") == ("some", "version >=10, elsewhere in part")
+    apart = {"kv_dtype": one_of("fp8_e5m2"), "version": versions(">=10")}
+    where = "not in every combination, elsewhere in part"
+    assert cell(only(older, apart), "fp8 KV") == ("some", where)
+
+
 @pytest.mark.parametrize(
     ("clauses", "where"),
     [

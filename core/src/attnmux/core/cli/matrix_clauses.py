@@ -39,7 +39,8 @@ def restrictions(feature: str, having: Sequence[Clause], asked: Sequence[Clause]
 def either(feature: str, having: Sequence[Clause], lacking: Sequence[Clause]) -> str:
     """Where no one axis tells them apart: how each clause that has the feature differs."""
     apart = [", ".join(restrictions(feature, [each], [each, *lacking])) for each in having]
-    return " or ".join(dict.fromkeys(apart)) if all(apart) else "not in every combination"
+    known = apart and all(apart)
+    return " or ".join(dict.fromkeys(apart)) if known else "not in every combination"
 
 
 def covers(wide: Clause, narrow: Clause, feature: str) -> bool:

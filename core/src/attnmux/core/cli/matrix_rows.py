@@ -147,19 +147,21 @@ def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> C
         return Cell(served="yes" if served else "no")
     asking = _phases_asking(axis, column.values[0], phases)
     asked = [clause for clause in clauses if any(map(clause.phase.admits, asking))]
-    having = [clause for clause in asked if _admitted(axis, clause, column)]
-    if not having:
+    admitted = {value for clause in asked for value in _admitted(axis, clause, column)}
+    if not admitted:
         return Cell(served="no")
+    having = [clause for clause in asked if admitted == set(_admitted(axis, clause, column))]
     lacking = [
         clause
         for clause in asked
         if clause not in having and not any(covers(other, clause, axis.name) for other in having)
     ]
-    limits = _values_said(axis, column, having)
+    limits = _values_said(axis, column, asked)
     if lacking:
-        limits += restrictions(axis.name, having, having + lacking) or [
-            either(axis.name, having, lacking)
-        ]
+        apart = restrictions(axis.name, having, having + lacking) if having else []
+        limits += apart or [either(axis.name, having, lacking)]
+    if any(_admitted(axis, clause, column) for clause in lacking):
+        limits.append("elsewhere in part")
     return Cell(served="some" if limits else "yes", where=", ".join(limits))
 
 
@@ -177,11 +179,12 @@ def _admitted(axis: Axis, clause: Clause, column: Column) -> tuple[Value, ...]:
     return tuple(value for value in column.values if condition.admits(value))
 
 
-def _values_said(axis: Axis, column: Column, having: Sequence[Clause]) -> list[str]:
-    """What is admitted, where that is less than all of the feature."""
-    admitted = {value for clause in having for value in _admitted(axis, clause, column)}
+def _values_said(axis: Axis, column: Column, asked: Sequence[Clause]) -> list[str]:
+    """What is admitted anywhere, where that is less than all of the feature."""
+    admitted = {value for clause in asked for value in _admitted(axis, clause, column)}
     if admitted.issuperset(column.values):
         return []
     if all(isinstance(value, str) for value in column.values):
         return [" or ".join(str(value) for value in column.values if value in admitted)]
-    return [union_said(union(axis.name, having))]
+    serving = [clause for clause in asked if _admitted(axis, clause, column)]
+    return [union_said(union(axis.name, serving))]
