@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core.choosing.axes import Question
 from attnmux.core.choosing.card import BackendCard, Clause, Offer
 from attnmux.core.choosing.conditions import ANY, NONE, emulated, multiple_of, one_of, versions
+from attnmux.core.choosing.explaining import is_served
+from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import PluginFailure, load_plugins
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.values import PHASES
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.matrix import markdown
 from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
@@ -220,3 +225,74 @@ def test_the_page_in_docs_is_the_cards() -> None:
     # The texts would be told apart line by line, at length
     same = PAGE.exists() and PAGE.read_text(encoding="utf-8").strip() == generated.strip()
     assert same, f"docs/support-matrix.md is not what the cards say: {COMMAND}"
+
+
+HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+LATENT = {
+    "num_q_heads": 128,
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "dtype": "bfloat16",
+}
+MODELS = {"mla": (LATENT,), "nsa": (LATENT,)}
+OTHERS = ({**HEADS, "head_dim": 128}, {**HEADS, "head_dim": 64})
+MACHINES = tuple(
+    map(
+        Platform.parse,
+        (
+            "nvidia:sm80,cuda=12.8",
+            "nvidia:sm90,cuda=12.8",
+            "nvidia:sm100,cuda=12.8",
+            "amd:gfx942,rocm=6.4",
+            "ascend:910b,cann=8.1",
+            "intel:xe2,oneapi=2025.1",
+            "cpu:x86_64,features=amx+avx2+cxx_compiler",
+        ),
+    )
+)
+
+
+ASKED_IN = {
+    "custom_mask": ("extend", "verify"),
+    "multi_item": ("extend",),
+    "chunked_prefix": ("extend",),
+    "graph": ("decode", "verify", "draft"),
+}
+
+
+def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
+    """The points of a small grid that the card serves."""
+    return {
+        (machine, number, page, phase)
+        for number, model in enumerate(MODELS.get(kind, OTHERS))
+        for page in (1, 16, 64, 128)
+        for machine in MACHINES
+        for request in [Request(kind=kind, page_size=page, **{**model, **change})]
+        for phase in ("extend", "decode", "verify", "draft")
+        if is_served(
+            offer.card,
+            Question(request=request, platform=machine, phase=phase, hypothetical=True),
+        )
+    }
+
+
+@pytest.mark.parametrize("offer", load_plugins(OURS, ()).offers(), ids=lambda offer: offer.address)
+def test_the_cells_are_what_the_cards_answer(offer) -> None:
+    for row in rows_of([offer]):
+        plain = served_points(offer, row.kind, {})
+        assert plain, row
+        assert {phase for *_, phase in plain} == set(row.phases) - {"encoder"}
+        for column, cell in zip(COLUMNS, row.cells, strict=True):
+            if column.axis == "phase":
+                continue
+            for value in column.values:
+                points = served_points(offer, row.kind, {column.axis: value})
+                asking = ASKED_IN.get(column.axis, PHASES)
+                asked = {point for point in plain if point[-1] in asking}
+                if cell.served == "yes":
+                    assert points >= asked, (column, asked - points)
+                if cell.served == "no":
+                    assert not points & asked, (column, points & asked)
