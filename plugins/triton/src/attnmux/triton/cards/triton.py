@@ -23,7 +23,6 @@ def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         # Triton has no code generator for CPUs; that for Ascend is another project.
         "vendor": anything_but("cpu", "ascend"),
-        "phase": one_of("extend", "decode", "verify", "draft"),
         "dtype": one_of(dtype),
         "page_size": TOKENS,
         "spec_topk": one_of(1),
@@ -41,6 +40,8 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
         yield _clause(
             dtype,
+            # Images are a prefill without a cache, not causal.
+            phase=one_of("extend", "decode", "verify", "draft", "encoder"),
             kind=one_of("mha"),
             # k_scale and v_scale are the kernels' arguments.
             kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"),
@@ -54,6 +55,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         )
         yield _clause(
             dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
             kind=one_of("mla"),
             kv_dtype=one_of(dtype),
             head_dim=ANY,
