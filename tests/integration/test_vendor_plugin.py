@@ -54,6 +54,8 @@ def run(
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ATTNMUX_", "ACME_"))
     }
+    # Small shapes gain nothing from threads, which only wait for one another where cores are few
+    environment["OMP_NUM_THREADS"] = "1"
     if site is not None:
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), before]))
@@ -150,6 +152,19 @@ def test_what_its_card_does_not_say_is_refused(attnmux, platform, request_, axis
     assert all(axis in [reason["axis"] for reason in row["reasons"]] for row in own)
 
 
+def test_it_imports_core_and_no_other_member() -> None:
+    """What is done for the members of this repository can be done from outside."""
+    modules = {
+        module
+        for path in EXAMPLE.rglob("*.py")
+        for module in re.findall(
+            r"^(?:from|import) (attnmux[\w.]*)", path.read_text(), re.MULTILINE
+        )
+    }
+    assert modules
+    assert all(module.startswith("attnmux.core") for module in modules), modules
+
+
 def test_the_plugin_module_imports_no_torch(installed, tmp_path) -> None:
     code = "import sys, acme_attnmux.plugin; sys.exit('torch' in sys.modules)"
     site = {**os.environ, "PYTHONPATH": str(installed[1])}
@@ -196,3 +211,6 @@ def test_a_command_of_the_page_does_what_it_says(installed, tmp_path, command) -
     assert done.returncode == int(said[1] if said else 0), done.stdout + done.stderr
     if program == "attnmux" and "select" in args and said is None:
         assert "acme_paged" in done.stdout.splitlines()[0]
+    if program == "attnmux" and "generate" in args:
+        assert done.stdout.strip() == "3051"
+        assert done.stderr.startswith("acme_paged ")
