@@ -255,10 +255,11 @@ def test_short_steps_alone_are_compiled_for_where_asked():
 
 
 def test_steps_of_a_bucket_are_compiled_once():
-    steps = [decode(40, 3), decode(300), decode(*range(1, 9))]
+    steps = [decode(40, 3), decode(300), decode(*range(1, 5))]
     steps += [extend((0, 60)), extend((200, 9), (16, 30), (3, 1)), extend((0, 1))]
-    world = world_of(*steps, kv_in_pool=True)
-    backend = FlexAttentionBackend(world.context, AS_NEEDED)
+    steps += [extend((0, 1100)), extend((50, 1900), (0, 7))]
+    world = world_of(*steps, kv_in_pool=True, max_context_len=2048)
+    backend = FlexAttentionBackend(world.context)
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in steps:
             attend(world, backend, step)
