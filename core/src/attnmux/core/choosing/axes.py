@@ -28,11 +28,12 @@ class Question:
     """What each axis is asked for, without those that are asked for nothing."""
 
     def __post_init__(self) -> None:
-        asked = ((axis, axis.wanted(self)) for axis in AXES)
-        demands = tuple(
-            (axis, value) for axis, value in asked if value is not None and value is not False
-        )
-        object.__setattr__(self, "demands", demands)
+        demands = []
+        for axis in AXES:
+            value = axis.wanted(self)
+            if value is not None and value is not False:
+                demands.append((axis, value))
+        object.__setattr__(self, "demands", tuple(demands))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)

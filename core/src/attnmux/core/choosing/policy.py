@@ -67,8 +67,10 @@ class Policy:
 
     def preference(self, offer: Offer) -> int:
         """The backend's place among the preferred ones, which comes before any rank."""
-        places = (place for place, name in enumerate(self.prefer) if means(name, offer))
-        return next(places, len(self.prefer))
+        for place, name in enumerate(self.prefer):
+            if means(name, offer):
+                return place
+        return len(self.prefer)
 
     def lists(self) -> Mapping[str, tuple[str, ...]]:
         """The lists of backends, by what they are for."""

@@ -75,8 +75,10 @@ class Request:
         for item in fields(self):
             if item.name == "origins":
                 continue
-            value = READERS[item.name](item.name, getattr(self, item.name))
-            object.__setattr__(self, item.name, value)
+            value = getattr(self, item.name)
+            if value is not item.default:
+                value = READERS[item.name](item.name, value)
+                object.__setattr__(self, item.name, value)
             if value != item.default:
                 origins.setdefault(item.name, "user")
             elif not value:

@@ -9,11 +9,11 @@ without the one and without the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from attnmux.core.choosing.axes import Demand
+from attnmux.core.choosing.axes import Demand, Question
 from attnmux.core.choosing.card import Clause, Offer
 from attnmux.core.choosing.conditions import Value, joint_examples
 from attnmux.core.choosing.explaining import admitting, serving_clause
@@ -59,23 +59,44 @@ class _Eligible:
     """For each phase of the group, those that admit what is asked."""
 
 
-def _eligible(problem: Problem, group: Group, questions: Questions) -> list[_Eligible]:
-    demands = [questions[phase].demands for phase in group.phases]
-    shared = set(demands[0]).intersection(*demands)
-    common = [demand for demand in demands[0] if demand in shared]
-    own = [[demand for demand in asked if demand not in shared] for asked in demands]
+def _common(questions: Iterable[Question]) -> tuple[Demand, ...]:
+    """What all of the questions ask, in the order of the axes."""
+    asked = [question.demands for question in questions]
+    shared = set(asked[0]).intersection(*asked)
+    return tuple(demand for demand in asked[0] if demand in shared)
+
+
+def _beyond(demands: Iterable[Demand], known: Container[Demand]) -> list[Demand]:
+    return [demand for demand in demands if demand not in known]
+
+
+def _eligible(problem: Problem, questions: Questions) -> list[list[_Eligible]]:
+    """For each group, the offers that serve all of its phases.
+
+    What all phases ask, the machine first, rules most clauses out, and is asked once.
+    """
+    everywhere = _common(questions.values())
+    near = {
+        offer.address: admitting(offer.card, offer.card.clauses, everywhere)
+        for offer in problem.offers
+    }
     found = []
-    for offer in group.offers:
-        # What all phases ask, the machine first, rules most clauses out
-        near = admitting(offer.card, offer.card.clauses, common)
-        clauses = tuple(admitting(offer.card, near, asked) for asked in own) if near else ()
-        if clauses and all(clauses) and not problem.barred(offer):
-            found.append(_Eligible(offer, clauses))
+    for group in problem.groups:
+        common = _common(questions[phase] for phase in group.phases)
+        shared = _beyond(common, everywhere)
+        own = [_beyond(questions[phase].demands, common) for phase in group.phases]
+        candidates = []
+        for offer in group.offers:
+            left = near[offer.address] and admitting(offer.card, near[offer.address], shared)
+            clauses = tuple(admitting(offer.card, left, asked) for asked in own) if left else ()
+            if clauses and all(clauses) and not problem.barred(offer):
+                candidates.append(_Eligible(offer, clauses))
+        found.append(candidates)
     return found
 
 
 def _points(problem: Problem, variant: Variant) -> Iterator[Point]:
-    eligible = [_eligible(problem, group, variant.questions) for group in problem.groups]
+    eligible = _eligible(problem, variant.questions)
     if not all(eligible):
         return
     clauses = [
@@ -92,7 +113,7 @@ def _points(problem: Problem, variant: Variant) -> Iterator[Point]:
             questions = problem.questions(resolved)
             # Setting a value can only add demands: no clause that was ruled out comes back
             added = {
-                phase: [demand for demand in question.demands if demand not in asked[phase]]
+                phase: _beyond(question.demands, asked[phase])
                 for phase, question in questions.items()
             }
             fitting = [

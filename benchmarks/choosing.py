@@ -1,0 +1,202 @@
+"""What a choice costs once everything is loaded: the decision alone, and with every verdict.
+
+The cards are made up, with the limits that real ones have: five vendors, clauses for two dtypes,
+page sizes, head dims, drafts; one card is portable and serves all that is asked. Every run asks
+another question, so that no answer is remembered. Medians are told in milliseconds, and as ratios
+to one verdict (`check` of one card in one phase), which say the same on a slower machine.
+
+    python benchmarks/choosing.py [--rounds N] [--seed N]
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import click
+import importlib_metadata
+from rich.console import Console
+from rich.table import Table
+
+from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior, when
+from attnmux.core.choosing.checking import check
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    at_most,
+    between,
+    emulated,
+    includes,
+    multiple_of,
+    one_of,
+    runtimes,
+    versions,
+)
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import Policy, solve
+
+SMALL, LARGE = 40, 1000
+MACHINES = {
+    "nvidia": (versions(">=9.0,<10"), versions(">=8.0"), versions(">=10.0,<12.2")),
+    "amd": (versions(">=9.4,<10"), ANY),
+    "intel": (ANY,),
+    "ascend": (ANY,),
+    "cpu": (ANY,),
+}
+PLATFORM = Platform.parse("nvidia:sm90,cuda=12.8")
+POLICY = Policy(hypothetical=True)
+PAGES = (ANY, emulated(1), one_of(64, 32, 16), one_of(128), multiple_of(16))
+
+
+def cards(number: int, rng: random.Random) -> list[Offer]:
+    """Offers of six plugins, six in ten of them for the vendor that is asked about."""
+    found = [_offer(place, rng) for place in range(1, number)]
+    portable = BackendCard(
+        name="portable",
+        summary="serves all",
+        factory="made.up:Backend",
+        clauses=(when(page_size=emulated(1)),),
+        priors=(Prior(rank=900, source="made up"),),
+    )
+    return [Offer(card=portable, plugin="portable"), *found]
+
+
+def _offer(place: int, rng: random.Random) -> Offer:
+    vendor = rng.choice(["nvidia"] * 5 + [*MACHINES])
+    latent = rng.random() < 0.3
+    shared = {
+        "vendor": one_of(vendor),
+        "version": rng.choice(MACHINES[vendor]),
+        "runtime": runtimes("cuda>=12.3") if vendor == "nvidia" else ANY,
+        "features": includes("amx") if vendor == "cpu" else ANY,
+        "kind": one_of("mla" if latent else "mha"),
+        "kv_lora_rank": one_of(512) if latent else NONE,
+        "qk_rope_head_dim": one_of(64) if latent else NONE,
+        "page_size": rng.choice(PAGES),
+        "head_dim": rng.choice([one_of(64, 128, 256), multiple_of(8, most=256)]),
+        "group_size": rng.choice([ANY, between(1, 16)]),
+        "spec_topk": rng.choice([ANY, ANY, NONE, at_most(1)]),
+        "sliding_window": rng.choice([ANY, NONE]),
+        "sinks": rng.choice([ANY, NONE]),
+        "custom_mask": ANY,
+        "graph": rng.choice([ANY, ANY, NONE]),
+        "lse": ANY,
+    }
+    phases = rng.choice([("extend", "decode", "verify", "draft", "encoder"), ("decode",)])
+    return Offer(
+        card=BackendCard(
+            name=f"backend{place}",
+            summary="made up",
+            factory="made.up:Backend",
+            requires=("torch>=2.11", f"kernels-{place}>=1"),
+            clauses=tuple(
+                Clause(
+                    **{
+                        **shared,
+                        "phase": one_of(*phases),
+                        "dtype": one_of(dtype),
+                        "kv_dtype": one_of(dtype, *stored),
+                        "deterministic": deterministic,
+                    }
+                )
+                for dtype in ("bfloat16", "float16")
+                for stored, deterministic in (((), ANY), (("fp8_e4m3",), NONE))
+            ),
+            priors=(
+                Prior(rank=rng.randrange(100), when=when(spec_topk=at_most(0)), source="made up"),
+                Prior(rank=rng.randrange(100), when=when(page_size=one_of(1)), source="made up"),
+                Prior(rank=rng.randrange(100), source="made up"),
+            ),
+        ),
+        plugin=f"plugin{place % 6}",
+        distribution=f"attnmux-plugin{place % 6}",
+        version="1.0",
+    )
+
+
+def requests(rng: random.Random) -> Iterator[Request]:
+    """Requests of all five phases, no two alike; the page size is the solver's to find."""
+    for number in count():
+        yield Request(
+            num_q_heads=32 + number,
+            num_kv_heads=8,
+            head_dim=rng.choice([64, 128]),
+            dtype="bfloat16",
+            kv_dtype=rng.choice([None, "fp8_e4m3"]),
+            spec_topk=rng.choice([1, 4]),
+            sliding_window=rng.choice([None, 127]),
+            multimodal=True,
+            graph=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One thing that is timed."""
+
+    name: str
+    run: Callable[[Request], object]
+    rounds: int
+    most: float | None = None
+    """In milliseconds."""
+
+
+def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Row]:
+    def decide(found: Sequence[Offer]) -> Callable[[Request], object]:
+        return lambda request: solve(request, PLATFORM, found, POLICY)
+
+    def explain(request: Request) -> object:
+        return len(solve(request, PLATFORM, offers, POLICY).candidates)
+
+    def one(request: Request) -> object:
+        return check(offers[1].card, "decode", request, PLATFORM, policy=POLICY)
+
+    few = max(rounds // 10, 5)
+    return [
+        Row(name="one verdict", run=one, rounds=rounds),
+        Row(name=f"{SMALL} cards, the decision", run=decide(offers), rounds=rounds, most=1),
+        Row(name=f"{SMALL} cards, every reason and hint", run=explain, rounds=rounds, most=10),
+        Row(name=f"{LARGE} cards, the decision", run=decide(many), rounds=few, most=50),
+    ]
+
+
+def measure(row: Row, asked: Iterator[Request]) -> float:
+    """Median seconds a call; the first two fill the caches of what is parsed once."""
+    timed = []
+    for _ in range(row.rounds + 2):
+        request = next(asked)
+        start = time.perf_counter()
+        row.run(request)
+        timed.append(time.perf_counter() - start)
+    return statistics.median(timed[2:])
+
+
+@click.command()
+@click.option("--rounds", default=200, help="Runs of each row; a tenth of them over many cards.")
+@click.option("--seed", default=0, help="Of the cards and the requests.")
+def main(rounds: int, seed: int) -> None:
+    """Print what a choice costs, in milliseconds and as a ratio to one verdict."""
+    rng = random.Random(seed)
+    offers, many = cards(SMALL, rng), cards(LARGE, rng)
+    asked = requests(rng)
+    medians = {row.name: measure(row, asked) for row in rows(offers, many, rounds)}
+    version = importlib_metadata.version("attnmux-core")
+    title = f"5 phases; Python {platform.python_version()}, attnmux-core {version}"
+    table = Table("", "ms", "ratio", "at most, ms", title=title)
+    unit = medians["one verdict"]
+    for row in rows(offers, many, rounds):
+        took = medians[row.name] * 1e3
+        style = "red" if row.most is not None and took > row.most else None
+        limit = "" if row.most is None else f"{row.most:g}"
+        table.add_row(row.name, f"{took:.3f}", f"{took / unit / 1e3:.0f}", limit, style=style)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
