@@ -46,7 +46,7 @@ DOUBLE_SPARSITY = BackendCard(
         # Nothing here that the triton card does not serve: the last rank then means that only who
         # names it gets an approximation.
         Clause(
-            vendor=anything_but("cpu", "ascend"),
+            vendor=anything_but("cpu", "ascend", "apple"),
             # Prefill fills the labels and is dense: the companion's.
             phase=one_of("decode"),
             kind=one_of("mha"),

@@ -21,8 +21,8 @@ TOKENS = emulated(1)
 
 def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
-        # Triton has no code generator for CPUs; that for Ascend is another project.
-        "vendor": anything_but("cpu", "ascend"),
+        # Triton has no code generator for CPUs and Apple's GPUs; that for Ascend is another project.
+        "vendor": anything_but("cpu", "ascend", "apple"),
         "dtype": one_of(dtype),
         "page_size": TOKENS,
         "spec_topk": one_of(1),
