@@ -3,7 +3,7 @@
 The cards are made up, with the limits that real ones have: five vendors, clauses for two dtypes,
 page sizes, head dims, drafts; one card is portable and serves all that is asked. Every run asks
 another question, so that no answer is remembered. Medians are told in milliseconds, and as ratios
-to one verdict (`check` of one card in one phase), which say the same on a slower machine.
+to one verdict (`check` of the portable card in decode), which say the same on a slower machine.
 
     python benchmarks/choosing.py [--rounds N] [--seed N]
 """
@@ -155,7 +155,7 @@ def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Ro
         return len(solve(request, PLATFORM, offers, POLICY).candidates)
 
     def one(request: Request) -> object:
-        return check(offers[1].card, "decode", request, PLATFORM, policy=POLICY)
+        return check(offers[0].card, "decode", request, PLATFORM, policy=POLICY)
 
     few = max(rounds // 10, 5)
     return [
