@@ -22,6 +22,7 @@ WAVE = BackendCard(
             kv_dtype=one_of(dtype),
             # Tables hold token slots (block size 1).
             page_size=emulated(1),
+            # Whole MFMA tiles; wider heads are left out until they are tried.
             head_dim=multiple_of(16, most=256),
             logit_cap=ANY,
             graph=ANY,

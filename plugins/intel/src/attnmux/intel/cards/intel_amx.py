@@ -23,6 +23,7 @@ INTEL_AMX = BackendCard(
             kv_dtype=one_of(dtype),
             # `req_to_token` holds token slots.
             page_size=emulated(1),
+            # No limit is stated; wider heads of MHA are left out until they are tried.
             head_dim=at_most(256) if kind == "mha" else ANY,
             # K and V share their storage, D = Dv + 64, no cap.
             **({"kv_lora_rank": ANY, "qk_rope_head_dim": one_of(64)} if kind == "mla" else {}),

@@ -22,7 +22,7 @@ def _clause(dtype: str) -> Clause:
         num_q_heads=at_most(128),
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
-        # Draft steps of a chain are decode steps; verify is the companion's.
+        # Asked of plain decode too; verify and draft are the companion's.
         spec_topk=one_of(1),
         chunked_prefix=ANY,
         graph=ANY,

@@ -21,7 +21,7 @@ TOKENS = emulated(1)
 
 def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
-        # Triton has no code generator for CPUs and Apple's GPUs; that for Ascend is another project.
+        # Triton generates no code for CPUs and Apple's GPUs; that for Ascend is another project.
         "vendor": anything_but("cpu", "ascend", "apple"),
         "dtype": one_of(dtype),
         "page_size": TOKENS,
@@ -45,6 +45,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             kind=one_of("mha"),
             # k_scale and v_scale are the kernels' arguments.
             kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"),
+            # Tiles are sized for up to 576 columns of K and 512 of V.
             head_dim=multiple_of(1, most=576),
             v_head_dim=multiple_of(1, most=512),
             sliding_window=ANY,
