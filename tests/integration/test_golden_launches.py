@@ -16,6 +16,7 @@ from attnmux.core.errors import NoBackend
 MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
 LLAMA = Request.from_model(MODELS / "llama-3.1-8b")
 DEEPSEEK = Request.from_model(MODELS / "deepseek-v3", tp=8)
+DEEPSEEK_V32 = Request.from_model(MODELS / "deepseek-v3.2-exp", tp=8)
 # Qwen2.5-14B-1M
 QWEN_1M = Request.parse("kind=dual_chunk,dtype=bf16,num_q_heads=40,num_kv_heads=8,head_dim=128")
 HOPPER, BLACKWELL, MI300 = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0", "amd:gfx942"
@@ -87,6 +88,7 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
             "flashmla",
             64,
         ),
+        (HOPPER, DEEPSEEK_V32, {"backend": "dsa"}, "nsa", "nsa", 64),
         ("ascend:910b", LLAMA, {"backend": "ascend"}, "ascend", "ascend", 128),
         ("intel:xe2", LLAMA, {"backend": "intel_xpu"}, "intel_xpu", "intel_xpu", 128),
         (MI300, LLAMA, {"backend": "wave"}, "wave", "wave", 1),
@@ -176,6 +178,19 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
         ("amd:gfx1100", LLAMA, {"backend": "aiter"}, "arch"),
         ("cpu:x86_64,features=avx2", LLAMA, {"backend": "intel_amx"}, "features"),
         (BLACKWELL, LLAMA.replace(spec_topk=4), {"backend": "trtllm_mha"}, "spec_topk=1"),
+        # A hybrid that speculates: every half is asked, whichever of them verifies.
+        (
+            BLACKWELL,
+            LLAMA.replace(spec_topk=4),
+            {"prefill_backend": "flashinfer", "decode_backend": "trtllm_mha"},
+            "spec_topk=1",
+        ),
+        (
+            HOPPER,
+            LLAMA.replace(spec_topk=4, page_size=16, speculative_attention_mode="decode"),
+            {"prefill_backend": "triton", "decode_backend": "flashinfer"},
+            "page_size=1",
+        ),
         (HOPPER, LLAMA.replace(sinks=True), {"backend": "flashinfer"}, "sinks"),
         (HOPPER, LLAMA.replace(multi_item=True), {"backend": "fa3"}, "multi_item"),
         (HOPPER, LLAMA.replace(cross_attention=True), {"backend": "triton"}, "cross_attention"),
