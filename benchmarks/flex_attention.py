@@ -5,8 +5,7 @@
 Both run by turns in one process; a figure is the median of the rounds, a ratio the median of the
 rounds' ratios. Times are of one layer's attention with K and V in the pool; `metadata` is what a
 step costs once, whatever the number of layers. Kernels are compiled before the first round;
-`compile` says how long those for steps of every size took, unless Inductor's cache on disk had
-them.
+`compile` says how long the workload's took, unless Inductor's cache on disk had them.
 """
 
 from __future__ import annotations

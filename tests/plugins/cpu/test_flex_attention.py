@@ -1,13 +1,12 @@
 """flex_attention on a CPU.
 
-A kernel takes seconds to compile. The whole suite runs with an emulator of it; with the kernel
-itself run the cases at page size 16 that few kernels serve, each feature in one of them, and a few
-of other page sizes: `attnmux verify flex_attention` runs all.
+Each shape takes seconds to compile. The whole suite runs with an emulator of the kernel; with the
+kernel it runs at page size 16, and a few cases of the others: `attnmux verify flex_attention` runs
+all of them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,20 +18,8 @@ from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
 from attnmux.core.backend import AttentionBackend, BackendContext
-from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.solver import solve
-from attnmux.core.compose.building import build
-from attnmux.core.compose.fallback import make_first
-from attnmux.core.errors import (
-    AttnmuxError,
-    BackendFailed,
-    GraphUnsupported,
-    InvalidInput,
-    NoBackend,
-)
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.spec import SpecInput
 from attnmux.core.testing import (
     AttentionBackendTests,
@@ -47,39 +34,26 @@ from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.flex_attention.emulator import emulated
-from attnmux.cpu.flex_attention.kernel import Kernel, kernel
-from attnmux.cpu.flex_attention.plan import Plan, spec_of
-from attnmux.cpu.flex_attention.spec import KernelSpec
-from attnmux.cpu.flex_attention.tiles import call_sizes, calls
-from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.cpu.flex_attention.plan import Plan
 
 WHOLE = find_candidate("flex_attention", device="cpu")
 RUNS_HERE = {"cxx_compiler", "avx2"} <= WHOLE.platform.features
 OF_OTHER_PAGES = (
     "decode-uneven-page1",
     "extend-prefix-page1",
+    "extend-window-page1",
+    "mla-extend-page1",
     "decode-uneven-page64",
-    "extend-prefix-page64",
-    "extend-cross-unsaved-page64",
+    "extend-long-page64",
+    "encoder-page1",
 )
-RARE = (
-    *("8x1", "8x8", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify-tree", "expanded"),
-    *("extend-14x2", "dims-192", "extend-float", "extend-cap", "extend-window-cap"),
-    *("extend-long", "mla-extend", "mla-unsaved"),
-)
-"""Kernels that differ from others by a number alone, or from decoding's by the tile alone."""
-SMALL: dict[str, Any] = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "v_head_dim": 16}
-AS_NEEDED = {"compile_ahead": False}
+RARE = ("8x1", "8x8", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "expanded")
+"""Shapes that differ from others by a number alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part(Candidate):
     """The candidate with the cases that there is time for."""
-
-    @classmethod
-    def of(cls, whole: Candidate) -> Part:
-        given = {field.name: getattr(whole, field.name) for field in fields(whole)}
-        return cls(**given | {"options": AS_NEEDED})
 
     def cases(self) -> tuple[Case, ...]:
         return tuple(
@@ -110,31 +84,14 @@ ON_GPU = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Emulated(Candidate):
-    """Pages of 64 are blocks as those of 16 are: of them, the cases in graphs."""
-
-    def cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in Candidate.cases(self) if case.graph or case.page_size != 64)
-
-
-EMULATED = Emulated(
-    plugin=WHOLE.plugin,
-    card=replace(WHOLE.card, clauses=ON_GPU),
-    platform=WHOLE.platform,
-    device="cpu",
-    factory=emulating,
-)
-
-
 class TestEmulated(AttentionBackendTests):
     """What a GPU serves, LSE, sinks and graphs too, with plain torch in the kernel's place."""
 
-    backend = EMULATED
+    backend = replace(WHOLE, card=replace(WHOLE.card, clauses=ON_GPU), factory=emulating)
 
 
 class TestFlexAttention(AttentionBackendTests):
-    backend = Part.of(WHOLE)
+    backend = Part(**{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)})
 
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")
@@ -166,7 +123,7 @@ def attend(world: World, backend: AttentionBackend, step: Step) -> list[torch.Te
 def plan_of(step: Step, **of_case: Any) -> Plan:
     """What the first layer's kernel is told of a step."""
     world = world_of(step, windows=(of_case.pop("window", None),), **of_case)
-    backend = FlexAttentionBackend(world.context, AS_NEEDED)
+    backend = FlexAttentionBackend(world.context)
     backend.init_forward_metadata(prepare_step(world, step).batch)
     (plan,) = backend.plans
     return plan
@@ -195,84 +152,14 @@ def test_any_lengths(requests, page_size, window, chunk, decodes):
         windows=(window, None),
         attention_chunk=chunk,
     )
-    outcome = run_case(Part.of(WHOLE), case)
+    outcome = run_case(WHOLE, case)
     assert outcome.status == "passed", outcome.message
-
-
-@pytest.mark.parametrize("candidate", [EMULATED, Part.of(WHOLE)], ids=["emulated", "compiled"])
-def test_steps_of_several_calls(candidate):
-    steps = extend((0, 1100), (3, 9)), extend((1000, 200), (16, 900), (0, 1))
-    case = Case(name="long", steps=steps, page_size=16, max_context_len=2048, windows=(40,))
-    outcome = run_case(candidate, case)
-    assert outcome.status == "passed", outcome.message
-
-
-@pytest.mark.parametrize(
-    ("step", "feature"),
-    [
-        (decode, {"graph": True, "lse": True}),
-        (functools.partial(verify, 4), {"graph": True, "spec_topk": 1}),
-        (functools.partial(verify, 4), {"spec_topk": 4}),
-    ],
-)
-def test_batches_of_several_calls(step, feature):
-    steps = (step(*(number % 20 for number in range(140))),)
-    outcome = run_case(EMULATED, Case(name="wide", steps=steps, page_size=16, **SMALL, **feature))
-    assert outcome.status == "passed", outcome.message
-
-
-@pytest.mark.parametrize(
-    ("num_tiles", "expected"),
-    [(1, (8,)), (8, (8,)), (9, (32,)), (128, (128,)), (160, (128, 32)), (300, (128, 128, 128))],
-)
-def test_a_step_is_cut_into_calls(num_tiles, expected):
-    assert calls(num_tiles) == expected
-    assert set(expected) <= set(call_sizes(num_tiles))
-
-
-class Recorder:
-    """Makes emulated kernels, and keeps which."""
-
-    def __init__(self) -> None:
-        self.specs: set[KernelSpec] = set()
-
-    def __call__(self, spec: KernelSpec) -> Kernel:
-        self.specs.add(spec)
-        return emulated(spec)
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("of_case", [{}, {"windows": (8, None)}, {"logit_cap": 2.0}])
-def test_no_kernel_is_compiled_in_a_step(page_size, of_case):
-    steps = [decode(*[30] * size) for size in (1, 8, 9, 40, 160)]
-    steps += [extend(*[(9, 5)] * size) for size in (1, 9, 160)] + [extend((0, 6000))]
-    world = world_of(*steps, page_size=page_size, max_context_len=8192, **SMALL, **of_case)
-    kernels = Recorder()
-    backend = FlexAttentionBackend(world.context, kernels=kernels)
-    ahead = frozenset(kernels.specs)
-    assert len(ahead) == 3 * 2, "three sizes of call, for decoding and for extending"
-    for step in steps:
-        backend.init_forward_metadata(prepare_step(world, step).batch)
-        for plan in backend.plans:
-            for _, told in plan.calls():
-                layer = world.context.layers[0]
-                assert spec_of(plan, told, layer, torch.bfloat16, lse=False) in ahead
-
-
-def test_short_steps_alone_are_compiled_for_where_asked():
-    world, kernels = (
-        world_of(decode(*[30] * 100), extend((0, 2000)), max_context_len=2048),
-        Recorder(),
-    )
-    FlexAttentionBackend(world.context, AS_NEEDED, kernels=kernels)
-    assert sorted((spec.num_tiles, spec.tile_size) for spec in kernels.specs) == [(8, 1), (8, 8)]
 
 
 def test_steps_of_a_bucket_are_compiled_once():
-    steps = [decode(40, 3), decode(300), decode(*range(1, 5))]
+    steps = [decode(40, 3), decode(300), decode(*range(1, 9))]
     steps += [extend((0, 60)), extend((200, 9), (16, 30), (3, 1)), extend((0, 1))]
-    steps += [extend((0, 1100)), extend((50, 1900), (0, 7))]
-    world = world_of(*steps, kv_in_pool=True, max_context_len=2048)
+    world = world_of(*steps, kv_in_pool=True)
     backend = FlexAttentionBackend(world.context)
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in steps:
@@ -282,20 +169,20 @@ def test_steps_of_a_bucket_are_compiled_once():
         with torch.enable_grad():
             attend(world, backend, steps[0])
         another = world_of(decode(500, 490, 480), kv_in_pool=True)
-        attend(another, FlexAttentionBackend(another.context, AS_NEEDED), decode(500, 490, 480))
+        attend(another, FlexAttentionBackend(another.context), decode(500, 490, 480))
 
 
 def test_keys_are_read_where_they_lie():
     step = extend((40, 9), (0, 30))
     world = world_of(step)
-    attend(world, FlexAttentionBackend(world.context, AS_NEEDED), step)
+    attend(world, FlexAttentionBackend(world.context), step)
     assert world.context.workspace.nbytes == 0
 
 
 def test_keys_of_small_pages_are_gathered_to_blocks_of_64():
     step = extend((60, 9), (0, 30))
     world = world_of(step, page_size=1, windows=(None, None))
-    attend(world, FlexAttentionBackend(world.context, AS_NEEDED), step)
+    attend(world, FlexAttentionBackend(world.context), step)
     slot_bytes = 2 * world.case.num_kv_heads * world.case.head_dim * 2
     assert world.context.workspace.nbytes == 3 * 64 * slot_bytes
 
@@ -322,7 +209,10 @@ def test_only_edges_are_masked():
     "name", ["decode-padding", "decode-window", "decode-cross", "verify-chain"]
 )
 def test_plans_in_buffers_of_graphs(name):
-    candidate = replace(Part.of(WHOLE), factory=announced)
+    candidate = Part(
+        **{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)}
+        | {"factory": announced}
+    )
     (case,) = [case for case in candidate.cases() if case.name == f"{name}-page16"]
     outcome = run_case(candidate, case)
     assert outcome.status == "passed", outcome.message
@@ -333,7 +223,7 @@ def test_plans_in_buffers_of_graphs(name):
 )
 def test_buffers_of_graphs_stay_where_they_are(steps):
     world = world_of(steps[1])
-    backend = announced(world.context, AS_NEEDED)
+    backend = announced(world.context, {})
     addresses = []
     for step in steps:
         backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
@@ -349,76 +239,20 @@ def test_what_graphs_cannot_hold_is_refused():
     step = decode(3)
     world = world_of(step, page_size=1)
     with pytest.raises(GraphUnsupported, match="multiple of 16"):
-        FlexAttentionBackend(world.context, AS_NEEDED).init_cuda_graph_state(1, 1)
+        FlexAttentionBackend(world.context).init_cuda_graph_state(1, 1)
     world = world_of(step)
-    backend = announced(world.context, AS_NEEDED)
+    backend = announced(world.context, {})
     batch = prepare_step(world, extend((0, 4))).batch
     with pytest.raises(GraphUnsupported, match="DECODE"):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    batch, backend = prepare_step(world, step).batch, FlexAttentionBackend(world.context, AS_NEEDED)
-    with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
-@pytest.fixture
-def no_compiler():
-    """None is found: with nothing compiled before in the way."""
-    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    kernel.cache_clear()
-    with missing, fresh_cache():
-        yield
-
-
-@pytest.mark.usefixtures("no_compiler")
 def test_a_compiler_that_fails_is_a_reason():
-    world = world_of(decode(3))
-    with pytest.raises(BackendFailed, match="no-such-compiler") as failed:
-        FlexAttentionBackend(world.context, AS_NEEDED)
+    world = world_of(decode(3), head_dim=40, v_head_dim=40)
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, fresh_cache(), pytest.raises(BackendFailed, match="no-such-compiler") as failed:
+        FlexAttentionBackend(world.context)
     assert "flex_attention cannot run here" in str(failed.value)
-
-
-@pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("backend", [None, "flex_attention"])
-def test_without_a_compiler_another_backend_serves(backend):
-    """The automatic choice goes on, an explicit one is refused with the compiler's failure."""
-    world = world_of(decode(3), extend((0, 3)))
-    cards = (WHOLE.card, find_candidate("torch_native", device="cpu").card)
-    offers = [Offer(card=card, plugin="cpu", distribution="attnmux-cpu") for card in cards]
-
-    def decide(failed: Mapping[str, BackendFailed]) -> Decision:
-        policy = Policy(backend=backend, prefer=("flex_attention",), failed=failed)
-        return solve(world.context.request, WHOLE.platform, offers, policy)
-
-    said: list[str] = []
-
-    def make() -> AttentionBackend:
-        return make_first(
-            decide,
-            lambda decision: build(decision, world.context),
-            lambda failure, decision: said.append(
-                f"{failure}, so {decision.phases['decode'].backend}"
-            ),
-        )
-
-    if backend:
-        with pytest.raises(NoBackend, match="no-such-compiler"):
-            make()
-        return
-    assert isinstance(make(), TorchNativeBackend)
-    (line,) = said
-    assert "cpu/flex_attention cannot run here" in line
-    assert "no-such-compiler" in line
-    assert line.endswith("so torch_native")
-
-
-def test_memory_that_runs_out_is_no_failure_to_compile(monkeypatch):
-    def without_memory(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("attnmux.cpu.flex_attention.kernel._tiny", without_memory)
-    kernel.cache_clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        FlexAttentionBackend(world_of(decode(3)).context, AS_NEEDED)
 
 
 @pytest.mark.parametrize("change", [lambda mask: mask[:-1], lambda mask: mask.int()])
@@ -429,13 +263,13 @@ def test_a_mask_that_does_not_fit_is_refused(change):
     mask = change(batch.spec_info.custom_mask)
     object.__setattr__(batch, "spec_info", SpecInput(draft_token_num=4, topk=4, custom_mask=mask))
     with pytest.raises(InvalidInput, match="custom_mask"):
-        FlexAttentionBackend(world.context, AS_NEEDED).init_forward_metadata(batch)
+        FlexAttentionBackend(world.context).init_forward_metadata(batch)
 
 
 def test_forward_needs_a_prepared_step():
     step = decode(3)
     world = world_of(step)
-    prepared, backend = prepare_step(world, step), FlexAttentionBackend(world.context, AS_NEEDED)
+    prepared, backend = prepare_step(world, step), FlexAttentionBackend(world.context)
     one = prepared.inputs[0]
     with pytest.raises(AttnmuxError, match="init_forward_metadata"):
         backend.forward(one.q, one.k, one.v, one.layer, prepared.batch)

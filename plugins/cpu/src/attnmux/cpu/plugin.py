@@ -5,7 +5,7 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Prior, when
 from attnmux.core.choosing.conditions import (
     ANY,
     NONE,
@@ -131,14 +131,6 @@ FLEX_ATTENTION = BackendCard(
     extra="torch",
     clauses=tuple(
         _flex(dtype, **where) for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS) for dtype in _UNSCALED
-    ),
-    options=(
-        Option(
-            name="compile_ahead",
-            type=bool,
-            default=True,
-            summary="compile for steps of every size at the start; false: longer ones at the first",
-        ),
     ),
     priors=(
         Prior(

@@ -20,13 +20,13 @@ from attnmux.cpu.flex_attention.kernel import kernel, plain_tensors
 from attnmux.cpu.flex_attention.keys import block_of_page
 from attnmux.cpu.flex_attention.plan import (
     Plan,
+    first_specs,
     make_plan,
     spec_of,
-    specs_ahead,
     tile_size,
 )
 from attnmux.cpu.flex_attention.spec import heads_first
-from attnmux.cpu.flex_attention.tiles import StepLens, Tiles, make_tiles, rows_of, tokens_of
+from attnmux.cpu.flex_attention.tiles import StepLens, Tiles, make_tiles
 from attnmux.cpu.torch_native.visibility import KeyRule
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ class FlexAttentionBackend(AttentionBackend):
         options: Mapping[str, object] = NO_OPTIONS,
         kernels: Callable[[KernelSpec], Kernel] = kernel,
     ) -> None:
-        """Compile what the request's phases call; some shapes when they come (`specs_ahead`).
+        """Compile for the request's phases, for the smallest steps; longer ones when they come.
 
-        options: `compile_ahead`, for steps of every size or for short ones alone.
         kernels: makes, or has, the kernel of each shape.
         Raises BackendFailed where that cannot be done here.
         """
@@ -69,7 +68,7 @@ class FlexAttentionBackend(AttentionBackend):
                 )
                 for layer in context.layers
             }
-        for spec in specs_ahead(context, all_sizes=bool(options.get("compile_ahead", True))):
+        for spec in first_specs(context):
             kernels(spec)
 
     @property
@@ -84,12 +83,11 @@ class FlexAttentionBackend(AttentionBackend):
 
         A step that graphs were announced for is planned in their buffers, without synchronising.
         """
-        if in_capture and not (
-            self._fixed and all(first_of(fixed, batch) for fixed in self._fixed.values())
-        ):
+        buffers = list(self._fixed.values())
+        if in_capture and not (buffers and all(first_of(fixed, batch) for fixed in buffers)):
             raise GraphUnsupported(
-                "flex_attention captures DECODE and TARGET_VERIFY without a custom mask or items, "
-                "in sizes that init_cuda_graph_state was called for"
+                "flex_attention captures DECODE and TARGET_VERIFY of the sizes that "
+                "init_cuda_graph_state announced, without a custom mask or items"
             )
         self._plans.clear()
         self._tiles.clear()
@@ -193,24 +191,18 @@ class FlexAttentionBackend(AttentionBackend):
             plan = self._plan(layer, batch, in_call=in_call)
             keys, values = self._blocks(plan, keys_and_values)
             needs_lse = lse is not None or layer.sinks is not None
-            if values is None:
-                values = keys[..., : layer.v_head_dim]
-            whole_q = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
-            queries = rows_of(whole_q, plan.tokens, plan.tile_size, layer.tp_k_head_num)
-            results = [
-                self._kernels(spec_of(plan, given, layer, q.dtype, lse=needs_lse))(
-                    queries[tiles],
-                    heads_first(keys),
-                    heads_first(values),
-                    self._scale_and_cap[layer.layer_id],
-                    given,
-                )
-                for tiles, given in plan.calls()
-            ]
-            out = tokens_of([result for result, _ in results], plan.places, plan.tile_size)
-            if needs_lse:
-                lses = [of_rows.unsqueeze(-1) for _, of_rows in results if of_rows is not None]
-                of_tokens = tokens_of(lses, plan.places, plan.tile_size).squeeze(-1)
+            spec = spec_of(plan, layer, q.dtype, lse=needs_lse)
+            queries = _rows(q if q_rope is None else torch.cat([q, q_rope], dim=-1), plan, layer)
+            result, result_lse = self._kernels(spec)(
+                queries,
+                heads_first(keys),
+                heads_first(keys[..., : layer.v_head_dim] if values is None else values),
+                self._scale_and_cap[layer.layer_id],
+                plan.given,
+            )
+            out = _unrows(result, plan, layer)
+            if result_lse is not None:
+                of_tokens = _unrows(result_lse.unsqueeze(-1), plan, layer).squeeze(-1)
                 if layer.sinks is not None:
                     out = out * torch.sigmoid(of_tokens - layer.sinks).unsqueeze(-1).to(out.dtype)
                     of_tokens = torch.logaddexp(of_tokens, layer.sinks)
@@ -258,3 +250,22 @@ class FlexAttentionBackend(AttentionBackend):
         """What layers have in common that share a plan: rule, tile size, and group of the pool."""
         group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
         return KeyRule.of(layer, in_call=in_call), size, group
+
+
+def _rows(q: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:
+    """[T, Hq, D] as [N, Hkv, G * size, D]: heads of a group are rows, one query after another."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    tiled = q.detach().index_select(0, plan.tokens)
+    tiled = tiled.view(-1, plan.tile_size, layer.tp_k_head_num, group, q.shape[-1])
+    return tiled.permute(0, 2, 3, 1, 4).reshape(
+        tiled.shape[0], layer.tp_k_head_num, group * plan.tile_size, q.shape[-1]
+    )
+
+
+def _unrows(rows: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:
+    """[N, Hkv, G * size, n] as [T, Hq, n]."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    width = rows.shape[-1]
+    tiled = rows.reshape(rows.shape[0], layer.tp_k_head_num, group, plan.tile_size, width)
+    tokens = tiled.permute(0, 3, 1, 2, 4).reshape(-1, layer.tp_q_head_num, width)
+    return tokens.index_select(0, plan.places)

@@ -197,5 +197,5 @@ def _tiny(
 
 def _said(error: Exception) -> str:
     """What an error says in short: compilers answer in pages, below a line that names the step."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join([type(error).__name__, *lines[:2]])

@@ -88,13 +88,6 @@ def capacity_of(context: BackendContext, layer_id: int, block: int) -> int:
     return bucket(num_slots // block + 1, LEAST_CAPACITY)
 
 
-def gathered_room(context: BackendContext) -> tuple[int, int]:
-    """Length of `Keys.columns` and `Keys.listed` for the keys of any batch, from small pages."""
-    width = -(-context.req_to_token_pool.req_to_token.shape[1] // GATHERED_BLOCK)
-    capacity = bucket(context.max_batch_size * width + 1, LEAST_CAPACITY)
-    return capacity, listed_of(context, GATHERED_BLOCK)
-
-
 def keys_on_pages(
     extent: Extent,
     layer_id: int,
@@ -163,10 +156,7 @@ def gathered_keys(
         rows = batch.req_pool_indices[request].unsqueeze(1)
         slots = table[rows, column.clamp_(max=table.shape[1] - 1)]
         slots = context.token_to_kv_pool.translate(slots, layer_id).long()
-    capacity, listed = LEAST_CAPACITY, LEAST_LISTED
-    if not rule.in_call:
-        capacity, listed = gathered_room(context)
-    columns = torch.empty(bucket(total + 1, capacity), dtype=torch.int32, device=device)
+    columns = torch.empty(bucket(total + 1, LEAST_CAPACITY), dtype=torch.int32, device=device)
     columns[:total] = in_request.int()
     table_of_blocks = indptr[:-1].unsqueeze(1) + torch.arange(width, device=device)
     return Keys(
@@ -175,5 +165,5 @@ def gathered_keys(
         table=table_of_blocks.clamp_(max=total - 1),
         columns=columns,
         slots=slots.flatten(),
-        listed=bucket(width, listed),
+        listed=bucket(width, LEAST_LISTED),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +17,12 @@ from attnmux.cpu.flex_attention.keys import (
     block_of_page,
     capacity_of,
     gathered_keys,
-    gathered_room,
     keys_on_pages,
     listed_of,
 )
 from attnmux.cpu.flex_attention.ranges import LEAST_MASK, block_lists, ranges
 from attnmux.cpu.flex_attention.spec import KernelInput, KernelSpec, block_list, list_room
-from attnmux.cpu.flex_attention.tiles import call_sizes, calls, most_tiles
+from attnmux.cpu.flex_attention.tiles import least_tiles
 
 if TYPE_CHECKING:
     from attnmux.core.backend import BackendContext
@@ -53,15 +51,6 @@ class Plan:
     slots: torch.Tensor | None
     """What to gather, see `Keys.slots`."""
     given: KernelInput
-    """Of all tiles."""
-
-    def calls(self) -> Iterator[tuple[slice, KernelInput]]:
-        """The tiles of each call of a kernel, and what it is given."""
-        sizes = calls(self.given.first.shape[0])
-        stops = tuple(accumulate(sizes))
-        for size, stop in zip(sizes, stops, strict=True):
-            tiles = slice(stop - size, stop)
-            yield tiles, self.given if len(sizes) == 1 else self.given.of_tiles(tiles)
 
 
 def tile_size(layer: LayerSpec, device: torch.device) -> int:
@@ -110,13 +99,9 @@ def splits(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def spec_of(
-    plan: Plan, given: KernelInput, layer: LayerSpec, dtype: torch.dtype, *, lse: bool
-) -> KernelSpec:
-    """The kernel of a layer's call under its plan.
-
-    given: what `plan.calls` gives it.
-    """
+def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> KernelSpec:
+    """What to call for a layer under its plan."""
+    given = plan.given
     return KernelSpec(
         device=given.first.device,
         dtype=dtype,
@@ -138,22 +123,19 @@ def spec_of(
     )
 
 
-def specs_ahead(context: BackendContext, *, all_sizes: bool) -> Iterator[KernelSpec]:
-    """The kernels that the request's phases call, for each kind of layer.
-
-    all_sizes: those of steps up to the largest that batch size and cache allow, not of the
-    shortest alone.
-    """
+def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
+    """What the shortest steps of the request's phases call, for each kind of layer."""
     request, pool, device = context.request, context.token_to_kv_pool, context.device
     phases = set(request.phases)
     masked = bool(request.custom_mask or (request.spec_topk or 1) > 1)
     for layer in context.layers:
-        block = block_of_page(pool.page_size) if layer.is_causal else 0
-        capacity, listed = _room(context, layer)
+        in_call = not layer.is_causal
+        block = 0 if in_call else block_of_page(pool.page_size)
+        keys = _room(context, layer, block)
         plain = KernelSpec(
             device=device,
             dtype=torch_dtype(request.dtype) if request.dtype else pool.dtype,
-            num_tiles=0,
+            num_tiles=least_tiles(1),
             tile_size=1,
             group=layer.tp_q_head_num // layer.tp_k_head_num,
             num_kv_heads=layer.tp_k_head_num,
@@ -161,46 +143,32 @@ def specs_ahead(context: BackendContext, *, all_sizes: bool) -> Iterator[KernelS
             v_head_dim=layer.v_head_dim,
             latent=layer.kind == "mla",
             block=block or GATHERED_BLOCK,
-            listed=listed,
-            capacity=capacity,
+            listed=keys[1],
+            capacity=keys[0],
             has_items=False,
             mask_room=0,
             split=splits(device),
             capped=layer.logit_cap > 0,
             lse=request.lse or layer.sinks is not None,
         )
-        kinds = [plain] if "decode" in phases else []
-        tiled = replace(plain, tile_size=tile_size(layer, device))
-        if phases & {"extend", "draft", "encoder"} or (
-            "verify" in phases and (layer.is_cross_attention or not masked)
-        ):
-            kinds.append(tiled)
+        if "decode" in phases:
+            yield plain
+        if phases == {"decode"}:
+            continue
+        size = tile_size(layer, device)
+        tiled = replace(plain, tile_size=size, num_tiles=least_tiles(size))
+        if layer.is_cross_attention or phases & {"extend", "draft", "encoder"} or not masked:
+            yield tiled
         if request.multi_item and "extend" in phases:
-            kinds.append(replace(tiled, has_items=True, split=False))
+            yield replace(tiled, has_items=True, split=False)
         if masked and "verify" in phases and not layer.is_cross_attention:
-            kinds.append(replace(tiled, mask_room=LEAST_MASK, split=False))
-        for kind in kinds:
-            most = _most_tiles(context, layer, kind.tile_size) if all_sizes else 1
-            yield from (replace(kind, num_tiles=tiles) for tiles in call_sizes(most))
+            yield replace(tiled, mask_room=LEAST_MASK, split=False)
 
 
-def _most_tiles(context: BackendContext, layer: LayerSpec, size: int) -> int:
-    """Of the largest step: decoding for a tile size of 1, else an extend step."""
-    if size == 1:
-        return context.max_batch_size
-    tokens = context.max_batch_size * context.max_context_len
-    if layer.is_causal:
-        tokens = min(tokens, context.token_to_kv_pool.size)
-    return most_tiles(tokens, context.max_batch_size, size)
-
-
-def _room(context: BackendContext, layer: LayerSpec) -> tuple[int, int]:
-    """Capacity and listed of the layer's kernels, see `KernelSpec`; for an encoder's the least."""
-    if not layer.is_causal:
-        return LEAST_CAPACITY, LEAST_LISTED
-    block = block_of_page(context.token_to_kv_pool.page_size)
+def _room(context: BackendContext, layer: LayerSpec, block: int) -> tuple[int, int]:
+    """Capacity and listed of the layer's kernels, see `KernelSpec`; for gathered keys the least."""
     if not block:
-        return gathered_room(context)
+        return LEAST_CAPACITY, LEAST_LISTED
     return capacity_of(context, layer.layer_id, block), listed_of(context, block)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.cpu.flex_attention.tiles import bucket
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -144,9 +145,6 @@ def _mask_starts(keep: torch.Tensor, new: torch.Tensor, num_keys: torch.Tensor) 
 
 def _with_room(keep: torch.Tensor) -> torch.Tensor:
     """The mask at the front of a larger one, since a size of its own would be compiled anew."""
-    room = LEAST_MASK
-    while room < keep.shape[0]:
-        room *= 8
-    roomy = torch.zeros(room, dtype=torch.bool, device=keep.device)
+    roomy = torch.zeros(bucket(keep.shape[0], LEAST_MASK), dtype=torch.bool, device=keep.device)
     roomy[: keep.shape[0]] = keep
     return roomy

@@ -20,7 +20,6 @@ class KernelSpec:
     device: torch.device
     dtype: torch.dtype
     num_tiles: int
-    """Of a call."""
     tile_size: int
     """Queries of a tile."""
     group: int
@@ -85,21 +84,6 @@ class KernelInput:
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     mask: tuple[torch.Tensor, torch.Tensor] | None
     """As on `Ranges`."""
-
-    def of_tiles(self, tiles: slice) -> KernelInput:
-        """Those of some tiles, as views."""
-        hidden, mask = self.hidden, self.mask
-        return KernelInput(
-            columns=self.columns,
-            first=self.first[tiles],
-            end=self.end[tiles],
-            num_partial=self.num_partial[tiles],
-            partial=self.partial[tiles],
-            num_whole=None if self.num_whole is None else self.num_whole[tiles],
-            whole=None if self.whole is None else self.whole[tiles],
-            hidden=None if hidden is None else (hidden[0][tiles], hidden[1][tiles]),
-            mask=None if mask is None else (mask[0], mask[1][tiles]),
-        )
 
 
 def heads_first(cache: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,24 +14,13 @@ if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
 
 
-CALL_SIZES = (8, 32, 128)
-"""Tiles of a kernel's call. Each is compiled apart, so that steps of any length need these few."""
-
-
-def calls(num_tiles: int) -> tuple[int, ...]:
-    """The tiles of each call that a step is cut into; in the last one some may be idle."""
-    full, rest = divmod(num_tiles, CALL_SIZES[-1])
-    last = tuple(size for size in CALL_SIZES if size >= rest)[:1] if rest else ()
-    return (CALL_SIZES[-1],) * full + last
-
-
-def call_sizes(num_tiles: int) -> tuple[int, ...]:
-    """Every size of call in steps of up to so many tiles."""
-    return CALL_SIZES[: 1 + sum(size < num_tiles for size in CALL_SIZES)]
+def least_tiles(size: int) -> int:
+    """The smallest bucket of tiles: a step below it is so short that idle ones cost little."""
+    return 8 if size == 1 else 16
 
 
 def bucket(number: int, least: int) -> int:
-    """The next power of two: what room is rounded up to, so that few sizes are compiled."""
+    """The next power of two: what sizes are rounded up to, so that few are compiled."""
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
@@ -91,14 +79,10 @@ class Tiles:
         return self.request.shape[0]
 
 
-def most_tiles(num_tokens: int, batch_size: int, size: int) -> int:
-    """That a step needs: each has a token, and all but one of a request's are full."""
-    return min(num_tokens, num_tokens // size + batch_size)
-
-
 def tile_count(num_tokens: int, batch_size: int, size: int) -> int:
     """N of a step, or the most of any shorter one."""
-    return sum(calls(most_tiles(num_tokens, batch_size, size)))
+    # A tile has a token at least, and each request may have one tile that is not full.
+    return bucket(min(num_tokens, num_tokens // size + batch_size), least_tiles(size))
 
 
 def make_tiles(lens: StepLens, num_tokens: int, size: int) -> Tiles:
@@ -118,29 +102,6 @@ def make_tiles(lens: StepLens, num_tokens: int, size: int) -> Tiles:
     return Tiles(
         size=size, request=request, order=order, is_real=is_real, tokens=tokens, places=places
     )
-
-
-def rows_of(q: torch.Tensor, tokens: torch.Tensor, size: int, num_kv_heads: int) -> torch.Tensor:
-    """[T, Hq, D] as [N, Hkv, G * size, D]: heads of a group are rows, one query after another.
-
-    tokens: [N * size], see `Tiles.tokens`.
-    """
-    head_dim = q.shape[-1]
-    tiled = (
-        q.detach()
-        .index_select(0, tokens)
-        .view(-1, size, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
-    )
-    return tiled.permute(0, 2, 3, 1, 4).reshape(tiled.shape[0], num_kv_heads, -1, head_dim)
-
-
-def tokens_of(of_calls: Sequence[torch.Tensor], places: torch.Tensor, size: int) -> torch.Tensor:
-    """[N, Hkv, G * size, n], the tiles of each call, as [T, Hq, n]."""
-    rows = of_calls[0] if len(of_calls) == 1 else torch.cat(list(of_calls))
-    count, num_kv_heads, of_tile, width = rows.shape
-    tiled = rows.reshape(count, num_kv_heads, of_tile // size, size, width)
-    tokens = tiled.permute(0, 3, 1, 2, 4).reshape(count * size, -1, width)
-    return tokens.index_select(0, places)
 
 
 def _segment(starts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
