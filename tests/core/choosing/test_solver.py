@@ -6,6 +6,7 @@ import pytest
 
 from attnmux.core.choosing import axes
 from attnmux.core.choosing.card import Option, Prior, when
+from attnmux.core.choosing.checking import Rank
 from attnmux.core.choosing.conditions import ANY, emulated, multiple_of, one_of
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
@@ -388,11 +389,11 @@ def test_options_that_do_not_exist_or_do_not_fit(offer, cpu, given, said) -> Non
 
 
 def test_another_ranking_can_be_joined_in(offer, cpu) -> None:
-    """What measurements of the machine will be: a function that may overrule the priors."""
+    """As measurements of the machine are: a function that may overrule the priors."""
     measured = {"b": 1}
 
-    def ranking(card, question) -> int:
-        return measured.get(card.name, 100)
+    def ranking(offer, question) -> Rank:
+        return Rank(measured.get(offer.card.name, 100))
 
     cards = [offer("a", rank=10), offer("b", rank=20)]
     assert chosen(solve(Request(), cpu, cards, ranking=ranking))["decode"] == "b"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from attnmux.core.choosing.axes import Question, admits
 from attnmux.core.choosing.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
@@ -21,16 +21,26 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason, Verdict
 from attnmux.core.choosing.version_ranges import within
 
-Ranking = Callable[[BackendCard, Question], int]
-"""How well a card that serves a question is expected to do; lower is better."""
+
+class Rank(NamedTuple):
+    """A place among those that fit."""
+
+    value: int
+    """Lower is better."""
+    measured: bool = False
+    """Whether it is another than the prior's, because measurements of this machine say so."""
 
 
-def prior_rank(card: BackendCard, question: Question) -> int:
+Ranking = Callable[[Offer, Question], Rank]
+"""How well a backend that serves a question is expected to do."""
+
+
+def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
-    for prior in card.priors:
+    for prior in offer.card.priors:
         if prior.when is ALWAYS or admits(prior.when, question):
-            return prior.rank
-    return DEFAULT_RANK
+            return Rank(prior.rank)
+    return Rank(DEFAULT_RANK)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
@@ -77,11 +87,11 @@ def check(
         request=request, platform=platform, phase=phase, hypothetical=policy.hypothetical
     )
     reasons = standing(offer, policy, known) + shortcomings(card, question)
-    return verdict(offer, phase, reasons, None if reasons else ranking(card, question))
+    return verdict(offer, phase, reasons, None if reasons else ranking(offer, question))
 
 
 def verdict(
-    offer: Offer, phase: str, reasons: Sequence[Reason], rank: int | None, *, coerced: bool = False
+    offer: Offer, phase: str, reasons: Sequence[Reason], rank: Rank | None, *, coerced: bool = False
 ) -> Verdict:
     """The verdict on an offer: rejected without a rank, coerced where the solver made it fit."""
     fitting: Literal["coerced", "fits"] = "coerced" if coerced else "fits"
@@ -90,6 +100,7 @@ def verdict(
         plugin=offer.plugin,
         phase=phase,
         verdict="rejected" if rank is None else fitting,
-        rank=rank,
+        rank=None if rank is None else rank.value,
+        measured=rank is not None and rank.measured,
         reasons=tuple(reasons),
     )

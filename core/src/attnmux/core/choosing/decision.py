@@ -176,11 +176,13 @@ class Decision:
         own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
         if not own:
             return "as decided elsewhere"
+        moved = any(v.measured for v in fitting if (v.backend, v.plugin) == (backend, plugin))
+        rank = f"rank {own[0]}{' (measured)' if moved else ''}"
         if len(fitting) == 1:
-            return f"rank {own[0]}, the only one that fits"
+            return f"{rank}, the only one that fits"
         better = sum(v.rank < own[0] for v in fitting if v.rank is not None and own[0] is not None)
         place = "the best" if not better else f"behind {better}"
-        return f"rank {own[0]}, {place} of {len(fitting)} that fit"
+        return f"{rank}, {place} of {len(fitting)} that fit"
 
 
 def _listed(words: list[str]) -> str:

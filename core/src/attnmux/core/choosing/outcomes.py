@@ -186,7 +186,9 @@ class _Account:
         return min((prefer.index(name) for name in names if name in prefer), default=len(prefer))
 
     def _source(self, verdict: Verdict, offer: Offer | None) -> str:
-        """Of the prior that the rank is taken from; empty where the rank is no prior's."""
+        """Of the prior that the rank is taken from, or the measurements; else empty."""
+        if verdict.measured:
+            return "measured on this machine"
         priors = () if offer is None else offer.card.priors
         question = self.questions[verdict.phase]
         held = next((prior for prior in priors if admits(prior.when, question)), None)

@@ -151,7 +151,7 @@ def _assignments(
         question = questions[group.phases[0]]
         scored.append(
             [
-                ((problem.policy.preference(offer), problem.ranking(offer.card, question)), offer)
+                ((problem.policy.preference(offer), problem.ranking(offer, question).value), offer)
                 for offer in offers
             ]
         )

@@ -37,6 +37,8 @@ class Verdict:
     verdict: Status
     rank: int | None
     """Lower is better; None where rejected."""
+    measured: bool = False
+    """Whether the rank is another than the prior's, because measurements of the machine say so."""
     reasons: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

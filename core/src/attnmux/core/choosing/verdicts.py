@@ -61,12 +61,12 @@ def _verdict(
     if not reasons:
         decided = point is not None and problem.serves(offer, point.questions, (phase,))
         questions = point.questions if point is not None and decided else plain
-        return verdict(offer, phase, (), problem.ranking(offer.card, questions[phase]))
+        return verdict(offer, phase, (), problem.ranking(offer, questions[phase]))
     for variant in variants[1:]:
         questions = variant.questions
         served = problem.serves(offer, questions, group.phases)
         if served and not _excluded(problem, questions, group, offer):
-            rank = problem.ranking(offer.card, questions[phase])
+            rank = problem.ranking(offer, questions[phase])
             return verdict(offer, phase, reasons, rank, coerced=True)
     return verdict(offer, phase, reasons, None)
 
