@@ -43,6 +43,10 @@ class Settings:
     deny_plugins: tuple[str, ...] = ()
     no_plugins: bool = False
     allow_coercion: bool = False
+    measurements: str | None = None
+    """The file of this machine's measurements, instead of the one in the user's cache folder."""
+    no_measurements: bool = False
+    """Choose as if nothing had been measured."""
     debug: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
     """By backend; from the file alone."""
@@ -74,6 +78,16 @@ class Settings:
     def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """(allow, deny) for `load_plugins`."""
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
+
+    def measurements_file(self) -> Path | None:
+        """Where measurements of this machine are kept; None where they are not to be used."""
+        if self.no_measurements:
+            return None
+        if self.measurements is not None:
+            return Path(self.measurements).expanduser()
+        import platformdirs  # noqa: PLC0415  # off the path of who needs no file of ours
+
+        return platformdirs.user_cache_path("attnmux", appauthor=False) / "measurements.json"
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of what the user gave (None: nothing), else what was configured.
@@ -191,6 +205,8 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "deny_plugins": _words,
     "no_plugins": _flag,
     "allow_coercion": _flag,
+    "measurements": _word,
+    "no_measurements": _flag,
     "debug": _flag,
     "options": _options,
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import click
 
+from attnmux.core.choosing.checking import Ranking, prior_rank
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import GRAMMAR, Platform
 from attnmux.core.choosing.plugins import Plugins
+from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import pick_platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import solve
@@ -31,6 +34,7 @@ from attnmux.core.settings import Settings
 @click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE")
 @click.option("--without", multiple=True, metavar="DIST", help="Count it as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Values that you set may be changed.")
+@click.option("--no-measurements", is_flag=True, help="As if nothing had been measured here.")
 @click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
 @click.option("--all", "every", is_flag=True, help="The same with every reason, not the first.")
 @common_options
@@ -47,6 +51,7 @@ def select(
     assignments: tuple[str, ...],
     without: tuple[str, ...],
     allow_coercion: bool,
+    no_measurements: bool,
     explain: bool,
     every: bool,
     **backends: str | None,
@@ -70,7 +75,10 @@ def select(
     policy = settings.policy(**given)
     answer: Decision | NoBackend
     try:
-        answer = solve(request, device, plugins.offers(), policy)
+        ranking = (
+            prior_rank if no_measurements else measured(run, settings, plugins, device, policy)
+        )
+        answer = solve(request, device, plugins.offers(), policy, ranking=ranking)
     except NoBackend as refusal:
         answer = refusal
     if as_json and not (explain or every):
@@ -93,6 +101,25 @@ def select(
         show(run, asked, answer, as_json=as_json, explain=explain or every, every=every)
     if isinstance(answer, NoBackend):
         raise answer
+
+
+def measured(
+    run: Run, settings: Settings, plugins: Plugins, device: Platform, policy: Policy
+) -> Ranking:
+    """The ranking by this machine's measurements, where there are any; a warning for each that
+    cannot be read."""
+    file = None if policy.hypothetical else settings.measurements_file()
+    # Path.exists raises where a folder may not be entered
+    if file is None or not os.path.exists(file):
+        return prior_rank
+    # Off the path of who has measured nothing
+    from attnmux.core.choosing.measurement_file import read_measurements  # noqa: PLC0415
+    from attnmux.core.choosing.tuning import measured_ranking  # noqa: PLC0415
+
+    stored = read_measurements(file)
+    for problem in stored.problems:
+        run.warn(problem)
+    return measured_ranking(stored.measurements, device, plugins.offers(), policy)
 
 
 def answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
