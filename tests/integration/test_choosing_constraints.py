@@ -272,7 +272,7 @@ fa4: SM100 and SM103
     nvidia:sm110 | gqa | prefill=fa4 | refused: version
     nvidia:sm120 | gqa | prefill=fa4 | refused: version
     SGLang: checks no architecture, so that what is not built fails in the kernel
-    here: the card promises what serves pages, a latent and 4-bit KV alike
+    here: the library's other kernels lack 8-bit KV, a latent and splits of the keys, or pages
 trtllm_mla: prefill
     nvidia:sm100 | mla | prefill=trtllm_mla | refused: phase
     SGLang: serves it, without graphs
@@ -297,7 +297,7 @@ ascend: 256
 fa3: windows beside cross attention
     nvidia:sm90 | gqa,sliding_window=127,cross_attention=1 | base=fa3 | all=fa3
     SGLang: asserts that a model has one or the other
-    here: a window is of a layer, and our metadata is kept for each kind of layer
+    here: our tables are kept by whether they are the encoder's, and a window is of a layer
 sinks: served
     cpu:x86_64,features=avx2 | sinks | base=torch_native   | all=torch_native
     nvidia:sm90              | sinks | base=flex_attention | all=flex_attention
