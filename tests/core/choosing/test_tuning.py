@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given
@@ -222,6 +223,17 @@ def test_the_unmeasured_keep_their_places(offer) -> None:
     decision = decide(offers, found)
     order = [v.backend for v in decision.candidates if v.phase == "decode"]
     assert order == ["t", "b", "a", "u"]
+
+
+def test_the_order_of_offers_and_measurements_does_not_matter(offer) -> None:
+    """Two of the three are level by their priors, and level in time within 2 %."""
+    offers = [offer("a", rank=10), offer("b", rank=20), offer("c", rank=20)]
+    found = [timed(each, us) for each, us in zip(offers, (100.0, 90.0, 91.0), strict=True)]
+    expected = decide(offers, found)
+    told = {v.backend: v.rank for v in expected.candidates if v.phase == "decode"}
+    assert told == {"b": 10, "c": 10, "a": 11}
+    for shuffled, measured in product(permutations(offers), permutations(found)):
+        assert decide(shuffled, measured) == expected
 
 
 def test_a_last_resort_that_is_faster_is_none(offer) -> None:

@@ -27,8 +27,8 @@ from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 
 LEAST_GAIN = 0.02
-"""The share of the time that a backend must save before it passes one that the priors favour:
-medians of the same kernel differ by as much from run to run."""
+"""The share of the time that a backend must save before it passes one that the priors favour;
+a smaller difference is taken for noise."""
 
 Times = Mapping[str, float]
 """Medians in microseconds by workload."""
@@ -47,8 +47,8 @@ def measured_ranking(
     Of the backends that were measured for what is asked, the next place goes to the fastest where
     it takes less than 98 % of the time of the one that the priors favour, else to that one. Who
     passes others takes the best of their ranks; those it passed come one rank behind it, or keep
-    their own where that is behind already. Backends that were not measured keep their ranks, and so
-    their places among the others.
+    their own where that is behind already; two that the priors hold level stay so within 2 %.
+    Backends that were not measured keep their ranks, and so their places among the others.
 
     A measurement counts where its device is `platform`, its versions are those of `libraries`, no
     current measurement of the backend for the same phase and shape has failed conformance, and
