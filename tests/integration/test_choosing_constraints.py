@@ -201,6 +201,8 @@ trtllm_mla: e4m3
     amd:gfx942  | gqa,kv_dtype=fp4_e2m1 | base=wave      | refused: kv_dtype=bfloat16
     ascend:910b | gqa,kv_dtype=fp4_e2m1 | base=ascend    | refused: kv_dtype=bfloat16
     intel:xe2   | gqa,kv_dtype=fp4_e2m1 | base=intel_xpu | refused: kv_dtype=bfloat16
+    amd:gfx942  | gqa,kv_dtype=fp4_e2m1 | base=triton    | refused: kv_dtype=bfloat16
+    intel:xe2   | gqa,kv_dtype=fp4_e2m1 | base=triton    | refused: kv_dtype=bfloat16
 4 bits: not these
     nvidia:sm100 | gqa,kv_dtype=fp4_e2m1 | base=flashinfer  | refused: kv_dtype=bfloat16
     nvidia:sm100 | mla,kv_dtype=fp4_e2m1 | base=triton      | refused: kv_dtype=bfloat16
@@ -369,15 +371,6 @@ encoder: SM100
 """
 """As RULES, with what SGLang does instead, and why not here."""
 
-WRONG = """
-4 bits: CUDA
-    amd:gfx942 | gqa,kv_dtype=fp4_e2m1 | base=triton | refused: kv_dtype=bfloat16
-    intel:xe2  | gqa,kv_dtype=fp4_e2m1 | base=triton | refused: kv_dtype=bfloat16
-    SGLang: refuses 4-bit KV on every device that is not of CUDA
-    here: triton's card promises it on every vendor's devices, and cites nothing for it
-"""
-"""As DEVIATIONS, where it is the card that has to change."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -446,11 +439,6 @@ def read(table: str) -> list[Rule]:
 
 
 ROWS = [row for rule in (*read(RULES), *read(DEVIATIONS)) for row in rule.rows]
-FAILING = [
-    pytest.param(row, marks=pytest.mark.xfail(strict=True, reason=rule.said["here"]))
-    for rule in read(WRONG)
-    for row in rule.rows
-]
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +446,7 @@ def offers() -> tuple[Offer, ...]:
     return load_plugins().offers()
 
 
-@pytest.mark.parametrize("row", [*ROWS, *FAILING], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_a_rule_is_kept_or_answered_as_listed(offers, row) -> None:
     if row.served:
         decision = row.decided(offers)
@@ -483,7 +471,7 @@ def test_a_rule_is_kept_or_answered_as_listed(offers, row) -> None:
 
 
 def test_every_row_is_there_once_and_each_deviation_says_why() -> None:
-    rules, others = read(RULES), [*read(DEVIATIONS), *read(WRONG)]
+    rules, others = read(RULES), read(DEVIATIONS)
     counts = Counter(row.id for rule in (*rules, *others) for row in rule.rows)
     assert not [name for name, count in counts.items() if count > 1]
     assert all(rule.rows for rule in (*rules, *others))

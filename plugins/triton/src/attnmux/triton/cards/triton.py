@@ -38,22 +38,27 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     # The masks of trees are laid out by token; SGLang 0.5.23 allows trees over pages, its manual
     # does not.
     for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
-        yield _clause(
-            dtype,
-            # Images are a prefill without a cache, not causal.
-            phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-            kind=one_of("mha"),
+        for stored in (
             # k_scale and v_scale are the kernels' arguments.
-            kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"),
-            # Tiles are sized for up to 576 columns of K and 512 of V.
-            head_dim=multiple_of(1, most=576),
-            v_head_dim=multiple_of(1, most=512),
-            sliding_window=ANY,
-            attention_chunk=ANY,
-            sinks=ANY,
-            logit_cap=ANY,
-            **spec,
-        )
+            {"kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2")},
+            # SGLang 0.5.23 refuses 4-bit KV on every device that is not of CUDA.
+            {"kv_dtype": one_of("fp4_e2m1"), "vendor": one_of("nvidia")},
+        ):
+            yield _clause(
+                dtype,
+                # Images are a prefill without a cache, not causal.
+                phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+                kind=one_of("mha"),
+                # Tiles are sized for up to 576 columns of K and 512 of V.
+                head_dim=multiple_of(1, most=576),
+                v_head_dim=multiple_of(1, most=512),
+                sliding_window=ANY,
+                attention_chunk=ANY,
+                sinks=ANY,
+                logit_cap=ANY,
+                **stored,
+                **spec,
+            )
         yield _clause(
             dtype,
             phase=one_of("extend", "decode", "verify", "draft"),
