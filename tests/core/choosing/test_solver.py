@@ -210,6 +210,25 @@ def test_no_plugin_at_all(cpu) -> None:
         solve(Request(), cpu, [])
 
 
+def test_a_refusal_names_backends_of_other_hardware_without_their_reasons(offer, cpu) -> None:
+    near = offer("near", page_size=one_of(64))
+    far = [offer(name, vendor=one_of("nvidia")) for name in ("far", "further")]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(page_size=16), cpu, [near, *far])
+    lines = str(caught.value).splitlines()
+    assert "page_size=64" in lines[1]
+    assert lines[2:] == ["  for other hardware: far, further"]
+    assert {verdict.backend for verdict in caught.value.candidates} == {"near", "far", "further"}
+
+
+def test_a_refusal_keeps_the_reasons_where_nothing_else_is_there_or_was_named(offer, cpu) -> None:
+    far = offer("far", vendor=one_of("nvidia"))
+    with pytest.raises(NoBackend, match="vendor: wanted cpu, offered nvidia"):
+        solve(Request(), cpu, [far])
+    with pytest.raises(NoBackend, match="vendor: wanted cpu, offered nvidia"):
+        solve(Request(), cpu, [offer("near"), far], Policy(backend="far"))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -63,7 +63,11 @@ def refusal(
     phases = ", ".join(phase for phase in PHASES if phase in unserved)
     eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
     concerned = [said for said in candidates if said.reasons and _key(said) in eligible]
-    lines = [f"  {which}: {why}" for which, why in _grouped(sorted(concerned, key=_distance))]
+    near = [said for said in concerned if named or not _is_for_other_hardware(said)] or concerned
+    lines = [f"  {which}: {why}" for which, why in _grouped(sorted(near, key=_distance))]
+    others = sorted({said.backend for said in concerned} - {said.backend for said in near})
+    if others:
+        lines.append(f"  for other hardware: {', '.join(others)}")
     if any("encoder" in group.phases for group in failing):
         lines.append("  multimodal=false asks for no encoder")
     return NoBackend("\n".join([f"{who} {phases} on {where}", *lines]), candidates)
@@ -73,6 +77,11 @@ def _is_served(group: Group, candidates: Sequence[Verdict]) -> bool:
     """Whether one of the group's offers serves all its phases."""
     serving = {_key(said) for said in candidates if said.verdict != "rejected"}
     return any(serving.issuperset(_keys(group, offer)) for offer in group.offers)
+
+
+def _is_for_other_hardware(said: Verdict) -> bool:
+    """Whether no change of the request could make it fit."""
+    return any(reason.axis == "vendor" for reason in said.reasons)
 
 
 def _key(said: Verdict) -> tuple[str, str, str]:
