@@ -372,7 +372,8 @@ def test_libraries_are_left_as_talkative_as_they_were():
 def test_an_interrupt_ends_cleanly():
     command = "from attnmux.core.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", command, "generate", "x", "--max-new-tokens", "2000"],
+        # One after another, so that much is left to do when the first has begun.
+        [sys.executable, "-c", command, "generate", *["x"] * 500, "--max-running", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
