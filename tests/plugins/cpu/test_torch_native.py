@@ -24,9 +24,10 @@ from attnmux.core.testing import (
     run_case,
 )
 from attnmux.core.testing.cases import Step, decode, extend, verify
+from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.cpu.torch_native.metadata import TileSize
-from attnmux.cpu.torch_native.visibility import KeyRule, StepLens, visibility
+from attnmux.cpu.torch_native.visibility import visibility
 
 CANDIDATE = find_candidate("torch_native", device="cpu")
 

@@ -107,3 +107,9 @@ class BackendFailed(PluginError):
 
 class SettingsError(AttnmuxError):
     """A configuration file or an environment variable that cannot be used."""
+
+
+def in_brief(error: BaseException, *, lines: int = 1) -> str:
+    """The error's type and the first lines of what it says: compilers answer in pages."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *said[:lines]])

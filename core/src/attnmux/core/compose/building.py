@@ -11,7 +11,7 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.compose.hybrid import HybridAttnBackend
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError
+from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.request import Request
@@ -58,16 +58,10 @@ def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a library or a compiler raises
-        reason = f"{choice.factory}: {type(error).__name__}: {_first_line(error)}"
-        raise BackendFailed(name, reason) from error
+        raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
     if not isinstance(backend, AttentionBackend):
         raise PluginError(f"{name}: {choice.factory} made a {type(backend).__name__}")
     return backend
-
-
-def _first_line(error: Exception) -> str:
-    """A compiler's error can be pages long; the whole of it is the cause."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:

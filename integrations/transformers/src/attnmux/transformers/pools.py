@@ -12,6 +12,8 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.layer import LayerSpec
 
+STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
+
 
 def make_pool(
     layers: Sequence[LayerSpec], decision: Decision, *, size: int, device: torch.device
@@ -26,7 +28,7 @@ def make_pool(
     """
     dtype = torch_dtype(decision.kv_dtype)
     layer_ids = [layer.layer_id for layer in layers]
-    first = _shared_shape(layers)
+    first = alike(layers)
     if first.kind == "mla":
         return MLATokenToKVPool(
             size=size,
@@ -55,7 +57,7 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
     Raises InvalidInput for layers that one pool cannot hold.
     """
     dtype = torch_dtype(decision.kv_dtype)
-    first = _shared_shape(layers)
+    first = alike(layers)
     if first.kind == "mla":
         return MLATokenToKVPool.bytes_per_token(
             dtype=dtype,
@@ -72,20 +74,21 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
     )
 
 
-def _shared_shape(layers: Sequence[LayerSpec]) -> LayerSpec:
-    """A layer whose kind, KV heads and dims all of them have."""
+def alike(layers: Sequence[LayerSpec], *also: str) -> LayerSpec:
+    """A layer whose kind, KV heads and dims, and the fields in `also`, all of them have.
+
+    Raises InvalidInput naming the first that differs.
+    """
     if not layers:
         raise InvalidInput("layers", came="none", expected="at least one layer")
-    expected = _stored(layers[0])
-    for layer in layers:
-        if _stored(layer) != expected:
-            raise InvalidInput(
-                f"layer {layer.layer_id}",
-                came=f"(kind, KV heads, head dim, V head dim) = {_stored(layer)}",
-                expected=f"{expected}, as in layer {layers[0].layer_id}: one pool holds all layers",
-            )
-    return layers[0]
-
-
-def _stored(layer: LayerSpec) -> tuple[str, int, int, int]:
-    return layer.kind, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    first = layers[0]
+    for layer in layers[1:]:
+        for name in (*STORED, *also):
+            if getattr(layer, name) != getattr(first, name):
+                raise InvalidInput(
+                    f"layer {layer.layer_id}",
+                    came=f"{name} {getattr(layer, name)}",
+                    expected=f"{getattr(first, name)}, as in layer {first.layer_id}: one KV pool "
+                    "holds all layers",
+                )
+    return first

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +10,7 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-
-T = TypeVar("T")
+from attnmux.transformers.pools import alike
 
 
 def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
@@ -21,14 +19,14 @@ def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
     Where windows or chunks differ between layers, the largest is asked for.
     Raises InvalidInput where heads or dims differ: one KV pool holds all layers.
     """
-    q_heads, kv_heads, head_dim, v_head_dim = _common(layers, _shape)
+    first = alike(layers, "tp_q_head_num")
     windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
     given: dict[str, object] = {
-        "kind": _common(layers, lambda layer: layer.kind),
-        "num_q_heads": q_heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "v_head_dim": None if v_head_dim == head_dim else v_head_dim,
+        "kind": first.kind,
+        "num_q_heads": first.tp_q_head_num,
+        "num_kv_heads": first.tp_k_head_num,
+        "head_dim": first.qk_head_dim,
+        "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
         "dtype": dtype_name(dtype),
         "sliding_window": max(windows, default=None),
         "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
@@ -41,14 +39,14 @@ def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
 
 def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
     """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them."""
-    rank, rope_dim = _common(layers, lambda layer: (layer.v_head_dim, layer.qk_rope_head_dim))
+    first = alike(layers)
     return expanded.replace(
         origin="model",
         kind="mla",
         num_kv_heads=1,
         v_head_dim=expanded.v_head_dim or expanded.head_dim,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope_dim,
+        kv_lora_rank=first.v_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
     )
 
 
@@ -79,19 +77,3 @@ def _compare(name: str, recorded: object, stated: object) -> None:
         raise InvalidInput(
             name, came=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
         )
-
-
-def _shape(layer: LayerSpec) -> tuple[int, int, int, int]:
-    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-
-
-def _common(layers: Sequence[LayerSpec], read: Callable[[LayerSpec], T]) -> T:
-    first = read(layers[0])
-    for layer in layers:
-        if read(layer) != first:
-            raise InvalidInput(
-                f"layer {layer.layer_id}",
-                came=f"{read(layer)}",
-                expected=f"{first}, as in layer {layers[0].layer_id}: one KV pool holds all layers",
-            )
-    return first

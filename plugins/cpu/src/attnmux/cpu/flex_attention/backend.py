@@ -26,8 +26,8 @@ from attnmux.cpu.flex_attention.plan import (
     tile_size,
 )
 from attnmux.cpu.flex_attention.spec import heads_first
-from attnmux.cpu.flex_attention.tiles import StepLens, Tiles, make_tiles
-from attnmux.cpu.torch_native.visibility import KeyRule
+from attnmux.cpu.flex_attention.tiles import Tiles, make_tiles
+from attnmux.cpu.steps import KeyRule, StepLens
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -95,7 +95,7 @@ class FlexAttentionBackend(AttentionBackend):
         if batch.forward_mode is ForwardMode.IDLE:
             return
         with plain_tensors():
-            self._lens = StepLens.of(batch)
+            self._lens = StepLens.on_device(batch)
             if not batch.num_tokens:
                 return
             for layer in self.context.layers:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from attnmux.core.errors import BackendFailed
+from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.cpu.flex_attention.spec import (
     KernelInput,
     KernelSpec,
@@ -77,7 +77,7 @@ def kernel(spec: KernelSpec) -> Kernel:
     except Exception as error:  # Dynamo, Inductor, Triton and a compiler each raise their own
         raise BackendFailed(
             "cpu/flex_attention",
-            f"torch.compile(flex_attention) failed: {_said(error)}",
+            f"torch.compile(flex_attention) failed: {in_brief(error, lines=2)}",
             hint="a CPU needs AVX2 and a C++ compiler, a GPU Triton; or choose another backend",
         ) from error
     return run
@@ -193,9 +193,3 @@ def _tiny(
         else None,
     )
     return q, k, v, made(2) + 1, given
-
-
-def _said(error: Exception) -> str:
-    """What an error says in short: compilers answer in pages, below a line that names the step."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return " ".join([type(error).__name__, *lines[:2]])

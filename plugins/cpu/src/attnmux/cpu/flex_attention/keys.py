@@ -19,8 +19,7 @@ from attnmux.cpu.flex_attention.tiles import bucket
 if TYPE_CHECKING:
     from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
-    from attnmux.cpu.flex_attention.tiles import StepLens
-    from attnmux.cpu.torch_native.visibility import KeyRule
+    from attnmux.cpu.steps import KeyRule, StepLens
 
 LARGEST_BLOCK = 128
 SMALLEST_BLOCK = 16

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
     from attnmux.cpu.flex_attention.keys import Keys
     from attnmux.cpu.flex_attention.ranges import BlockLists, Ranges
-    from attnmux.cpu.flex_attention.tiles import StepLens, Tiles
-    from attnmux.cpu.torch_native.visibility import KeyRule
+    from attnmux.cpu.flex_attention.tiles import Tiles
+    from attnmux.cpu.steps import KeyRule, StepLens
 
 ROWS = 64
 """Of a tile, at most; on a CPU less, since one with AMX would pack the whole pool at every call."""

@@ -17,8 +17,8 @@ from attnmux.cpu.flex_attention.tiles import bucket
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.cpu.flex_attention.keys import Keys
-    from attnmux.cpu.flex_attention.tiles import StepLens, Tiles
-    from attnmux.cpu.torch_native.visibility import KeyRule
+    from attnmux.cpu.flex_attention.tiles import Tiles
+    from attnmux.cpu.steps import KeyRule, StepLens
 
 LEAST_MASK = 1 << 16
 
@@ -65,18 +65,10 @@ def ranges(rule: KeyRule, batch: ForwardBatch, lens: StepLens, tiles: Tiles, key
         return values[tiles.request].unsqueeze(1)
 
     position = of_tiles(cached) + tiles.order
-    first, end = torch.zeros_like(position), of_tiles(num_keys).expand_as(position)
     keep = None if batch.spec_info is None or rule.is_cross else batch.spec_info.custom_mask
     items = None if rule.is_cross else batch.multi_item
-    if not rule.is_cross:
-        if keep is None and rule.is_causal:
-            end = torch.minimum(end, position + 1)
-        if rule.window >= 0:
-            first = (position - rule.window).clamp_(min=0)
-        if rule.chunk > 0:
-            chunk_start = position // rule.chunk * rule.chunk
-            first = torch.maximum(first, chunk_start)
-            end = torch.minimum(end, chunk_start + rule.chunk)
+    num_seen = of_tiles(num_keys).expand_as(position)
+    first, end = rule.bounds(position, num_seen, masked=keep is not None)
     base = of_tiles(base)
     sees = tiles.is_real & (end > first)
     hidden = mask = None

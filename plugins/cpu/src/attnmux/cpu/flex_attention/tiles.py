@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
+    from attnmux.cpu.steps import StepLens
 
 
 def least_tiles(size: int) -> int:
@@ -22,37 +21,6 @@ def least_tiles(size: int) -> int:
 def bucket(number: int, least: int) -> int:
     """The next power of two: what sizes are rounded up to, so that few are compiled."""
     return max(least, 1 << max(number - 1, 0).bit_length())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepLens:
-    """Lengths of a step's requests, [B] int64 on the device."""
-
-    new: torch.Tensor
-    """New tokens."""
-    cached: torch.Tensor
-    """Tokens before them; -1 for a decoding request of length 0."""
-    encoder: torch.Tensor
-    """Encoder tokens, which come first in the request's row; 0 without an encoder."""
-
-    @classmethod
-    def of(cls, batch: ForwardBatch) -> StepLens:
-        """Raises InvalidInput for an extend step without its lengths."""
-        if batch.forward_mode.is_decode():
-            cached = batch.seq_lens.long() - 1
-            new = torch.ones_like(cached)
-        elif batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-            raise InvalidInput(
-                "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
-            )
-        else:
-            new, cached = batch.extend_seq_lens.long(), batch.extend_prefix_lens.long()
-        encoder = batch.encoder_lens
-        return cls(
-            new=new,
-            cached=cached,
-            encoder=torch.zeros_like(new) if encoder is None else encoder.long(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

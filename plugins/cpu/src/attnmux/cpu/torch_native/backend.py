@@ -14,9 +14,9 @@ import torch
 from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError
+from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native.attend import LayerCall, attend
 from attnmux.cpu.torch_native.metadata import Plan, TileSize, make_plan
-from attnmux.cpu.torch_native.visibility import KeyRule, StepLens
 from attnmux.cpu.torch_native.widening import Widening
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TorchNativeBackend(AttentionBackend):
         self._lens = None
         if batch.forward_mode is ForwardMode.IDLE:
             return
-        self._lens = StepLens.of(batch)
+        self._lens = StepLens.on_host(batch)
         for layer in self.context.layers:
             if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
                 self._plan(layer, batch, in_call=False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.layer import LayerSpec
-    from attnmux.cpu.torch_native.visibility import KeyRule, StepLens
+    from attnmux.cpu.steps import KeyRule, StepLens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,68 +12,7 @@ from attnmux.core.indices import extend_positions
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyRule:
-    """Which keys a layer's queries may see, and where those keys are."""
-
-    window: int
-    """As `LayerSpec.sliding_window_size`."""
-    chunk: int
-    """As `LayerSpec.attention_chunk_size`."""
-    is_causal: bool
-    """False: every query sees all of its request's keys, or all of its chunk."""
-    is_cross: bool
-    """Every query sees all of the encoder's keys, and no other."""
-    in_call: bool
-    """The keys are the call's own k and v; there is no prefix."""
-
-    @classmethod
-    def of(cls, layer: LayerSpec, *, in_call: bool) -> KeyRule:
-        return cls(
-            window=layer.sliding_window_size,
-            chunk=layer.attention_chunk_size,
-            is_causal=layer.is_causal,
-            is_cross=layer.is_cross_attention,
-            in_call=in_call,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepLens:
-    """Lengths of a step's requests, [B] int32 on the host."""
-
-    new: torch.Tensor
-    """New tokens."""
-    cached: torch.Tensor
-    """Tokens before them; -1 for a decoding request of length 0."""
-    encoder: torch.Tensor
-    """Encoder tokens, which come first in the request's row; 0 without an encoder."""
-
-    @classmethod
-    def of(cls, batch: ForwardBatch) -> StepLens:
-        """Synchronises once for each length without a host mirror on the batch.
-
-        Raises InvalidInput for an extend step without its lengths.
-        """
-        encoder = batch.encoder_lens
-        if batch.forward_mode.is_decode():
-            seq_lens = _on_host(batch.seq_lens, batch.seq_lens_cpu)
-            new, cached = torch.ones_like(seq_lens), seq_lens - 1
-        elif batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-            raise InvalidInput(
-                "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
-            )
-        else:
-            new = _on_host(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
-            cached = _on_host(batch.extend_prefix_lens, batch.extend_prefix_lens_cpu)
-        return cls(
-            new=new,
-            cached=cached,
-            encoder=torch.zeros_like(new) if encoder is None else _on_host(encoder, None),
-        )
+    from attnmux.cpu.steps import KeyRule, StepLens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,20 +82,10 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         return values.long().repeat_interleave(new, output_size=num_tokens)
 
     position = extend_positions(cached, new, total=num_tokens)
-    first, end = torch.zeros_like(position), of_requests(num_keys)
+    keep = None if batch.spec_info is None else batch.spec_info.custom_mask
+    first, end = rule.bounds(position, of_requests(num_keys), masked=keep is not None)
     if rule.is_cross:
         return Visibility(first=first, end=end, item=None, mask=None)
-
-    keep = None if batch.spec_info is None else batch.spec_info.custom_mask
-    if keep is None and rule.is_causal:
-        end = torch.minimum(end, position + 1)
-    if rule.window >= 0:
-        first = (position - rule.window).clamp_(min=0)
-    if rule.chunk > 0:
-        chunk_start = position // rule.chunk * rule.chunk
-        first = torch.maximum(first, chunk_start)
-        end = torch.minimum(end, chunk_start + rule.chunk)
-
     item = mask = None
     if batch.multi_item is not None:
         in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
@@ -178,7 +107,3 @@ def _mask_rows(keep: torch.Tensor, new: torch.Tensor, num_keys: torch.Tensor) ->
             expected=f"bool of shape ({total},), new tokens * keys of each request",
         )
     return ends - widths
-
-
-def _on_host(values: torch.Tensor, mirror: torch.Tensor | None) -> torch.Tensor:
-    return values.cpu() if mirror is None else mirror

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed
+from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.fa3.kernels import Kernels
 
 
@@ -36,5 +36,4 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BackendFailed("nvidia/fa3", f"{type(error).__name__}: {reason}") from error
+        raise BackendFailed("nvidia/fa3", in_brief(error)) from error

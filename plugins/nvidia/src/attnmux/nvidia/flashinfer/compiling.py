@@ -8,7 +8,7 @@ import torch
 
 from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.core.errors import AttnmuxError, BackendFailed, in_brief
 from attnmux.core.spec import SpecInput
 
 MODES = {
@@ -39,9 +39,7 @@ def compile_kernels(
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the library, ninja or nvcc come to
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0]}"
-        raise BackendFailed(address, reason, hint=HINT) from error
+        raise BackendFailed(address, in_brief(error), hint=HINT) from error
 
 
 def tiny_batches(context: BackendContext) -> Iterator[ForwardBatch]:
