@@ -78,6 +78,18 @@ def test_every_difference_is_told(loaded, fast, cpu) -> None:
     assert "fake/fast does not serve decode here: requires: wanted kernels>=2" in str(caught.value)
 
 
+def test_a_difference_is_told_once_for_all_phases(offer, cpu) -> None:
+    card = offer("both", requires=("kernels>=2",))
+    decision = solve(Request(), cpu, [card], libraries={"kernels": "2.1"}.get)
+    with pytest.raises(InvalidInput) as caught:
+        decision.check(cpu, [replace(card, version="9")], libraries={}.get)
+    said = str(caught.value)
+    assert said.count("version 9 here") == 1
+    assert said.count("fake/both does not serve extend and decode here: requires: ") == 1
+    with pytest.raises(InvalidInput, match="fake/both for extend and decode is offered by no"):
+        decision.check(cpu, [])
+
+
 def test_a_planned_backend_runs_nowhere(offer, cpu) -> None:
     planned = offer("soon", status="planned", factory=None)
     decision = solve(Request(), cpu, [planned], Policy(hypothetical=True))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from attnmux.core.choosing.card import LAST_RESORT
+from attnmux.core.choosing.conditions import one_of
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
@@ -56,6 +57,11 @@ def test_the_hash_is_of_what_was_decided(decision, offer, cpu) -> None:
         (lambda data: data["request"].update(tree=1), "'tree'"),
         (lambda data: data["phases"]["decode"].update(backend="c"), "the hash of its content"),
         (lambda data: data["phases"].update(decode=3), "decision: expected the JSON"),
+        (lambda data: data.update(hash=None), "the hash of its content"),
+        (lambda data: data["request"].pop("page_size"), "by another version of attnmux"),
+        (lambda data: data["phases"]["decode"].update(new=1), "of this version's"),
+        (lambda data: data["candidates"][0].update(reasons="x"), "decision: expected the JSON"),
+        (lambda data: data.update(hash=None, phases={}), "in which nothing was decided"),
     ],
 )
 def test_what_is_no_decision_is_refused(decision, damage, said) -> None:
@@ -66,7 +72,7 @@ def test_what_is_no_decision_is_refused(decision, damage, said) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}"])
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"platform": {"vendor', "[" * 100_000])
 def test_other_json_is_refused(text) -> None:
     with pytest.raises(InvalidInput, match="decision: expected the JSON"):
         Decision.from_json(text)
@@ -82,3 +88,24 @@ def test_the_summary_says_who_and_why(decision, offer, hopper, cpu) -> None:
     assert "b (fake) serves decode, rank 20, behind 1 of 2 that fit" in named.summary()
     assert "; on A CPU, " in named.summary()
     assert "\n" not in named.summary()
+
+
+def test_the_summary_counts_only_what_could_have_been_taken(offer, cpu) -> None:
+    """One fits alone but not at the page size that was decided, one not beside the other half."""
+    cards = [
+        offer("decoder", rank=10, phase=one_of("decode"), page_size=one_of(64), excludes=("foe",)),
+        offer("elsewhere", rank=20, page_size=one_of(16)),
+        offer("foe", rank=5, phase=one_of("extend")),
+        offer("taken", rank=30),
+        offer("behind", rank=40),
+    ]
+    decision = solve(Request.parse("dtype=bf16"), cpu, cards)
+    assert "taken (fake) serves extend, rank 30, the best of 2 that fit" in decision.summary()
+    assert "decoder (fake) serves decode, rank 10, the best of 3 that fit" in decision.summary()
+    again = Decision.from_json(decision.to_json())
+    assert again.summary() == decision.summary()
+    eligible = {(v.backend, v.phase) for v in again.candidates if v.eligible}
+    assert eligible == {
+        ("decoder", "decode"),
+        *((name, phase) for name in ("taken", "behind") for phase in ("extend", "decode")),
+    }

@@ -195,7 +195,7 @@ def test_a_named_backend_is_kept_or_is_an_error(offer, cpu, field) -> None:
 
 def test_the_nearest_fix_comes_first(offer, cpu) -> None:
     cards = [
-        offer("a", kind=one_of("mla")),
+        offer("a", arch=one_of("aarch64")),
         offer("b", page_size=one_of(64), dtype=one_of("float32")),
         offer("c", page_size=one_of(32)),
     ]
@@ -219,6 +219,37 @@ def test_a_refusal_names_backends_of_other_hardware_without_their_reasons(offer,
     assert "page_size=64" in lines[1]
     assert lines[2:] == ["  for other hardware: far, further"]
     assert {verdict.backend for verdict in caught.value.candidates} == {"near", "far", "further"}
+
+
+def test_a_refusal_names_backends_for_other_attention_likewise(offer, cpu) -> None:
+    near = offer("near", page_size=one_of(64))
+    latent = [offer(name, kind=one_of("mla")) for name in ("one", "two")]
+    far = offer("far", kind=one_of("mla"), vendor=one_of("nvidia"))
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(page_size=16), cpu, [near, *latent, far])
+    lines = str(caught.value).splitlines()
+    assert lines[1].startswith("  near (fake) for extend, decode: ")
+    assert lines[2:] == [
+        "  for other hardware: far",
+        "  for other kinds of attention: one, two",
+    ]
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(page_size=16), cpu, [*latent, far])
+    lines = str(caught.value).splitlines()
+    assert lines[1:] == [
+        "  one (fake) for extend, decode: kind: wanted mha, offered mla",
+        "  two (fake) for extend, decode: kind: wanted mha, offered mla",
+        "  for other hardware: far",
+    ]
+
+
+def test_a_refusal_says_once_which_phases_a_backend_lacks(offer, cpu) -> None:
+    half = offer("half", phase=one_of("extend"), page_size=one_of(64))
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(page_size=16, spec_topk=1), cpu, [half])
+    lines = str(caught.value).splitlines()
+    assert sum("phase: " in line for line in lines) == 1
+    assert "half (fake) for decode, verify, draft: phase: wanted decode, verify, draft" in lines[2]
 
 
 def test_a_refusal_keeps_the_reasons_where_nothing_else_is_there_or_was_named(offer, cpu) -> None:

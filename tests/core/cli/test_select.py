@@ -54,8 +54,8 @@ def test_json_form(call) -> None:
     assert data["phases"]["decode"]["plugin"] == "cpu"
     assert data["platform"]["features"] == ["avx2"]
     for candidate in data["candidates"]:
-        told = {"backend", "plugin", "phase", "verdict", "rank", "measured", "reasons"}
-        assert set(candidate) == told
+        known = {"backend", "plugin", "phase", "verdict", "rank", "measured", "eligible", "reasons"}
+        assert set(candidate) == known
     del data["warnings"]
     assert Decision.from_json(json.dumps(data)).hash == data["hash"]
 

@@ -187,8 +187,10 @@ def test_a_refusal_is_explained_too(call) -> None:
     said = words(result.stdout)
     assert "best fake kind: wanted nsa, offered mha" in said
     assert "page_size user 64 (command line)" in said
-    assert "no attention backend serves extend, decode" in result.stderr
-    assert call(*args).stdout == ""
+    assert result.stderr == f"attnmux: no attention backend serves extend, decode on {HERE}\n"
+    plain = call(*args)
+    assert plain.stdout == ""
+    assert "best (fake) for extend, decode: kind: wanted nsa, offered mha" in plain.stderr
     data = json.loads(call("--explain", "--json", *args).stdout)
     assert data["hash"] is None
     assert {each["standing"] for each in data["explanation"]["outcomes"]} == {"rejected"}

@@ -10,6 +10,7 @@ from attnmux.core.choosing.checking import check
 from attnmux.core.choosing.libraries import Libraries
 from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.verdict import Reason
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.decision import Choice, Decision
@@ -28,21 +29,29 @@ def disagreements(
         if here != decided:
             yield f"{field} {here or 'unknown'} here, {decided or 'unknown'} in the decision"
     found = {offer.address: offer for offer in offers}
+    served: dict[Choice, list[str]] = {}
     for phase, choice in decision.phases.items():
+        served.setdefault(choice, []).append(phase)
+    for choice, phases in served.items():
         address = f"{choice.plugin}/{choice.backend}"
         if address not in found:
-            yield f"{address} for {phase} is offered by no plugin here"
+            yield f"{address} for {' and '.join(phases)} is offered by no plugin here"
             continue
         yield from _otherwise(choice, found[address])
-        verdict = check(
-            found[address].card,
-            phase,
-            decision.request,
-            platform,
-            plugin=choice.plugin,
-            libraries=libraries,
-        )
-        yield from (f"{address} does not serve {phase} here: {why}" for why in verdict.reasons)
+        failing: dict[Reason, list[str]] = {}
+        for phase in phases:
+            verdict = check(
+                found[address].card,
+                phase,
+                decision.request,
+                platform,
+                plugin=choice.plugin,
+                libraries=libraries,
+            )
+            for reason in verdict.reasons:
+                failing.setdefault(reason, []).append(phase)
+        for reason, those in failing.items():
+            yield f"{address} does not serve {' and '.join(those)} here: {reason}"
 
 
 def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:

@@ -91,7 +91,13 @@ def check(
 
 
 def verdict(
-    offer: Offer, phase: str, reasons: Sequence[Reason], rank: Rank | None, *, coerced: bool = False
+    offer: Offer,
+    phase: str,
+    reasons: Sequence[Reason],
+    rank: Rank | None,
+    *,
+    coerced: bool = False,
+    eligible: bool = False,
 ) -> Verdict:
     """The verdict on an offer: rejected without a rank, coerced where the solver made it fit."""
     fitting: Literal["coerced", "fits"] = "coerced" if coerced else "fits"
@@ -102,5 +108,6 @@ def verdict(
         verdict="rejected" if rank is None else fitting,
         rank=None if rank is None else rank.value,
         measured=rank is not None and rank.measured,
+        eligible=eligible,
         reasons=tuple(reasons),
     )

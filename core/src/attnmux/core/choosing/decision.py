@@ -129,10 +129,14 @@ class Decision:
     def from_json(cls, text: str) -> Decision:
         """The inverse of `to_json`.
 
-        Raises InvalidInput for text that is no decision, or whose hash is not that of its content.
+        Raises InvalidInput for text that is no decision (a refusal's JSON is none), or whose hash
+        is not that of its content.
         """
         try:
             data = json.loads(text)
+            if data["hash"] is None and not data["phases"]:
+                came = "an answer in which nothing was decided"
+                raise InvalidInput("decision", came=came, expected="a backend for each phase")
             decision = cls(
                 platform=Platform.from_dict(data["platform"]),
                 request=Request.from_dict(data["request"]),
@@ -145,13 +149,16 @@ class Decision:
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
             )
             stated = data["hash"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, InvalidInput) and error.argument == "decision":
+                raise
             came = f"{type(error).__name__}: {error}"
-            expected = "the JSON of Decision.to_json"
+            expected = "the JSON of this version's Decision.to_json"
             raise InvalidInput("decision", came=came, expected=expected) from error
         if stated != decision.hash:
             expected = f"the hash of its content, {decision.hash}"
-            raise InvalidInput("decision", came=f"hash {stated}", expected=expected)
+            came = f"hash {stated}: it was changed since, or written by another version of attnmux"
+            raise InvalidInput("decision", came=came, expected=expected)
         return decision
 
     def summary(self) -> str:
@@ -172,7 +179,7 @@ class Decision:
     def _standing(self, backend: str, plugin: str, phases: list[str]) -> str:
         """How a winner stood among the candidates of the phase that decided: decode if served."""
         phase = "decode" if "decode" in phases else phases[0]
-        fitting = [v for v in self.candidates if v.phase == phase and v.rank is not None]
+        fitting = [v for v in self.candidates if v.phase == phase and v.eligible]
         own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
         if not own:
             return "as decided elsewhere"

@@ -77,9 +77,9 @@ class _Account:
             return replace(chosen, source=self._source(verdict, offer))
         if verdict.verdict == "rejected":
             return told_of(verdict, offer, "rejected", "", verdict.reasons)
-        phase, reasons = self._obstacle(verdict, offer)
-        if not reasons:
+        if verdict.eligible:
             return told_of(verdict, offer, "fits", self._why_behind(verdict))
+        phase, reasons = self._obstacle(verdict, offer)
         if verdict.verdict == "coerced":
             return told_of(verdict, offer, "coerced", "not as asked", reasons)
         where = self._point(reasons)
@@ -131,7 +131,7 @@ class _Account:
         rivals = [
             other
             for other in self.decision.candidates
-            if other.phase == verdict.phase and self._fits(other)
+            if other.phase == verdict.phase and other.eligible
         ]
         alone = sum(
             other.phase == verdict.phase and other.verdict == "fits"
@@ -173,10 +173,6 @@ class _Account:
         """The backend's verdict in the phase whose rank counts for the verdict's phase."""
         first = _together(self.decision.request, verdict.phase)[1][0]
         return self.verdicts[verdict.plugin, verdict.backend, first]
-
-    def _fits(self, verdict: Verdict) -> bool:
-        offer = self.cards.get((verdict.plugin, verdict.backend))
-        return verdict.verdict != "rejected" and not self._obstacle(verdict, offer)[1]
 
     def _preference(self, verdict: Verdict) -> int:
         offer = self.cards.get((verdict.plugin, verdict.backend))

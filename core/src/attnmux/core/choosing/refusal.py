@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.groups import Group
@@ -63,14 +64,12 @@ def refusal(
     phases = ", ".join(phase for phase in PHASES if phase in unserved)
     eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
     concerned = [said for said in candidates if said.reasons and _key(said) in eligible]
-    near = [said for said in concerned if named or not _is_for_other_hardware(said)] or concerned
+    near, others = (concerned, []) if named else _set_apart(concerned)
     lines = [f"  {which}: {why}" for which, why in _grouped(sorted(near, key=_distance))]
-    others = sorted({said.backend for said in concerned} - {said.backend for said in near})
-    if others:
-        lines.append(f"  for other hardware: {', '.join(others)}")
-    if any("encoder" in group.phases for group in failing):
-        lines.append("  multimodal=false asks for no encoder")
-    return NoBackend("\n".join([f"{who} {phases} on {where}", *lines]), candidates)
+    lines += [f"  for {what}: {', '.join(names)}" for what, names in others]
+    encoder = any("encoder" in group.phases for group in failing)
+    hint = " (multimodal=false asks for no encoder)" if encoder else ""
+    return NoBackend("\n".join([f"{who} {phases} on {where}{hint}", *lines]), candidates)
 
 
 def _is_served(group: Group, candidates: Sequence[Verdict]) -> bool:
@@ -79,9 +78,18 @@ def _is_served(group: Group, candidates: Sequence[Verdict]) -> bool:
     return any(serving.issuperset(_keys(group, offer)) for offer in group.offers)
 
 
-def _is_for_other_hardware(said: Verdict) -> bool:
-    """Whether no change of the request could make it fit."""
-    return any(reason.axis == "vendor" for reason in said.reasons)
+def _set_apart(concerned: Sequence[Verdict]) -> tuple[list[Verdict], list[tuple[str, list[str]]]]:
+    """(those worth reading, what the others are for and their names): neither the vendor nor the
+    kind of attention is the asker's to change. Where none is left, those of another kind are."""
+    near = list(concerned)
+    others = []
+    for axis, what in (("vendor", "other hardware"), ("kind", "other kinds of attention")):
+        left = [said for said in near if all(reason.axis != axis for reason in said.reasons)]
+        names = sorted({said.backend for said in near} - {said.backend for said in left})
+        if left and names:
+            near = left
+            others.append((what, names))
+    return near, others
 
 
 def _key(said: Verdict) -> tuple[str, str, str]:
@@ -98,12 +106,24 @@ def _distance(verdict: Verdict) -> tuple[int, int, str]:
 
 
 def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """(backend and its phases, reasons), one entry where a backend's phases share the reasons."""
+    """(backend and its phases, reasons), one entry where a backend's phases share the reasons.
+
+    That a phase itself is not served is one reason for all such phases.
+    """
     phases: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
     for verdict in verdicts:
-        key = (verdict.backend, verdict.plugin, verdict.reasons)
-        phases.setdefault(key, []).append(verdict.phase)
+        reasons = tuple(
+            replace(reason, wanted="") if reason.code == "PHASE" else reason
+            for reason in verdict.reasons
+        )
+        phases.setdefault((verdict.backend, verdict.plugin, reasons), []).append(verdict.phase)
     return [
-        (f"{backend} ({plugin}) for {', '.join(served)}", "; ".join(map(str, reasons)))
+        (
+            f"{backend} ({plugin}) for {', '.join(served)}",
+            "; ".join(
+                str(reason if reason.wanted else replace(reason, wanted=", ".join(served)))
+                for reason in reasons
+            ),
+        )
         for (backend, plugin, reasons), served in phases.items()
     ]

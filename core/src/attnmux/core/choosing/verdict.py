@@ -39,6 +39,9 @@ class Verdict:
     """Lower is better; None where rejected."""
     measured: bool = False
     """Whether the rank is another than the prior's, because measurements of the machine say so."""
+    eligible: bool = False
+    """Whether it serves the phase, and those that go with it, as decided: at the page size and KV
+    dtype of the decision, beside the backends chosen for the other phases."""
     reasons: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

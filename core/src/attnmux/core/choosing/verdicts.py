@@ -61,14 +61,28 @@ def _verdict(
     if not reasons:
         decided = point is not None and problem.serves(offer, point.questions, (phase,))
         questions = point.questions if point is not None and decided else plain
-        return verdict(offer, phase, (), problem.ranking(offer, questions[phase]))
+        rank = problem.ranking(offer, questions[phase])
+        eligible = _is_eligible(problem, point, group, offer)
+        return verdict(offer, phase, (), rank, eligible=eligible)
     for variant in variants[1:]:
         questions = variant.questions
         served = problem.serves(offer, questions, group.phases)
         if served and not _excluded(problem, questions, group, offer):
             rank = problem.ranking(offer, questions[phase])
-            return verdict(offer, phase, reasons, rank, coerced=True)
+            eligible = _is_eligible(problem, point, group, offer)
+            return verdict(offer, phase, reasons, rank, coerced=True, eligible=eligible)
     return verdict(offer, phase, reasons, None)
+
+
+def _is_eligible(problem: Problem, point: Point | None, group: Group, offer: Offer) -> bool:
+    """Whether the offer could serve the group at the point, beside the winners of the others."""
+    if point is None or not problem.serves(offer, point.questions, group.phases):
+        return False
+    opponents = problem.opponents(offer, group.lead)
+    return not any(
+        winner.address in opponents and other.lead in CACHED_LEADS and other is not group
+        for other, winner in zip(problem.groups, point.winners, strict=True)
+    )
 
 
 def _joint_reasons(

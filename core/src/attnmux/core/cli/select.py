@@ -98,7 +98,11 @@ def select(
             model=model,
             tp=tp,
         )
-        show(run, asked, answer, as_json=as_json, explain=explain or every, every=every)
+        explain = explain or every
+        show(run, asked, answer, as_json=as_json, explain=explain, every=every)
+        if isinstance(answer, NoBackend) and explain and not as_json:
+            # The table has said the reasons
+            raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
     if isinstance(answer, NoBackend):
         raise answer
 
