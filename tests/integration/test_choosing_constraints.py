@@ -19,17 +19,20 @@ from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import Policy, solve
 from attnmux.core.errors import NoBackend
 
+BY_DECODE = "speculative_attention_mode=decode"
 LATENT = (
     "dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
     "kv_lora_rank=512,qk_rope_head_dim=64"
 )
 MODELS = {
     "gqa": "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8",
+    "gqa-by-decode": f"dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8,{BY_DECODE}",
     "mha": "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=32",
     "sixes": "dtype=bf16,head_dim=128,num_q_heads=48,num_kv_heads=8",
     "sinks": "dtype=bf16,head_dim=64,num_q_heads=64,num_kv_heads=8,sinks=true",
     "chunks": "dtype=bf16,head_dim=128,num_q_heads=40,num_kv_heads=8,attention_chunk=8192",
     "mla": f"kind=mla,{LATENT}",
+    "mla-by-decode": f"kind=mla,{LATENT},{BY_DECODE}",
     "nsa": f"kind=nsa,{LATENT}",
     "linear": "kind=linear,dtype=bf16",
 }
@@ -186,6 +189,9 @@ a backend without draft steps
 verify and draft are prefill's
     nvidia:sm90 | gqa,spec_topk=4 | prefill=fa3     | refused: spec_topk=1
     nvidia:sm90 | mla,spec_topk=1 | decode=flashmla | verify=fa3_mla draft=fa3_mla
+a prefill that verifies nothing meets no drafts
+    nvidia:sm100 | mla-by-decode,spec_topk=1 | base=trtllm_mla prefill=fa4 | extend=fa4
+    nvidia:sm100 | gqa-by-decode,spec_topk=4 | prefill=fa4 | extend=fa4 verify=flashinfer
 verify and draft are decode's where it is said
     nvidia:sm90 | mla,spec_topk=1,speculative_attention_mode=decode | base=flashmla | draft=flashmla
 fa3: no e5m2
@@ -335,6 +341,10 @@ multi-item scoring
     nvidia:sm90 | gqa,multi_item=1 |  | extend=flex_attention
     SGLang: flashinfer in both phases, and no other
     here: our adapters of flex_attention and torch_native serve it
+trees: trtllm_mha beside the backend that verifies
+    nvidia:sm100 | gqa-by-decode,spec_topk=4 | prefill=trtllm_mha | extend=trtllm_mha
+    SGLang: refuses it in any phase
+    here: where decode's backend verifies, that of extend meets no drafts
 trees over pages: fa3
     nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=fa3 | refused: spec_topk=1
     SGLang: serves it with a call for the prefix and one for the tree

@@ -178,7 +178,7 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
         ("amd:gfx1100", LLAMA, {"backend": "aiter"}, "arch"),
         ("cpu:x86_64,features=avx2", LLAMA, {"backend": "intel_amx"}, "features"),
         (BLACKWELL, LLAMA.replace(spec_topk=4), {"backend": "trtllm_mha"}, "spec_topk=1"),
-        # A hybrid that speculates: every half is asked, whichever of them verifies.
+        # A hybrid that speculates: decode is asked, whichever half verifies; prefill if it does.
         (
             BLACKWELL,
             LLAMA.replace(spec_topk=4),
@@ -187,7 +187,7 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
         ),
         (
             HOPPER,
-            LLAMA.replace(spec_topk=4, page_size=16, speculative_attention_mode="decode"),
+            LLAMA.replace(spec_topk=4, page_size=16),
             {"prefill_backend": "triton", "decode_backend": "flashinfer"},
             "page_size=1",
         ),

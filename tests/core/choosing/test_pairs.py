@@ -107,7 +107,7 @@ def test_an_exclusion_that_holds_at_one_page_size_alone_moves_the_page(offer, cp
 
 
 def test_rules_on_speculation_in_a_hybrid_are_clauses(offer, clause, cpu) -> None:
-    """Every phase asks for the breadth of the drafts, whichever backend verifies them."""
+    """Decode asks for the breadth of the drafts, whichever backend verifies; extend if it does."""
     paged = clause(phase=ALL, spec_topk=at_most(1))
     tree = clause(phase=ALL, spec_topk=ANY, page_size=one_of(1))
     cards = [
@@ -122,12 +122,31 @@ def test_rules_on_speculation_in_a_hybrid_are_clauses(offer, clause, cpu) -> Non
     assert backends("spec_topk=1,page_size=64") == {"chain"}
     assert backends("spec_topk=4,page_size=1") == {"tree"}
     assert backends("spec_topk=4,page_size=64") == {"any"}
-    for mode in ("prefill", "decode"):
-        for field in ("prefill_backend", "decode_backend"):
-            asked = f"spec_topk=4,page_size=64,speculative_attention_mode={mode}"
-            for name in ("chain", "tree"):
-                with pytest.raises(NoBackend, match=f"{name} cannot serve"):
-                    backends(asked, **{field: name})
+    for mode, field in product(("prefill", "decode"), ("prefill_backend", "decode_backend")):
+        asked = f"spec_topk=4,page_size=64,speculative_attention_mode={mode}"
+        for name in ("chain", "tree"):
+            if (mode, field) == ("decode", "prefill_backend"):
+                assert backends(asked, **{field: name}) == {name, "any"}
+                continue
+            with pytest.raises(NoBackend, match=f"{name} cannot serve"):
+                backends(asked, **{field: name})
+
+
+@pytest.mark.parametrize("asked", ["spec_topk=1", "spec_topk=4", "spec_draft_tokens=9"])
+def test_a_prefill_that_verifies_nothing_is_not_asked_for_drafts(offer, cpu, asked) -> None:
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), spec_draft_tokens=at_most(4)),
+        offer("rest", rank=5, phase=ALL, spec_topk=ANY),
+    ]
+
+    def served(mode: str) -> dict[str, str]:
+        asked_so = f"{asked},speculative_attention_mode={mode}"
+        return chosen(solve(Request.parse(asked_so), cpu, cards))
+
+    assert served("decode") == {**served("prefill"), "extend": "pre"}
+    assert set(served("prefill").values()) == {"rest"}
+    with pytest.raises(NoBackend, match="pre cannot serve"):
+        solve(Request.parse(asked), cpu, cards, Policy(prefill_backend="pre"))
 
 
 def test_excludes_are_names(offer) -> None:

@@ -109,6 +109,20 @@ def _in_phases(field: str, *phases: str) -> Callable[[Question], Value | None]:
     return wanted
 
 
+def _drafting(field: str) -> Callable[[Question], Value | None]:
+    """The request's field, asked in the phases that may meet drafts: all that read the KV cache but
+    extend where decode's backend verifies. Decode may, whoever verifies: drafts are made there."""
+
+    def wanted(question: Question) -> Value | None:
+        request = question.request
+        if question.phase == "extend" and request.speculative_attention_mode == "decode":
+            return None
+        value: Value | None = getattr(request, field)
+        return value if question.phase in CACHED else None
+
+    return wanted
+
+
 def _kind(question: Question) -> Value:
     return question.request.kind if question.phase in CACHED else "mha"
 
@@ -178,8 +192,8 @@ AXES: tuple[Axis, ...] = (
         settable=True,
         droppable=True,
     ),
-    Axis(name="spec_topk", wanted=_cached("spec_topk"), settable=True),
-    Axis(name="spec_draft_tokens", wanted=_cached("spec_draft_tokens"), settable=True),
+    Axis(name="spec_topk", wanted=_drafting("spec_topk"), settable=True),
+    Axis(name="spec_draft_tokens", wanted=_drafting("spec_draft_tokens"), settable=True),
     Axis(name="custom_mask", wanted=_in_phases("custom_mask", "extend", "verify"), settable=True),
     Axis(name="multi_item", wanted=_in_phases("multi_item", "extend"), settable=True),
     Axis(
