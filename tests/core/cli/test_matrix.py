@@ -160,6 +160,24 @@ def test_machines() -> None:
     assert row.machines == ("nvidia version >=9,<10 or >=10,<11", "amd gfx942 or gfx950")
 
 
+def test_what_holds_of_two_backends_together() -> None:
+    """The rule is on one card and holds for both, in the kinds that both serve."""
+    mha, mla = {"phase": one_of("extend")}, {"phase": one_of("extend"), "kind": one_of("mla")}
+    half = offer(mha, mla, name="half", excludes=("foe",), companions=("whole", "other"))
+    cards = [half, offer(name="foe"), offer({"kind": one_of("mla")}, name="latent")]
+    rows = {(row.kind, row.backend): row for row in rows_of(cards)}
+    assert rows["mha", "half"].excludes == ("foe",)
+    assert rows["mha", "foe"].excludes == ("half",)
+    assert rows["mla", "half"].excludes == rows["mla", "latent"].excludes == ()
+    assert rows["mla", "half"].companions == ("whole", "other")
+    assert rows["mha", "foe"].companions == ()
+    page = markdown(tuple(rows.values()))
+    apart = "- `foe` and `half` never share a KV cache, one for extend and one for decode."
+    beside = "- Where `half` alone is named, `whole` or `other` serves decode."
+    assert (page.count(apart), page.count(beside)) == (1, 2)
+    assert set(rows["mha", "half"].to_dict()) >= {"excludes", "companions"}
+
+
 def test_the_page_numbers_its_limits_once() -> None:
     some = ({}, {"sinks": ANY, "lse": ANY, "page_size": one_of(1)})
     page = markdown(rows_of([offer(*some, name="b"), offer(*some)]))

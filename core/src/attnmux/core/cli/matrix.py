@@ -73,7 +73,25 @@ def _section(title: str, rows: Sequence[Row]) -> str:
         )
         lines.append(_line((*leading, *(_said(cell, notes) for cell in row.cells))))
     limits = [f"{number}. {text}" for text, number in notes.items()]
-    return "\n\n".join(filter(None, (f"## {title}", "\n".join(lines), "\n".join(limits))))
+    blocks = (f"## {title}", "\n".join(lines), "\n".join(limits), "\n".join(_pairs(rows)))
+    return "\n\n".join(filter(None, blocks))
+
+
+def _pairs(rows: Sequence[Row]) -> list[str]:
+    """What holds of two backends together, which no cell of one can say."""
+    apart = dict.fromkeys(
+        tuple(sorted((row.backend, other))) for row in rows for other in row.excludes
+    )
+    said = [
+        f"- `{one}` and `{other}` never share a KV cache, one for extend and one for decode."
+        for one, other in apart
+    ]
+    for row in rows:
+        if row.companions:
+            names = " or ".join(f"`{name}`" for name in row.companions)
+            missing = "extend" if "extend" not in row.phases else "decode"
+            said.append(f"- Where `{row.backend}` alone is named, {names} serves {missing}.")
+    return said
 
 
 def _said(cell: Cell, notes: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from attnmux.core.choosing.axes import AXES, CACHED, Axis, Question
 from attnmux.core.choosing.card import Clause, Offer
 from attnmux.core.choosing.conditions import ANY, Condition, Value
+from attnmux.core.choosing.pairs import opposed
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.values import KINDS, PHASES
@@ -73,6 +74,10 @@ class Row:
     page_sizes: str
     cells: tuple[Cell, ...]
     """In the order of COLUMNS."""
+    excludes: tuple[str, ...]
+    """Backends that must not serve decode where this one serves extend, nor the other way round."""
+    companions: tuple[str, ...]
+    """Which serve extend or decode where this one is named and does not: any of them."""
 
     def to_dict(self) -> dict[str, Any]:
         features = {
@@ -89,19 +94,32 @@ class Row:
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
             "features": features,
+            "excludes": list(self.excludes),
+            "companions": list(self.companions),
         }
 
 
 def rows_of(offers: Iterable[Offer]) -> tuple[Row, ...]:
     """By kind, then by name."""
     ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
-    found = (_row(kind, offer) for kind in KINDS for offer in ordered)
-    return tuple(row for row in found if row is not None)
+    enemies = opposed(ordered)
+    found = []
+    for kind in KINDS:
+        serving = [offer for offer in ordered if _clauses(kind, offer)]
+        for offer in serving:
+            names = (o.card.name for o in serving if o.address in enemies.get(offer.address, ()))
+            row = _row(kind, offer, tuple(names))
+            found += [] if row is None else [row]
+    return tuple(found)
 
 
-def _row(kind: str, offer: Offer) -> Row | None:
-    """None where the backend does not serve the kind."""
-    clauses = [clause for clause in offer.card.clauses if clause.kind.admits(kind)]
+def _clauses(kind: str, offer: Offer) -> list[Clause]:
+    return [clause for clause in offer.card.clauses if clause.kind.admits(kind)]
+
+
+def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
+    """None where the backend serves no phase of the kind."""
+    clauses = _clauses(kind, offer)
     phases = [phase for phase in PHASES if phase in CACHED or kind == "mha"]
     served = [phase for phase in phases if any(clause.phase.admits(phase) for clause in clauses)]
     if not served:
@@ -116,6 +134,8 @@ def _row(kind: str, offer: Offer) -> Row | None:
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
+        excludes=excludes,
+        companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,
     )
 
 
