@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from attnmux.core.choosing.plugins import Plugins, load_plugins
 from attnmux.core.choosing.probe import Detection, detect
 from attnmux.core.settings import Settings
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +61,20 @@ class Run:
         for device in detection.unserved:
             self.warn(str(device))
         return detection
+
+    def measurements(self, settings: Settings) -> tuple[Measurement, ...]:
+        """What was measured on this machine, with a warning for all that cannot be read."""
+        file = settings.measurements_file()
+        # Path.exists raises where a folder may not be entered
+        if file is None or not os.path.exists(file):
+            return ()
+        # Off the path of who has measured nothing
+        from attnmux.core.choosing.measurement_file import read_measurements  # noqa: PLC0415
+
+        stored = read_measurements(file)
+        for problem in stored.problems:
+            self.warn(problem)
+        return stored.measurements
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,8 @@ import click
 
 from attnmux.core.choosing.checking import Ranking, prior_rank
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import GRAMMAR, Platform
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.platform_text import GRAMMAR
 from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import pick_platform
@@ -110,20 +110,14 @@ def select(
 def measured(
     run: Run, settings: Settings, plugins: Plugins, device: Platform, policy: Policy
 ) -> Ranking:
-    """The ranking by this machine's measurements, where there are any; a warning for each that
-    cannot be read."""
-    file = None if policy.hypothetical else settings.measurements_file()
-    # Path.exists raises where a folder may not be entered
-    if file is None or not os.path.exists(file):
+    """The ranking by this machine's measurements, where there are any."""
+    measurements = () if policy.hypothetical else run.measurements(settings)
+    if not measurements:
         return prior_rank
     # Off the path of who has measured nothing
-    from attnmux.core.choosing.measurement_file import read_measurements  # noqa: PLC0415
     from attnmux.core.choosing.tuning import measured_ranking  # noqa: PLC0415
 
-    stored = read_measurements(file)
-    for problem in stored.problems:
-        run.warn(problem)
-    return measured_ranking(stored.measurements, device, plugins.offers(), policy)
+    return measured_ranking(measurements, device, plugins.offers(), policy)
 
 
 def answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def generate(
             page_size=page_size,
             device=device,
             policy=settings.policy(**backends),
+            measurements=run.measurements(settings),
             debug=run.debug,
         )
         platform = platform_for(run.detect(plugins), settings, device)

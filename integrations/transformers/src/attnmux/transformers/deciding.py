@@ -13,6 +13,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tuning import measured_ranking
 from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
@@ -48,7 +49,7 @@ def decide_first(
 def decide(
     request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
 ) -> Decision:
-    """Solve for a request with what the options insist on."""
+    """Solve for a request with what the options insist on, and with what was measured."""
     asked = {
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
@@ -59,7 +60,8 @@ def decide(
             request = request.replace(origin="user", **{name: value})
     # Text alone runs here, whatever else the model can read.
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
-    return solve(request, platform, offers, options.policy)
+    ranking = measured_ranking(options.measurements, platform, offers, options.policy)
+    return solve(request, platform, offers, options.policy, ranking=ranking)
 
 
 def stated_request(checkpoint: Checkpoint) -> Request | None:
@@ -78,6 +80,9 @@ def stated_request(checkpoint: Checkpoint) -> Request | None:
 
 def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
     """How the model may run by its config.json, the way that is preferred first."""
+    if stated.kind == "dual_chunk":
+        # transformers runs Qwen2.5-1M as a Qwen2, without its chunks.
+        return [stated.replace(origin="model", kind="mha")]
     if stated.kind != "mla" or options.mla == "expanded":
         return [stated.expanded() if stated.latent else stated]
     return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]

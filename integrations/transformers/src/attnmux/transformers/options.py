@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from attnmux.core.choosing.measurement import Measurement
 from attnmux.core.choosing.policy import Policy
 from attnmux.transformers.memory import MemoryBudget
 
@@ -38,5 +39,7 @@ class RunnerOptions:
     device: str | None = None
     """torch's name, such as "cuda:1"; None takes the platform's current device."""
     policy: Policy = field(default_factory=Policy)
+    measurements: tuple[Measurement, ...] = ()
+    """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
     debug: bool = False
     """Check every batch's values, at the cost of synchronising."""

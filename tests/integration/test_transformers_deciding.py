@@ -1,0 +1,133 @@
+"""A model runs on what `attnmux select` answers for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.axes import Question
+from attnmux.core.choosing.measurement import Device, Measurement, shape_of, versions_of
+from attnmux.core.choosing.measurement_file import add_measurements
+from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.choosing.probe import Detection, probe_cpu
+from attnmux.core.choosing.request import Request
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.transformers import cli, deciding, recall
+
+HERE = replace(probe_cpu(), features=frozenset({"avx2", "cxx_compiler"}))
+
+
+class Reached(AttnmuxError):
+    """Instead of loading the model: what it would have been loaded with."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory on a CPU where both CPU backends fit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
+    return tmp_path
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """The choice of `attnmux generate`, as it makes it from config.json."""
+
+    def load_runner(checkpoint, platform, offers, options, **_):
+        raise Reached(platform, offers, options)
+
+    monkeypatch.setattr(cli, "load_runner", load_runner)
+
+    def choose(*args: str, failed=()):
+        given = ["generate", "x", "--device", "cpu", *args]
+        with pytest.raises(Reached) as caught:
+            CliRunner().invoke(verbs, given, standalone_mode=False, catch_exceptions=False)
+        platform, offers, options = caught.value.args
+        reasons = {address: BackendFailed(address, "broken") for address in failed}
+        options = deciding.without(reasons, options) if reasons else options
+        return deciding.decide(Request.from_model(recall.PATH), platform, offers, options)
+
+    return choose
+
+
+def selected(*args: str) -> dict:
+    given = ["select", "--model", str(recall.PATH), "--json", *args]
+    result = CliRunner().invoke(verbs, given)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def measure(file, **times: float) -> None:
+    """Medians of the CPU backends for the shipped model."""
+    offers = {offer.card.name: offer for offer in load_plugins().offers()}
+    request = Request.from_model(recall.PATH)
+    add_measurements(
+        file,
+        [
+            Measurement(
+                backend=offers[name].address,
+                phase=phase,
+                shape=shape_of(Question(request=request, platform=HERE, phase=phase)),
+                workload="batch=1",
+                device=Device.of(HERE),
+                versions=versions_of(offers[name]),
+                median_us=median_us,
+                conformant=True,
+                date=datetime(2026, 5, 1, tzinfo=timezone.utc),
+            )
+            for name, median_us in times.items()
+            for phase in ("extend", "decode")
+        ],
+    )
+
+
+def test_the_choice_is_the_same_where_nothing_is_configured(folder, generated) -> None:
+    assert generated().hash == selected()["hash"]
+
+
+def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypatch) -> None:
+    favourite = selected()["phases"]["decode"]["backend"]
+    other = {"torch_native": "flex_attention", "flex_attention": "torch_native"}[favourite]
+    file = folder / "measured.json"
+    measure(file, **{favourite: 400.0, other: 100.0})
+    (folder / "attnmux.toml").write_text(f'measurements = "{file}"\n')
+    decision = generated()
+    assert decision.phases["decode"].backend == other
+    assert decision.hash == selected()["hash"]
+    assert "(measured)" in decision.summary()
+    assert generated(failed=[f"cpu/{other}"]).phases["decode"].backend == favourite
+    monkeypatch.setenv("ATTNMUX_NO_MEASUREMENTS", "1")
+    assert generated().hash == selected()["hash"]
+    assert generated().phases["decode"].backend == favourite
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'prefer_backends = ["flex_attention"]\n',
+        'deny_backends = ["torch_native"]\n',
+        'decode_backend = "flex_attention"\n',
+    ],
+)
+def test_the_policy_counts_for_both(folder, generated, text) -> None:
+    (folder / "attnmux.toml").write_text(text)
+    decision = generated()
+    assert decision.phases["decode"].backend == "flex_attention"
+    assert decision.hash == selected()["hash"]
+    named = generated("--prefill-backend", "flex_attention")
+    assert named.hash == selected("--prefill-backend", "flex_attention")["hash"]
+
+
+def test_a_file_that_cannot_be_read_is_a_warning_of_both(folder, generated) -> None:
+    (folder / "attnmux.toml").write_text('measurements = "damaged.json"\n')
+    (folder / "damaged.json").write_text("{")
+    (warning,) = selected()["warnings"]
+    result = CliRunner().invoke(verbs, ["generate", "x", "--device", "cpu"])
+    assert isinstance(result.exception, SystemExit)
+    assert warning in result.stderr
