@@ -17,8 +17,7 @@ MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
 LLAMA = Request.from_model(MODELS / "llama-3.1-8b")
 DEEPSEEK = Request.from_model(MODELS / "deepseek-v3", tp=8)
 DEEPSEEK_V32 = Request.from_model(MODELS / "deepseek-v3.2-exp", tp=8)
-# Qwen2.5-14B-1M
-QWEN_1M = Request.parse("kind=dual_chunk,dtype=bf16,num_q_heads=40,num_kv_heads=8,head_dim=128")
+QWEN_1M = Request.from_model(MODELS / "qwen2.5-14b-1m")
 HOPPER, BLACKWELL, MI300 = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0", "amd:gfx942"
 FP8 = "fp8_e4m3"
 

@@ -1,33 +1,89 @@
-"""What a silent config.json means, against the config classes of transformers."""
+"""What a config.json means, against the config classes of transformers."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from attnmux.core.choosing.model_config import DEFAULTS
+from attnmux.core.choosing.model_types import DEFAULTS, NAMES, SINKS
+from attnmux.core.choosing.request import Request
+from attnmux.core.errors import InvalidInput
 
 transformers = pytest.importorskip("transformers")
+auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 
-CLASSES = {
-    "llama": "LlamaConfig",
-    "llama4_text": "Llama4TextConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "mistral": "MistralConfig",
-    "gemma2": "Gemma2Config",
-    "gemma3_text": "Gemma3TextConfig",
-    "gpt_oss": "GptOssConfig",
-    "deepseek_v2": "DeepseekV2Config",
-    "deepseek_v3": "DeepseekV3Config",
-}
+DECODERS = sorted(
+    {
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        *auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    }
+)
+WINDOWS = {"sliding_attention", "hybrid_sliding"}
 
 
 @pytest.mark.parametrize("model_type", sorted(DEFAULTS))
 def test_the_table_says_what_the_class_does(model_type) -> None:
-    config = getattr(transformers, CLASSES[model_type])()
+    config = transformers.CONFIG_MAPPING[model_type]()
     for name, value in DEFAULTS[model_type].items():
         said = getattr(config, name)
         if name == "sliding_window" and DEFAULTS[model_type].get("use_sliding_window") is False:
             assert said is None  # the class forgets a window that is switched off
         else:
             assert said == value, name
+
+
+@pytest.mark.parametrize("model_type", sorted(NAMES))
+def test_a_name_of_its_own_is_the_class_s(model_type) -> None:
+    config = transformers.CONFIG_MAPPING[model_type]()
+    for name, own in NAMES[model_type].items():
+        assert own in config.to_dict()
+        assert getattr(config, name, getattr(config, own)) == getattr(config, own)
+
+
+def shape(config) -> tuple[int, int, int]:
+    """(query heads, KV heads, head dim) as the class says."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon" and config.multi_query:
+        kv_heads = 1  # the class leaves it to the model
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def window(config) -> int | None:
+    types, size = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    return size if types is None or WINDOWS & set(types) else None
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_config_is_read_as_its_class_says_or_refused(model_type, tmp_path) -> None:
+    try:
+        config = transformers.CONFIG_MAPPING[model_type]()
+    except Exception as error:  # the class's own checks raise types of several libraries
+        pytest.skip(f"no default config: {error}")
+    config.save_pretrained(tmp_path)
+    try:
+        request = Request.from_model(tmp_path)
+    except InvalidInput:
+        return
+    text = config.get_text_config(decoder=True)
+    if not request.latent:
+        assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == shape(text)
+        v_head_dim = request.v_head_dim or request.head_dim
+        assert v_head_dim == getattr(text, "v_head_dim", request.head_dim)
+    assert (request.sliding_window or -1) + 1 == (window(text) or 0)
+    assert request.attention_chunk == getattr(text, "attention_chunk_size", None)
+    assert request.logit_cap == getattr(text, "attn_logit_softcapping", None)
+
+
+def test_every_decoder_with_sinks_is_known() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        file.parent.name
+        for file in models.glob("*/modeling_*.py")
+        if re.search(r"\bs_aux=", file.read_text(encoding="utf-8"))
+    }
+    # deepseek_v4's sparse layers are refused; the other has no decoder.
+    assert found - {"deepseek_v4", "openai_privacy_filter"} == SINKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -95,3 +96,13 @@ def test_a_backend_that_cannot_be_made_is_replaced_and_the_failure_is_told(tiny,
 def test_a_backend_that_was_named_is_not_replaced(tiny):
     with pytest.raises(NoBackend, match="nothing_of_the_kind"):
         load(tiny("deepseek-v3")[1], GOOD, BROKEN, policy=Policy(backend="broken"))
+
+
+def test_dual_chunks_are_run_as_transformers_does_without_them(tiny, tmp_path):
+    folder = shutil.copytree(tiny("qwen3")[1], tmp_path / "chunked")
+    config = json.loads((folder / "config.json").read_text())
+    chunks = {"chunk_size": 8192, "local_size": 1024, "original_max_position_embeddings": 8192}
+    config["dual_chunk_attention_config"] = chunks
+    (folder / "config.json").write_text(json.dumps(config))
+    runner, _ = load(folder, GOOD)
+    assert runner.decision.request.kind == "mha"

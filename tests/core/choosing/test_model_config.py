@@ -64,6 +64,20 @@ EXPECTED = {
     "deepseek-v2-lite": {**LATENT, "kind": "mla", "num_q_heads": 16},
     "deepseek-v3": {**LATENT, "kind": "mla", "num_q_heads": 128},
     "deepseek-v3.2-exp": {**LATENT, "kind": "nsa", "num_q_heads": 128},
+    "qwen2.5-14b-1m": {
+        **BF16,
+        "kind": "dual_chunk",
+        "num_q_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    },
+    "whisper-large-v3": {
+        "dtype": "float16",
+        "num_q_heads": 20,
+        "num_kv_heads": 20,
+        "head_dim": 64,
+        "cross_attention": True,
+    },
     "llama-4-scout": {
         **BF16,
         "num_q_heads": 40,
@@ -136,6 +150,33 @@ def test_what_a_silent_config_means(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 192, "v_head_dim": 128}),
+        ({"head_dim": 64, "v_head_dim": 64}, {"v_head_dim": None}),
+        ({"multi_query": True}, {"num_kv_heads": 1}),
+        (
+            {"multi_query": True, "new_decoder_architecture": True, "num_key_value_heads": 4},
+            {"num_kv_heads": 4},
+        ),
+        ({"model_type": "falcon", "num_kv_heads": 8}, {"num_kv_heads": 1}),
+        ({"model_type": "granite_swa"}, {"sinks": True}),
+        ({"dual_chunk_attention_config": None}, {"kind": "mha"}),
+        ({"cross_layer_interval": 4}, {"cross_attention": True}),
+        (
+            {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 128},
+            {"sliding_window": 127},
+        ),
+        ({"layer_types": ["attention", "mamba", "mlp"]}, {"kind": "mha"}),
+        ({"per_layer_config": {"1": {"intermediate_size": 4}}}, {"head_dim": 64}),
+    ],
+)
+def test_what_else_a_config_says_of_heads_and_layers(tmp_path, changes, asked) -> None:
+    request = from_config(tmp_path, {**SMALL, **changes})
+    assert {name: getattr(request, name) for name in asked} == asked
+
+
+@pytest.mark.parametrize(
     ("tp", "heads", "kv_heads"), [(1, 32, 8), (4, 8, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)]
 )
 def test_tp_divides_the_heads_and_replicates_kv_heads(tp, heads, kv_heads) -> None:
@@ -174,6 +215,18 @@ def test_tp_must_divide(name, tp) -> None:
         ({**SMALL, "sliding_window": -1}, "sliding_window=-1"),
         ({**SMALL, "layer_types": 3}, "layer_types=3"),
         ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
+        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "layer_types minimax_m3_sparse"),
+        ({**SMALL, "layer_types": ["indexed_attention"]}, "layer_types indexed_attention"),
+        ({**SMALL, "layer_types": [["full_attention"]]}, "layer_types=[['full_attention']]"),
+        ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),
+        ({**SMALL, "layer_types": ["chunked_attention"]}, "a positive attention_chunk_size"),
+        ({**SMALL, "index_topk": 512}, "index_topk without kv_lora_rank"),
+        ({**SMALL, "alibi": True}, "alibi=True"),
+        ({**SMALL, "head_dim": 64, "global_head_dim": 512}, "layers that differ in head_dim"),
+        (
+            {**SMALL, "per_layer_config": {"03": {"num_key_value_heads": 2}}},
+            "layers that differ in num_key_value_heads",
+        ),
     ],
 )
 def test_unusable_configs(tmp_path, content, said) -> None:

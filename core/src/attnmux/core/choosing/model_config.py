@@ -3,63 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attnmux.core.choosing.model_types import DEFAULTS, NAMES, SINKS
 from attnmux.core.errors import InvalidInput
 
-GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-QWEN = {"num_attention_heads": 32, "num_key_value_heads": 32, "use_sliding_window": False}
-DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SHAPES = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+    }
+)
+"""What one request has one of, so that layers must not differ in it."""
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"num_attention_heads": 32, "hidden_size": 4096},
-    "llama4_text": {
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_chunk_size": 8192,
-    },
-    "qwen2": {**QWEN, "hidden_size": 4096, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {**QWEN, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-    "mistral": {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_size": 4096,
-        "sliding_window": 4096,
-    },
-    "gemma2": {**GEMMA, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
-    "gemma3_text": {**GEMMA, "sliding_window": 4096},
-    "gpt_oss": {
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-    },
-    "deepseek_v2": {**DEEPSEEK, "num_attention_heads": 32},
-    "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 128},
-}
-"""What each model type means where its config.json is silent: a config.json may hold only what
-differs from the class's defaults (Gemma 3 does so). Source: the config classes of transformers
-5.23; a test compares them."""
-
-SINKS = frozenset({"gpt_oss"})
-"""Model types whose attention has sinks: weights, which a config.json does not mention."""
+WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
+CHUNKED = frozenset({"chunked_attention"})
+INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
+NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
+"""Layers that have no softmax attention ask nothing."""
+SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
+"""Values of models in which an indexer picks keys."""
 
 
 def read_model(path: Path, tp: int) -> dict[str, Any]:
     """The fields of a Request that the model sets.
 
-    Raises InvalidInput for a path without a usable config.json, or a `tp` that does not divide.
+    Raises InvalidInput for a path without a usable config.json, for attention that no request can
+    ask for, and for a `tp` that does not divide.
     """
     config = _load(path)
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     model_type = str(text.get("model_type", config.get("model_type", "")))
     values = {**DEFAULTS.get(model_type, {}), **text}
+    for name, own in NAMES.get(model_type, {}).items():
+        if values.get(name) is None:
+            values[name] = values.get(own)
     source = str(path)
     latent = values.get("kv_lora_rank") is not None
+    _check_sayable(values, source, latent)
     return {
         **(_latent_heads if latent else _heads)(values, source, tp),
         **_layers(values, source),
@@ -67,7 +57,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         "sinks": model_type in SINKS,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
-        "cross_attention": _has_cross_attention(config, text),
+        "cross_attention": _has_cross_attention(config, values),
     }
 
 
@@ -89,6 +79,46 @@ def _load(path: Path) -> dict[str, Any]:
     return config
 
 
+def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None:
+    """Refuse what would be read in part: the rest of the model's attention would go unasked."""
+    types = _layer_types(values, source)
+    known = WINDOWED | CHUNKED | UNRESTRICTED | NO_ATTENTION | (INDEXED if latent else frozenset())
+    if not types <= known:
+        came = f"layer_types {', '.join(sorted(types - known))} in {source}"
+        raise InvalidInput("model", came=came, expected=f"types of {', '.join(sorted(known))}")
+    picking = [name for name in SPARSE if values.get(name)]
+    if picking and not types and not latent:
+        came = f"{picking[0]} without kv_lora_rank in {source}"
+        raise InvalidInput("model", came=came, expected="sparse attention over MLA's latent alone")
+    if values.get("alibi"):
+        came = f"alibi={values['alibi']!r} in {source}"
+        raise InvalidInput("model", came=came, expected="attention without a bias")
+    differing = sorted(_differing(values))
+    if differing:
+        came = f"layers that differ in {', '.join(differing)} in {source}"
+        expected = "one shape, as one KV pool holds all layers, or a request for each shape"
+        raise InvalidInput("model", came=came, expected=expected)
+
+
+def _layer_types(values: Mapping[str, Any], source: str) -> frozenset[str]:
+    """The types that the layers have; empty where they are not stated."""
+    types = values.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+        came = f"layer_types={types!r} in {source}"
+        raise InvalidInput("model", came=came, expected="a list of layer_types, or none")
+    return frozenset(types)
+
+
+def _differing(values: Mapping[str, Any]) -> set[str]:
+    layers = values.get("per_layer_config")
+    stated = layers.values() if isinstance(layers, dict) else ()
+    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
+    # Gemma 4's name for the heads of its unwindowed layers.
+    if values.get("global_head_dim") not in (None, values.get("head_dim")):
+        differing.add("head_dim")
+    return differing
+
+
 def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -106,12 +136,7 @@ def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
 
 def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     q_heads = _q_heads_per_rank(values, source, tp)
-    name = (
-        "num_attention_heads"
-        if values.get("num_key_value_heads") is None
-        else "num_key_value_heads"
-    )
-    kv_heads = _whole(values, name, source)
+    kv_heads = _kv_heads(values, source)
     if kv_heads % tp and tp % kv_heads:
         expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
         raise InvalidInput("tp", came=str(tp), expected=expected)
@@ -125,12 +150,23 @@ def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     if not head_dim:
         came = f"{name}={dims} for {heads} heads in {source}"
         raise InvalidInput("model", came=came, expected="at least one dimension a head")
+    v_head_dim = None if values.get("v_head_dim") is None else _whole(values, "v_head_dim", source)
     return {
-        "kind": "mha",
+        # Qwen2.5-1M
+        "kind": "dual_chunk" if values.get("dual_chunk_attention_config") else "mha",
         "num_q_heads": q_heads,
         "num_kv_heads": max(1, kv_heads // tp),
         "head_dim": head_dim,
+        "v_head_dim": None if v_head_dim == head_dim else v_head_dim,
     }
+
+
+def _kv_heads(values: Mapping[str, Any], source: str) -> int:
+    # Falcon and StarCoder; Falcon's later layout states its groups.
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
+        return 1
+    stated = values.get("num_key_value_heads") is not None
+    return _whole(values, "num_key_value_heads" if stated else "num_attention_heads", source)
 
 
 def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
@@ -148,17 +184,16 @@ def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, 
 
 def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Window and chunk, asked for where at least one layer uses them."""
-    types = values.get("layer_types") or []
-    if not isinstance(types, list):
-        came = f"layer_types={types!r} in {source}"
-        raise InvalidInput("model", came=came, expected="a list of layer_types, or none")
-    windowed = "sliding_attention" in types if types else _any_layer_windowed(values)
-    chunked = "chunked_attention" in types if types else True
-    window = _size(values, "sliding_window", source) if windowed else None
+    types = _layer_types(values, source)
+    windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
+    chunked = bool(types & CHUNKED) if types else True
+    # What a layer's type needs has to be there.
+    read: Callable[..., int | None] = _whole if types else _size
+    window = read(values, "sliding_window", source) if windowed else None
     return {
         # transformers counts the query among the n keys that a window shows
         "sliding_window": None if window is None else window - 1,
-        "attention_chunk": _size(values, "attention_chunk_size", source) if chunked else None,
+        "attention_chunk": read(values, "attention_chunk_size", source) if chunked else None,
     }
 
 
@@ -180,5 +215,6 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _has_cross_attention(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    return bool(config.get("is_encoder_decoder") or text.get("cross_attention_layers"))
+def _has_cross_attention(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    names = ("cross_attention_layers", "cross_layer_interval", "add_cross_attention")
+    return bool(config.get("is_encoder_decoder")) or any(values.get(name) for name in names)
