@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from attnmux.core.choosing.platform import VENDORS, Platform
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.errors import InvalidInput
 
 
@@ -23,7 +24,11 @@ from attnmux.core.errors import InvalidInput
         ("ascend:910b,cann=8.0", "910b", (), "npu", "cann 8.0"),
         ("ascend:910_93", "910_93", (), "npu", ""),
         ("cpu:x86_64", "x86_64", (), "cpu", ""),
+        ("NVIDIA:SM90,CUDA=12.4", "sm90", (9, 0), "cuda", "cuda 12.4"),
+        ("cpu:amd64", "x86_64", (), "cpu", ""),
+        ("cpu:ARM64", "aarch64", (), "cpu", ""),
         ("acme:v3,device=privateuseone,runtime=acme 1.2", "v3", (), "privateuseone", "acme 1.2"),
+        ("acme:Mark_II,device=acme,version=2.10", "Mark_II", (2, 10), "acme", ""),
     ],
 )
 def test_parse(text, arch, version, device_type, runtime) -> None:
@@ -95,7 +100,12 @@ def test_parse_reads_every_key() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["nvidia:sm90,cuda=12.4", "amd:gfx90a,count=8,memory=192GB", "acme:v1,device=cpu,runtime=a 1"],
+    [
+        "nvidia:sm90,cuda=12.4",
+        "amd:gfx90a,count=8,memory=192GB",
+        "acme:v1,device=cpu,runtime=a 1",
+        "Acme:V1,device=acme,version=3.0.1,runtime=AcmeRT 1,features=FP8+sparse,count=2",
+    ],
 )
 def test_str_is_what_parse_reads(text) -> None:
     platform = Platform.parse(text)
@@ -111,6 +121,11 @@ def test_str_is_what_parse_reads(text) -> None:
         ("nvida:sm90", "did you mean 'nvidia'"),
         ("acme:v1", "device=TYPE"),
         ("nvidia:gfx942", "an architecture of nvidia"),
+        ("nvidia:h100", "such as sm80, sm90 or sm100"),
+        ("amd:gfx9010", "such as gfx90a"),
+        ("nvidia:sm90,version=9.0", "one of cuda, features"),
+        ("acme:v1,device=cpu,version=new", "a version such as 12.4"),
+        ("acme:v1,device=cpu,cuda=12", "one of device, version, runtime, features"),
         ("nvidia:sm90,rocm=6", "one of cuda, features"),
         ("nvidia:sm90,cuda=new", "a version such as 12.4"),
         ("nvidia:sm90,cuda", "VENDOR:ARCH"),
@@ -119,7 +134,7 @@ def test_str_is_what_parse_reads(text) -> None:
         ("nvidia:sm90,count=0", "positive"),
         ("nvidia:sm90,memory=lots", "141GB"),
         ("nvidia:sm90,memory=3XB", "141GB"),
-        ("cpu:x86_64,runtime=3", "one of runtime, features"),
+        ("cpu:x86_64,runtime=3", "one of features, count, memory"),
         ("nvidia:sm٩0", "an architecture of nvidia"),
         ("nvidia:sm90,cuda=١٢", "a version such as 12.4"),
     ],
@@ -138,6 +153,29 @@ def test_a_dict_and_a_pickle_give_it_back() -> None:
         Platform.from_dict({**platform.to_dict(), "nope": 1})
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vendor": ...}, "platform, vendor: expected a name, got nothing"),
+        ({"version": "9.0"}, "platform, version: expected a list, got '9.0'"),
+        ({"version": None}, "platform, version: expected a list, got None"),
+        ({"features": "amx"}, "platform, features: expected a list, got 'amx'"),
+        ({"version": ["9", "0"]}, "platform, version: expected values of type int, got '9'"),
+        ({"features": [1]}, "platform, features: expected values of type str, got 1"),
+    ],
+)
+def test_a_dict_that_was_edited_is_refused(changes, said) -> None:
+    data = {**Platform.parse("nvidia:sm90").to_dict(), **changes}
+    with pytest.raises(InvalidInput, match=said):
+        Platform.from_dict({key: value for key, value in data.items() if value is not ...})
+
+
+@pytest.mark.parametrize("row", VENDORS.values(), ids=VENDORS)
+def test_every_example_can_be_asked_for(row) -> None:
+    archs = row.examples.replace(" or ", ", ").split(", ")
+    assert [Platform.parse(f"{row.name}:{arch}").arch for arch in archs] == archs
+
+
 def test_the_table_names_each_vendor_once() -> None:
     assert all(name == row.name for name, row in VENDORS.items())
     assert len({row.distribution for row in VENDORS.values()}) == len(VENDORS)
@@ -151,6 +189,10 @@ def test_the_table_names_each_vendor_once() -> None:
         {"arch": None},
         {"arch": ""},
         {"count": "8"},
+        {"count": True},
+        {"count": 0},
+        {"memory_bytes": -1},
+        {"version": ("9", "0")},
         {"memory_bytes": 1.5e9},
     ],
 )

@@ -78,6 +78,11 @@ def test_a_plugin_and_its_cards(install) -> None:
         ("raise SystemExit(3)", "load", "SystemExit: 3"),
         ("import sys; sys.exit('bye')", "load", "SystemExit: bye"),
         ("class Panic(BaseException): pass\nraise Panic('of Rust')", "load", "Panic: of Rust"),
+        (
+            "class Mute(Exception):\n def __str__(self): raise OSError\nraise Mute",
+            "load",
+            "Mute: what it says cannot be read",
+        ),
         ("import absent_library", "load", "No module named 'absent_library'"),
         ("this is no Python", "load", "SyntaxError"),
         (f"{HOOK}def attnmux_crads(): return []", "load", "attnmux_crads"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from attnmux.core.choosing import probe as module
+from attnmux.core.choosing.cpu import probe_cpu
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins, hookimpl
 from attnmux.core.choosing.probe import detect, pick_platform
@@ -92,6 +95,19 @@ def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
     assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
 
 
+def test_names_are_picked_in_any_case(empty) -> None:
+    acme = Platform.parse("Acme:Mark_II,device=acme")
+    detection = detect(Plugins([plugin("acme", lambda: [acme])]), root=empty)
+    for wanted in ("Acme", "acme", "Acme:Mark_II", "acme:mark_ii"):
+        assert pick_platform(detection, wanted) == acme
+
+
+def test_a_cpu_that_a_plugin_reports_is_last_too(empty) -> None:
+    own = Platform.parse("cpu:x86_64,features=of_the_plugin")
+    detection = detect(Plugins([plugin("nvidia", lambda: [own, SM90])]), root=empty)
+    assert detection.platforms == (SM90, own)
+
+
 def test_what_is_not_there_cannot_be_picked(empty) -> None:
     with pytest.raises(InvalidInput, match="got 'nvidia'"):
         pick_platform(detect(Plugins(), root=empty), "nvidia")
@@ -134,12 +150,55 @@ def test_probes_that_hang_are_abandoned(empty) -> None:
     assert all("no answer in 0.05 s" in row.error for row in detection.failures)
 
 
+@pytest.fixture
+def stuck(tmp_path):
+    """Make a file whose reader waits until the test is over."""
+    made = []
+
+    def make(path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        os.close(os.open(path, os.O_RDWR))
+
+
+def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck) -> None:
+    stuck(empty / "sys/class/drm/renderD128/device/vendor")
+    begun = time.monotonic()
+    detection = detect(Plugins([plugin("nvidia", lambda: [SM90])]), seconds=0.1, root=empty)
+    assert time.monotonic() - begun < 5
+    assert detection.accelerators == (SM90,)
+    (failure,) = detection.failures
+    assert (failure.distribution, failure.stage) == ("attnmux-core", "platforms")
+    assert "/dev and /sys" in failure.plugin
+    assert "no answer in 0.1 s" in failure.error
+
+
+def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, monkeypatch) -> None:
+    cpuinfo = stuck(empty / "cpuinfo")
+    monkeypatch.setattr(module, "probe_cpu", lambda: probe_cpu(cpuinfo))
+    detection = detect(Plugins(), seconds=0.1, root=empty)
+    assert pick_platform(detection).vendor == "cpu"
+    assert pick_platform(detection).features == frozenset()
+    (failure,) = detection.failures
+    assert "the CPU" in failure.plugin
+    assert "no answer in 0.1 s" in failure.error
+    monkeypatch.setattr(module, "probe_cpu", raising(ImportError("cpuinfo")))
+    detection = detect(Plugins(), root=empty)
+    assert detection.platforms[-1].arch
+    assert [row.error for row in detection.failures] == ["ImportError: cpuinfo"]
+
+
 @pytest.mark.parametrize(
     ("path", "vendor"),
     [
         ("dev/nvidia0", "nvidia"),
         ("dev/nvidia3", "nvidia"),
-        ("dev/kfd", "amd"),
+        ("usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
         ("dev/davinci0", "ascend"),
     ],
 )
@@ -161,7 +220,7 @@ def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, m
 
 
 def test_control_nodes_are_no_devices(empty) -> None:
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "davinci_manager"):
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "davinci_manager", "kfd"):
         node(empty, f"dev/{name}")
     assert not detect(Plugins(), root=empty).unserved
 
@@ -171,6 +230,7 @@ def test_control_nodes_are_no_devices(empty) -> None:
     [
         ("0000:03:00.0", "0x8086", True),
         ("0000:00:02.0", "0x8086", False),
+        ("0000:00:02.1", "0x8086", False),
         ("0000:03:00.0", "0x10de", False),
     ],
 )

@@ -229,8 +229,16 @@ def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:
     assert max(map(len, tables.splitlines())) <= 100
 
 
-def test_a_bad_timeout_is_refused(ask) -> None:
-    assert ask("--timeout", "0").exit_code == 2
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "3601", "soon"])
+def test_a_bad_timeout_is_refused(ask, seconds) -> None:
+    assert ask("--timeout", seconds).exit_code == 2
+
+
+def test_a_signal_without_a_name(ask) -> None:
+    signal = "__import__('signal').SIGRTMIN + 1"
+    result = ask("--json", odd=f"import os\nos.kill(os.getpid(), {signal})\n")
+    (failure,) = rows(result)["dist-odd"]["failures"]
+    assert failure["error"].startswith("killed by signal ")
 
 
 def examined(name: str, *platforms: str, error: str = "") -> Examined:
@@ -268,6 +276,18 @@ def test_a_platform_that_is_configured_and_not_there(bare) -> None:
     diagnosis = diagnose([examined("cpu")], "nvidia")
     assert diagnosis.picked is None
     assert "got 'nvidia'" in diagnosis.problems[0]
+
+
+def test_what_core_itself_cannot_find_out_is_a_problem(bare, monkeypatch) -> None:
+    def fails() -> Platform:
+        raise OSError("gone")
+
+    monkeypatch.setattr(probe, "probe_cpu", fails)
+    diagnosis = diagnose([examined("nvidia", "nvidia:sm90")], None)
+    assert diagnosis.picked == Platform.parse("nvidia:sm90")
+    (problem,) = diagnosis.problems
+    assert "asking the CPU" in problem
+    assert "OSError: gone" in problem
 
 
 def test_a_device_whose_plugin_is_broken(bare) -> None:

@@ -48,6 +48,16 @@ def test_platforms_that_are_ambiguous_are_still_listed(call, monkeypatch) -> Non
     assert "141 GB" in call("platforms").stdout
 
 
+def test_platforms_are_listed_where_the_configured_one_is_missing(call, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "acme")
+    result = call("platforms", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["picked"] is None
+    assert data["platforms"]
+    assert any("got 'acme'" in warning for warning in data["warnings"])
+
+
 def test_backends(call) -> None:
     pytest.importorskip("attnmux.cpu.plugin")
     result = call("backends", "--json")

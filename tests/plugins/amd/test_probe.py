@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from enum import Enum
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.errors import PluginError
 
 DATA = Path(__file__).parent / "data"
@@ -119,6 +121,20 @@ def test_two_kinds_are_two_platforms(machine) -> None:
 def test_graphics_that_draw_a_screen_are_left_out(machine) -> None:
     (card,) = probe(machine("desktop"))
     assert (card.arch, card.runtime) == ("gfx1100", "rocm 7.0.0")
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES.keys() - {"source"}))
+def test_core_sees_a_device_where_this_probe_does(machine, name) -> None:
+    root = machine(name)
+    assert bool(VENDORS["amd"].evidence(root)) is bool(probe(root))
+
+
+def test_a_processor_s_own_graphics_alone_are_no_reason_to_warn(machine) -> None:
+    root = machine("desktop")
+    assert VENDORS["amd"].evidence(root) == "/sys/class/kfd/kfd/topology/nodes/1"
+    shutil.rmtree(root / "sys/class/kfd/kfd/topology/nodes/1")
+    assert VENDORS["amd"].evidence(root) == ""
+    assert probe(root) == []
 
 
 def test_a_cpu_is_no_device_and_no_driver_is_none(machine, tmp_path) -> None:

@@ -14,6 +14,7 @@ from attnmux.nvidia.plugin import attnmux_platforms
 
 H200 = ("NVIDIA H200", (9, 0), 150_754_820_096)
 A100 = ("NVIDIA A100-SXM4-80GB", (8, 0), 85_899_345_920)
+NOT_SUPPORTED, NO_PERMISSION, GPU_IS_LOST = 3, 4, 15
 
 
 class Nvml(ModuleType):
@@ -21,6 +22,8 @@ class Nvml(ModuleType):
 
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
     NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_NOT_SUPPORTED = NOT_SUPPORTED
+    NVML_ERROR_NO_PERMISSION = NO_PERMISSION
 
     class NVMLError(Exception):
         def __init__(self, value: int) -> None:
@@ -58,7 +61,10 @@ class Nvml(ModuleType):
         return self.devices[handle][1]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=self.devices[handle][2])
+        memory = self.devices[handle][2]
+        if isinstance(memory, self.NVMLError):
+            raise memory
+        return SimpleNamespace(total=memory)
 
 
 @pytest.fixture
@@ -93,11 +99,22 @@ def test_one_platform_for_each_kind(nvml) -> None:
 
 
 def test_a_two_digit_minor_and_an_older_binding(nvml) -> None:
-    nvml(devices=((b"NVIDIA GB10", (12, 1), 1),), cuda=13000)
+    nvml(devices=((b"NVIDIA GB10", (12, 1), Nvml.NVMLError(NOT_SUPPORTED)),), cuda=13000)
     (found,) = attnmux_platforms()
     assert (found.name, found.arch, found.runtime) == ("NVIDIA GB10", "sm121", "cuda 13.0")
     assert found.arch == Platform.parse("nvidia:sm121").arch
     assert found.version == Platform.parse("nvidia:sm121").version
+    assert found.memory_bytes == 0
+
+
+def test_a_memory_that_may_not_be_asked_for_is_unknown(nvml) -> None:
+    name, capability, _ = H200
+    nvml(devices=((name, capability, Nvml.NVMLError(NO_PERMISSION)),))
+    assert [(found.arch, found.memory_bytes) for found in attnmux_platforms()] == [("sm90", 0)]
+    fake = nvml(devices=((name, capability, Nvml.NVMLError(GPU_IS_LOST)),))
+    with pytest.raises(PluginError, match="does not answer: code 15"):
+        attnmux_platforms()
+    assert fake.open == 0
 
 
 def test_no_devices(nvml) -> None:
@@ -133,5 +150,6 @@ def test_the_stand_in_has_the_real_library_s_names() -> None:
     for name in vars(Nvml):
         if name.startswith(("nvml", "NVML")):
             assert hasattr(pynvml, name)
-    assert pynvml.NVML_ERROR_LIBRARY_NOT_FOUND == Nvml.NVML_ERROR_LIBRARY_NOT_FOUND
-    assert pynvml.NVML_ERROR_DRIVER_NOT_LOADED == Nvml.NVML_ERROR_DRIVER_NOT_LOADED
+        if name.startswith("NVML_"):
+            assert getattr(pynvml, name) == getattr(Nvml, name)
+    assert pynvml.NVML_ERROR_GPU_IS_LOST == GPU_IS_LOST

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.vendors import VENDORS
 
 FEATURES = {
     "avx2": ("avx2",),
@@ -49,9 +50,14 @@ def probe_cpu(cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> Platform:
     )
 
 
+def bare_cpu() -> Platform:
+    """The CPU, of which nothing but its architecture is known."""
+    return Platform(vendor="cpu", device_type="cpu", arch=_arch())
+
+
 def _arch() -> str:
-    arch = machine.machine().lower()
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(arch, arch)
+    arch = machine.machine().lower() or "unknown"
+    return VENDORS["cpu"].aliases.get(arch, arch)
 
 
 def _flags_and_name(cpuinfo: Path) -> tuple[frozenset[str], str]:

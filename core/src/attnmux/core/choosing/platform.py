@@ -2,108 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from attnmux.core.choosing.platform_text import read_platform
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.errors import InvalidInput
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Vendor:
-    """A row of the one table that knows vendors: how to find a device, and who serves it."""
-
-    name: str
-    device_type: str
-    """torch's word for its devices."""
-    runtime: str
-    """The runtime's name, and its key in `Platform.parse`; empty for the CPU."""
-    arch: str
-    """A pattern that an architecture's name matches; group 1 holds what encodes the version."""
-    version: Callable[[str], tuple[int, ...]]
-    """From group 1 of `arch` to numbers that compare."""
-    distribution: str
-    nodes: tuple[str, ...] = ()
-    """Glob patterns of device nodes whose presence proves a device."""
-    pci_vendor: str = ""
-    """For devices known only by a render node: the PCI vendor id that sysfs shows."""
-
-
-def _capability(digits: str) -> tuple[int, ...]:
-    """sm90 is (9, 0), sm121 is (12, 1)."""
-    return int(digits[:-1]), int(digits[-1])
-
-
-def _gfx(digits: str) -> tuple[int, ...]:
-    """gfx942 is (9, 4, 2), gfx90a is (9, 0, 10), gfx1100 is (11, 0, 0)."""
-    return int(digits[:-2]), int(digits[-2], 16), int(digits[-1], 16)
-
-
-def _generation(digits: str) -> tuple[int, ...]:
-    """xe2 is (2,); a name without a number is ()."""
-    return (int(digits),) if digits else ()
-
-
-VENDORS: Mapping[str, Vendor] = {
-    row.name: row
-    for row in (
-        Vendor(
-            name="nvidia",
-            device_type="cuda",
-            runtime="cuda",
-            arch=r"sm(\d{2,3})[af]?",
-            version=_capability,
-            distribution="attnmux-nvidia",
-            nodes=("/dev/nvidia[0-9]*",),
-        ),
-        Vendor(
-            name="amd",
-            device_type="cuda",
-            runtime="rocm",
-            arch=r"gfx(\d{1,2}[0-9a-f]{2})",
-            version=_gfx,
-            distribution="attnmux-amd",
-            nodes=("/dev/kfd",),
-        ),
-        Vendor(
-            name="intel",
-            device_type="xpu",
-            runtime="oneapi",
-            arch=r"xe(\d*)(?:_?(?:lp|lpg|lpgplus|hp|hpg|hpc))?",
-            version=_generation,
-            distribution="attnmux-intel",
-            pci_vendor="0x8086",
-        ),
-        Vendor(
-            name="ascend",
-            device_type="npu",
-            runtime="cann",
-            arch=r"()(?:310p|910[a-z]?|910_\d+|950)",
-            version=_generation,
-            distribution="attnmux-ascend",
-            nodes=("/dev/davinci[0-9]*",),
-        ),
-        Vendor(
-            name="cpu",
-            device_type="cpu",
-            runtime="",
-            arch=r"()(?:x86_64|aarch64|arm64|amd64|ppc64le|s390x|riscv64)",
-            version=_generation,
-            distribution="attnmux-cpu",
-        ),
-    )
-}
-
-UNITS: Mapping[str, int] = {
-    **{"": 1, "B": 1},
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-}
-
-GRAMMAR = "VENDOR:ARCH[,KEY=VALUE]…, such as nvidia:sm90,cuda=12.4"
-
 
 FIELD_TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("vendor", "device_type", "arch", "runtime", "name"),
@@ -111,14 +16,16 @@ FIELD_TYPES: Mapping[type, tuple[str, ...]] = {
     frozenset: ("features",),
     int: ("count", "memory_bytes", "core_count"),
 }
+ITEM_TYPES: Mapping[str, type] = {"version": int, "features": str}
+LEAST: Mapping[str, int] = {"count": 1, "memory_bytes": 0, "core_count": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
     """One kind of device of one machine. Two kinds in one machine are two platforms.
 
-    Raises InvalidInput for a field of another type, and for a vendor, device type or architecture
-    that is empty.
+    Raises InvalidInput for a field of another type, a vendor, device type or architecture that is
+    empty, and a number that is too small.
     """
 
     vendor: str
@@ -136,17 +43,14 @@ class Platform:
     """The product, "NVIDIA H200"."""
     count: int = 1
     memory_bytes: int = 0
-    """Of one device; 0 unknown."""
+    """Of one device; 0 unknown, or shared with the CPU and not told."""
     core_count: int = 0
     """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
 
     def __post_init__(self) -> None:
         for kind, names in FIELD_TYPES.items():
             for name in names:
-                value = getattr(self, name)
-                if not isinstance(value, kind):
-                    expected = f"a value of type {kind.__name__}"
-                    raise InvalidInput(f"platform, {name}", came=repr(value), expected=expected)
+                _check(name, getattr(self, name), kind)
         for name in ("vendor", "device_type", "arch"):
             if not getattr(self, name):
                 raise InvalidInput(f"platform, {name}", came="nothing", expected="a name")
@@ -157,6 +61,8 @@ class Platform:
         known = VENDORS.get(self.vendor)
         if known is None:
             parts.append(f"device={self.device_type}")
+            if self.version:
+                parts.append("version=" + ".".join(map(str, self.version)))
         if self.runtime:
             key, _, version = self.runtime.partition(" ")
             own = known is not None and known.runtime == key
@@ -175,13 +81,23 @@ class Platform:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Platform:
-        """The inverse of `to_dict`. Raises InvalidInput for a key that is no field."""
+        """The inverse of `to_dict`.
+
+        Raises InvalidInput for a key that is no field, a field that is missing, and a value that
+        no field takes.
+        """
         names = {field.name for field in fields(cls)}
         for key in data:
             if key not in names:
                 expected = f"the fields {', '.join(sorted(names))}"
                 raise InvalidInput("platform", came=f"a field {key!r}", expected=expected)
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in data:
+                raise InvalidInput(f"platform, {field.name}", came="nothing", expected="a name")
         given = dict(data)
+        for name in ITEM_TYPES.keys() & given.keys():
+            if not isinstance(given[name], list):
+                raise InvalidInput(f"platform, {name}", came=repr(given[name]), expected="a list")
         given["version"] = tuple(given.get("version", ()))
         given["features"] = frozenset(given.get("features", ()))
         return cls(**given)
@@ -192,77 +108,26 @@ class Platform:
 
         Keys: the vendor's runtime (`cuda`, `rocm`, `oneapi`, `cann`), `features=a+b`, `count`,
         `memory=141GB`. A vendor outside the table also says `device=` (torch's word for its
-        devices) and may say `runtime=NAME VERSION`.
+        devices), may say `version=1.2`, which the table reads off its own vendors' architectures,
+        and `runtime=NAME VERSION`; its names are kept as they are written.
 
         Raises InvalidInput for anything that cannot be read.
         """
-        head, *pairs = [part.strip() for part in text.split(",")]
-        vendor, colon, arch = (part.strip().lower() for part in head.partition(":"))
-        if not (vendor and colon and arch):
-            raise InvalidInput("platform", came=repr(text), expected=GRAMMAR)
-        given = _pairs(text, pairs)
-        row = VENDORS.get(vendor)
-        if row is None and "device" not in given:
-            raise InvalidInput("platform", came=repr(text), expected=_vendors(vendor))
-        version = () if row is None else _arch_version(row, arch)
-        start = cls(
-            vendor=vendor,
-            device_type=row.device_type if row is not None else given.pop("device"),
-            arch=arch,
-            version=version,
-        )
-        changes = dict(_read(key, value, row) for key, value in given.items())
-        return replace(start, **changes)
+        return cls(**read_platform(text))
 
 
-def _pairs(text: str, pairs: list[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not (key and equals and value):
-            raise InvalidInput("platform", came=f"{pair!r} in {text!r}", expected=GRAMMAR)
-        if key in given:
-            raise InvalidInput("platform", came=f"{key!r} twice", expected="each key once")
-        given[key] = value
-    return given
-
-
-def _vendors(vendor: str) -> str:
-    near = difflib.get_close_matches(vendor, VENDORS, n=1)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"a vendor of {', '.join(VENDORS)}{guess}, or device=TYPE for another vendor"
-
-
-def _arch_version(row: Vendor, arch: str) -> tuple[int, ...]:
-    match = re.fullmatch(row.arch, arch, re.ASCII)
-    if match is None:
-        expected = f"an architecture of {row.name}, matching {row.arch}"
-        raise InvalidInput("platform", came=repr(arch), expected=expected)
-    return row.version(match[1])
-
-
-def _read(key: str, value: str, row: Vendor | None) -> tuple[str, Any]:
-    runtime = row.runtime if row is not None else ""
-    if runtime and key == runtime:
-        if not re.fullmatch(r"\d+(\.\d+)*", value, re.ASCII):
-            raise InvalidInput(key, came=repr(value), expected="a version such as 12.4")
-        return "runtime", f"{key} {value}"
-    if key == "runtime" and row is None:
-        return "runtime", value
-    if key == "features":
-        return "features", frozenset(filter(None, value.split("+")))
-    if key == "count":
-        if not value.isdecimal() or int(value) < 1:
-            raise InvalidInput(key, came=repr(value), expected="a positive number of devices")
-        return "count", int(value)
-    if key == "memory":
-        return "memory_bytes", _bytes(value)
-    keys = [runtime or "runtime", "features", "count", "memory"]
-    raise InvalidInput("platform", came=f"the key {key!r}", expected=f"one of {', '.join(keys)}")
-
-
-def _bytes(value: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value)
-    if match is None or match[2].upper() not in UNITS:
-        raise InvalidInput("memory", came=repr(value), expected="a size such as 141GB or 80GiB")
-    return round(float(match[1]) * UNITS[match[2].upper()])
+def _check(name: str, value: object, kind: type) -> None:
+    # A bool is an int to Python, and no number of anything
+    usable = isinstance(value, kind) and not isinstance(value, bool)
+    if not usable:
+        expected = f"a value of type {kind.__name__}"
+        raise InvalidInput(f"platform, {name}", came=repr(value), expected=expected)
+    item = ITEM_TYPES.get(name)
+    if item is not None and isinstance(value, (tuple, frozenset)):
+        for each in value:
+            if not isinstance(each, item) or isinstance(each, bool):
+                expected = f"values of type {item.__name__}"
+                raise InvalidInput(f"platform, {name}", came=repr(each), expected=expected)
+    if isinstance(value, int) and value < LEAST[name]:
+        expected = f"a number from {LEAST[name]}"
+        raise InvalidInput(f"platform, {name}", came=str(value), expected=expected)

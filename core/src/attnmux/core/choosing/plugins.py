@@ -103,7 +103,7 @@ class Plugins:
 
     def _fail(self, plugin: Plugin, stage: Stage, error: BaseException) -> None:
         self._failures.append(
-            _failure(plugin.name, plugin.distribution, plugin.version, stage, error)
+            failure_of(plugin.name, plugin.distribution, plugin.version, stage, error)
         )
 
     def offers(self) -> tuple[Offer, ...]:
@@ -192,7 +192,7 @@ def find_entries(
         if (allowed is None or entry.names & allowed) and not entry.names & denied
     ]
     entries.sort(key=lambda entry: entry.identity)
-    return entries, [_failure(name, name, "", "load", error) for name, error in unreadable]
+    return entries, [failure_of(name, name, "", "load", error) for name, error in unreadable]
 
 
 def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:
@@ -219,7 +219,7 @@ def load_entries(
             raise
         except BaseException as error:
             failures.append(
-                _failure(entry.point.name, entry.distribution, entry.version, "load", error)
+                failure_of(entry.point.name, entry.distribution, entry.version, "load", error)
             )
     return Plugins(plugins, failures)
 
@@ -238,14 +238,19 @@ def _load(entry: Entry, entries: Sequence[Entry]) -> Plugin:
     return Plugin(name=name, distribution=entry.distribution, version=entry.version, module=module)
 
 
-def _failure(
+def failure_of(
     plugin: str, distribution: str, version: str, stage: Stage, error: BaseException
 ) -> PluginFailure:
+    """What was raised, as a row of the report."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "what it says cannot be read"
     return PluginFailure(
         plugin=plugin,
         distribution=distribution,
         version=version,
         stage=stage,
-        error=" ".join(f"{type(error).__name__}: {error}".split()),
+        error=" ".join(f"{type(error).__name__}: {said}".split()),
         traceback="".join(traceback.format_exception(error)),
     )

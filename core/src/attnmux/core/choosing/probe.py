@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from attnmux.core.choosing.cpu import probe_cpu
+from attnmux.core.choosing.bounded import ask_each
+from attnmux.core.choosing.cpu import bare_cpu, probe_cpu
 from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.platform import VENDORS, Platform, Vendor
-from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import PluginFailure, Plugins, failure_of
+from attnmux.core.choosing.vendors import VENDORS, Vendor
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
+CORE = "attnmux-core"
 PROBE_SECONDS = 5.0
 """For one probe. A healthy one answers in milliseconds; a wedged driver never does."""
 
@@ -24,7 +26,7 @@ class UnservedDevice:
 
     vendor: str
     evidence: str
-    """The device node, or the bus address."""
+    """The path that proves it, or the bus address."""
     distribution: str
     problem: str
     fix: str
@@ -41,7 +43,7 @@ class Detection:
 
     platforms: tuple[Platform, ...]
     failures: tuple[PluginFailure, ...] = ()
-    """Plugins and probes that did not work."""
+    """Plugins and probes that did not work, core's own among them."""
     unserved: tuple[UnservedDevice, ...] = ()
 
     @property
@@ -57,9 +59,15 @@ def detect(
     A probe that raises, exits, or gives no answer in `seconds` is a failure in the result. `root`
     is where /dev and /sys are.
     """
-    found = _ask_all(plugins, seconds)
+    asked = [plugin for plugin in plugins.loaded if plugins.probes(plugin)]
+    found: list[Platform] = []
+    answers = ask_each([partial(plugins.platforms_of, plugin) for plugin in asked], seconds)
+    for plugin, (platforms, error) in zip(asked, answers, strict=True):
+        found += platforms
+        if error is not None:
+            plugins.record(plugin, error)
     loaded = {plugin.distribution for plugin in plugins.loaded}
-    return survey(found, loaded=loaded, failures=plugins.failures, root=root)
+    return survey(found, loaded=loaded, failures=plugins.failures, seconds=seconds, root=root)
 
 
 def survey(
@@ -67,81 +75,49 @@ def survey(
     *,
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
+    seconds: float = PROBE_SECONDS,
     root: Path = Path("/"),
 ) -> Detection:
     """What the probes `found`, the CPU, and the devices in `root` that nobody found.
 
-    `loaded`: the distributions of the plugins that work; `failures`: of those that do not.
+    `loaded`: the distributions of the plugins that work; `failures`: of those that do not. Where
+    the CPU or `root` cannot be asked, or give no answer in `seconds`, that is a failure too.
     """
-    platforms = sorted(found, key=lambda platform: (platform.vendor, platform.arch, platform.name))
+    platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
-    unserved = [
-        _diagnosis(vendor, evidence, loaded, failures)
-        for vendor in VENDORS.values()
-        if vendor.name not in served and (evidence := _evidence(vendor, root))
-    ]
+    own = list(failures)
+    if "cpu" not in served:
+        ((cpu, error),) = ask_each([lambda: (probe_cpu(),)], seconds)
+        platforms += cpu or (bare_cpu(),)
+        own += _own_failure("the CPU", error)
+    ((present, error),) = ask_each([partial(_present, served, root)], seconds)
+    own += _own_failure("/dev and /sys", error)
     return Detection(
-        platforms=(*platforms, *(() if "cpu" in served else (probe_cpu(),))),
-        failures=tuple(failures),
-        unserved=tuple(unserved),
+        platforms=tuple(platforms),
+        failures=tuple(own),
+        unserved=tuple(
+            _diagnosis(vendor, evidence, loaded, failures) for vendor, evidence in present
+        ),
     )
 
 
-def _ask_all(plugins: Plugins, seconds: float) -> list[Platform]:
-    """What the probes found, in the order of the plugins. Failures are recorded in `plugins`."""
-    asked = [plugin for plugin in plugins.loaded if plugins.probes(plugin)]
-    found: list[Platform] = []
-    while asked:
-        answers: Answers = queue.SimpleQueue()
-        # A daemon thread can be abandoned: nothing stops one that hangs in a driver. One thread
-        # serves all probes until one hangs, as starting a thread costs more than most probes
-        worker = threading.Thread(target=_work, args=(plugins, asked, answers), daemon=True)
-        worker.start()
-        for place, plugin in enumerate(asked):
-            try:
-                platforms, error = answers.get(timeout=seconds)
-            except queue.Empty:
-                plugins.record(plugin, TimeoutError(f"no answer in {seconds:g} s"))
-                asked = asked[place + 1 :]
-                break
-            found += platforms
-            if error is not None:
-                plugins.record(plugin, error)
-        else:
-            break
-    return found
+def _order(platform: Platform) -> tuple[bool, str, str, str]:
+    return platform.vendor == "cpu", platform.vendor, platform.arch, platform.name
 
 
-Answers = queue.SimpleQueue[tuple[Sequence[Platform], BaseException | None]]
+def _present(served: Collection[str], root: Path) -> list[tuple[Vendor, str]]:
+    """Vendors that nobody serves, with the proof that a device of theirs is there."""
+    return [
+        (vendor, evidence)
+        for vendor in VENDORS.values()
+        if vendor.name not in served and (evidence := vendor.evidence(root))
+    ]
 
 
-def _work(plugins: Plugins, asked: Sequence[Plugin], answers: Answers) -> None:
-    for plugin in asked:
-        try:
-            answers.put((plugins.platforms_of(plugin), None))
-        except BaseException as error:
-            answers.put(((), error))
-
-
-def _evidence(vendor: Vendor, root: Path) -> str:
-    """The first device node or bus address that proves a device of the vendor."""
-    for pattern in vendor.nodes:
-        for node in sorted(root.glob(pattern.lstrip("/"))):
-            return f"/{node.relative_to(root)}"
-    if vendor.pci_vendor:
-        for node in sorted(root.glob("sys/class/drm/renderD*/device")):
-            address = node.resolve().name
-            # Function 02.0 of bus 0 is the graphics of the CPU's own package: no reason to warn
-            if not address.endswith("00:02.0") and _read(node / "vendor") == vendor.pci_vendor:
-                return f"PCI {address}"
-    return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]:
+    if error is None:
+        return []
+    return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
 
 
 def _diagnosis(
@@ -172,18 +148,23 @@ def _diagnosis(
 def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
     """The platform to use: the accelerator where there is exactly one kind, else the CPU.
 
-    `wanted` is a vendor, or `vendor:arch`, of a platform that was found. Raises AmbiguousPlatform
-    where several kinds of accelerator are present (or match), InvalidInput where none matches. A
-    caller that gets the CPU should say `detection.unserved` and `detection.failures` loudly.
+    `wanted` is a vendor, or `vendor:arch`, of a platform that was found, in any case. Raises
+    AmbiguousPlatform where several kinds of accelerator are present (or match), InvalidInput where
+    none matches. A caller that gets the CPU should say `detection.unserved` and
+    `detection.failures` loudly.
     """
     if wanted is None:
         return _only(detection.accelerators or detection.platforms[-1:])
-    wanted = wanted.strip().lower()
-    matching = tuple(p for p in detection.platforms if wanted in (p.vendor, f"{p.vendor}:{p.arch}"))
+    name = wanted.strip().lower()
+    matching = tuple(
+        found
+        for found in detection.platforms
+        if name in (found.vendor.lower(), f"{found.vendor}:{found.arch}".lower())
+    )
     if matching:
         return _only(matching)
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
-    notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == wanted)
+    notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == name)
     raise InvalidInput("platform", came=repr(wanted), expected=f"one of {present}{notes}")
 
 
@@ -192,6 +173,7 @@ def _only(found: Sequence[Platform]) -> Platform:
     if len(kinds) > 1:
         raise AmbiguousPlatform(
             f"several kinds of accelerator are present: {' and '.join(kinds)}; "
-            "name one (--platform VENDOR, ATTNMUX_PLATFORM, or platform in attnmux.toml)"
+            "name one (--platform VENDOR; VENDOR or VENDOR:ARCH in ATTNMUX_PLATFORM or as platform "
+            "in attnmux.toml)"
         )
     return found[0]

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.groups import Group
-from attnmux.core.choosing.platform import VENDORS, Platform
+from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.values import PHASES
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.choosing.verdict import Reason, Verdict
 from attnmux.core.errors import NoBackend
 

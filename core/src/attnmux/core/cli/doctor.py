@@ -17,7 +17,7 @@ from attnmux.core.cli.doctor_examining import Examined, examine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
-SECONDS = 15.0
+SECONDS, LONGEST = 15, 3600
 """For one plugin; a healthy one answers in less than one."""
 PROBLEMS = 1
 
@@ -37,14 +37,14 @@ class Diagnosis:
 @click.option(
     "--timeout",
     "seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.IntRange(1, LONGEST),
     default=SECONDS,
     show_default=True,
     help="Seconds that one plugin may take.",
 )
 @common_options
 @pass_run
-def doctor(run: Run, seconds: float, as_json: bool) -> int:
+def doctor(run: Run, seconds: int, as_json: bool) -> int:
     """Say what is on this machine, which plugins work, and what is broken or missing.
 
     Each plugin is loaded in a process of its own. Exits with 0 when all is well, 1 when something
@@ -83,7 +83,7 @@ def diagnose(plugins: Sequence[Examined], wanted: str | None) -> Diagnosis:
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
         failures=failures,
     )
-    problems = [*map(str, failures), *_strangers(plugins), *map(str, detection.unserved)]
+    problems = [*map(str, detection.failures), *_strangers(plugins), *map(str, detection.unserved)]
     if not plugins:
         problems.append(
             "no plugin is installed, or the configuration admits none: pip install attnmux-cpu"

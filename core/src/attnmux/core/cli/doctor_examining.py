@@ -108,7 +108,7 @@ class Child:
         if code is None:
             self._ending = f"no answer in {self._seconds:g} s"
         elif code < 0:
-            self._ending = f"killed by {signal.Signals(-code).name}"
+            self._ending = f"killed by {_signal_name(-code)}"
         else:
             self._ending = f"its process ended with {code} before all was answered"
         self.kill()
@@ -151,3 +151,10 @@ class Child:
             error=self._ending,
             traceback=text[-LONGEST_TRACEBACK:],
         )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

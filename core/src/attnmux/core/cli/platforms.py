@@ -8,7 +8,7 @@ import click
 
 from attnmux.core.choosing.probe import pick_platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import AmbiguousPlatform
+from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 
 @click.command()
@@ -20,7 +20,7 @@ def platforms(run: Run, as_json: bool) -> None:
     detection = run.detect(run.plugins(settings))
     try:
         picked = str(pick_platform(detection, settings.platform))
-    except AmbiguousPlatform as error:
+    except (AmbiguousPlatform, InvalidInput) as error:
         run.warn(str(error))
         picked = None
     if as_json:

@@ -67,6 +67,17 @@ def _devices(nvml: ModuleType) -> list[Platform]:
 def _facts(nvml: ModuleType, handle: object) -> tuple[str, int, int, int]:
     name = nvml.nvmlDeviceGetName(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
     # Older bindings return bytes
-    return name.decode() if isinstance(name, bytes) else name, major, minor, memory
+    name = name.decode() if isinstance(name, bytes) else name
+    return name, major, minor, _memory(nvml, handle)
+
+
+def _memory(nvml: ModuleType, handle: object) -> int:
+    """Bytes; 0 where NVML does not tell: a GB10 has no memory of its own, and a container with a
+    share of a device (MIG) may not ask about the whole."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError as error:
+        if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_NO_PERMISSION):
+            return 0
+        raise
