@@ -1,15 +1,10 @@
-"""Verbs run where no configuration reaches them."""
+"""Each verb runs in a folder of its own, where a test may put a configuration file."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def unconfigured(tmp_path, monkeypatch) -> None:
+def elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in os.environ:
-        if name.startswith("ATTNMUX_"):
-            monkeypatch.delenv(name)

@@ -1,0 +1,26 @@
+"""No test sees what the user of this machine has configured, named or measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Folders of its own for caches and settings, no variables, and a file that ends the search.
+
+    The search for a configuration file goes upwards from the working directory: every test's
+    folder is below the one that holds the empty file.
+    """
+    (tmp_path_factory.getbasetemp() / "attnmux.toml").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        for name in list(os.environ):
+            if name.startswith("ATTNMUX_"):
+                patch.delenv(name)
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        yield
