@@ -6,7 +6,7 @@ A new axis is a field of `Clause`, a field of `Request` (or `Platform`), and a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from attnmux.core.choosing.card import Clause
 from attnmux.core.choosing.conditions import ANY, Condition, Value
@@ -26,13 +26,18 @@ class Question:
     """Not this machine: a runtime that the platform does not state counts as new enough."""
     demands: tuple[Demand, ...] = field(init=False, repr=False, compare=False)
     """What each axis is asked for, without those that are asked for nothing."""
+    opened: InitVar[Question | None] = None
+    """The same question before the solver set what was unset: its demands are not worked out again,
+    and those that were added come last."""
 
-    def __post_init__(self) -> None:
-        demands = []
+    def __post_init__(self, opened: Question | None) -> None:
+        before = () if opened is None else opened.demands
+        demands = list(before)
         for axis in AXES:
-            value = axis.wanted(self)
-            if value is not None and value is not False:
-                demands.append((axis, value))
+            if opened is None or axis.decided:
+                value = axis.wanted(self)
+                if value is not None and value is not False and (axis, value) not in before:
+                    demands.append((axis, value))
         object.__setattr__(self, "demands", tuple(demands))
 
 
@@ -47,6 +52,8 @@ class Axis:
     """The request's field of this name is the asker's to change, so a hint can name it."""
     droppable: bool = False
     """Coercion may unset it: the engine can do without, or takes what the solver decides."""
+    decided: bool = False
+    """Where the request leaves it unset, the solver sets it."""
     weight: int = 1
     """How far a clause that fails here is from the question, when the nearest is sought."""
     since: str = "1.0"
@@ -185,12 +192,14 @@ AXES: tuple[Axis, ...] = (
         name="kv_dtype",
         wanted=lambda q: q.request.kv_dtype or q.request.dtype if q.phase in CACHED else None,
         settable=True,
+        decided=True,
     ),
     Axis(
         name="page_size",
         wanted=_cached("page_size"),
         settable=True,
         droppable=True,
+        decided=True,
     ),
     Axis(name="spec_topk", wanted=_drafting("spec_topk"), settable=True),
     Axis(name="spec_draft_tokens", wanted=_drafting("spec_draft_tokens"), settable=True),

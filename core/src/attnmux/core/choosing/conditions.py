@@ -231,8 +231,7 @@ class Runtimes(Condition):
             parsed_requirement(requirement)
 
     def admits(self, value: Value) -> bool:
-        name, _, version = str(value).partition(" ")
-        return bool(version) and any(satisfies(r, name, version) for r in self.requirements)
+        return satisfies(self.requirements, str(value))
 
     def __str__(self) -> str:
         return " or ".join(self.requirements)

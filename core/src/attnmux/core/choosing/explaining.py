@@ -20,16 +20,23 @@ def serving_clause(card: BackendCard, question: Question) -> Clause | None:
 
 def is_served(card: BackendCard, question: Question) -> bool:
     """Whether `shortcomings` would be empty, without the cost of saying why."""
-    return bool(admitting(card, card.clauses, question.demands))
+    return admits_any(card, card.clauses, question.demands)
 
 
-def admitting(
-    card: BackendCard, clauses: Iterable[Clause], demands: Sequence[Demand]
-) -> list[Clause]:
-    """Those of the card's clauses that meet the demands; none where its contract does not know
-    an axis that is asked about."""
-    found = [clause for clause in clauses if meets(clause, demands)]
-    return found if found and not _undeclared(card, demands) else []
+def admits_any(card: BackendCard, clauses: Iterable[Clause], demands: Sequence[Demand]) -> bool:
+    """Whether one of the card's clauses meets the demands, and its contract knows them all."""
+    for clause in clauses:
+        if meets(clause, demands):
+            return knows(card, demands)
+    return False
+
+
+def knows(card: BackendCard, demands: Iterable[Demand]) -> bool:
+    """Whether a contract of the card knows every axis that is asked about."""
+    for axis, _ in demands:
+        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract):
+            return False
+    return True
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
@@ -63,7 +70,6 @@ def _distance(failed: Iterable[Demand]) -> tuple[int, int]:
 
 def _undeclared(card: BackendCard, demands: Iterable[Demand]) -> list[Reason]:
     """Demands on axes that are younger than every contract the card states."""
-    later = [(axis, value) for axis, value in demands if axis.since != CONTRACTS[0]]
     return [
         Reason(
             code="UNDECLARED_FEATURE",
@@ -71,8 +77,8 @@ def _undeclared(card: BackendCard, demands: Iterable[Demand]) -> list[Reason]:
             wanted=str(value),
             offered=f"a contract ({card.contract}) that does not know it",
         )
-        for axis, value in later
-        if not within(axis.since, card.contract)
+        for axis, value in demands
+        if not knows(card, [(axis, value)])
     ]
 
 

@@ -52,13 +52,15 @@ class Problem:
     ranking: Ranking
     opposed: Opposed
 
-    def questions(self, request: Request) -> Questions:
+    def questions(self, request: Request, opened: Questions | None = None) -> Questions:
+        """What the request asks; `opened`: what it asked before its unset values were set."""
         return {
             phase: Question(
                 request=request,
                 platform=self.platform,
                 phase=phase,
                 hypothetical=self.policy.hypothetical,
+                opened=None if opened is None else opened[phase],
             )
             for phase in request.phases
         }

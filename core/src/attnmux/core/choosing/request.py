@@ -72,19 +72,17 @@ class Request:
 
     def __post_init__(self) -> None:
         origins = dict(self.origins)
-        for item in fields(self):
-            if item.name == "origins":
-                continue
-            value = getattr(self, item.name)
-            if value is not item.default:
-                value = READERS[item.name](item.name, value)
-                object.__setattr__(self, item.name, value)
-            if value != item.default:
-                origins.setdefault(item.name, "user")
+        for name, default in DEFAULTS:
+            value = getattr(self, name)
+            if value is not default:
+                value = READERS[name](name, value)
+                object.__setattr__(self, name, value)
+            if value != default:
+                origins.setdefault(name, "user")
             elif not value:
-                origins.pop(item.name, None)
+                origins.pop(name, None)
             else:
-                origins.setdefault(item.name, "default")
+                origins.setdefault(name, "default")
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -165,6 +163,9 @@ class Request:
         except InvalidInput as error:
             came = f"{error.came} in {path}"
             raise InvalidInput(error.argument, came=came, expected=error.expected) from None
+
+
+DEFAULTS = tuple((item.name, item.default) for item in fields(Request) if item.name != "origins")
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -9,21 +9,23 @@ without the one and without the other.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from attnmux.core.choosing.axes import Demand, Question
-from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.conditions import Value, joint_examples
-from attnmux.core.choosing.explaining import admitting, serving_clause
-from attnmux.core.choosing.groups import CACHED_LEADS, Group
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.conditions import Value
+from attnmux.core.choosing.eligible import (
+    FALLBACK_KV_DTYPE,
+    FALLBACK_PAGE_SIZE,
+    Opening,
+    eligible,
+    openings,
+)
+from attnmux.core.choosing.explaining import serving_clause
+from attnmux.core.choosing.groups import CACHED_LEADS
 from attnmux.core.choosing.problem import Problem, Questions, Variant
 from attnmux.core.choosing.request import Request
-
-FALLBACK_PAGE_SIZE = 1
-FALLBACK_KV_DTYPE = "bfloat16"
-"""Where neither the request nor the winner has a preference."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -50,86 +52,9 @@ def best_point(problem: Problem, variants: Sequence[Variant]) -> Point | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Eligible:
-    """An offer that serves a group where page size and KV dtype are left open."""
-
-    offer: Offer
-    clauses: tuple[list[Clause], ...]
-    """For each phase of the group, those that admit what is asked."""
-
-
-def _common(questions: Iterable[Question]) -> tuple[Demand, ...]:
-    """What all of the questions ask, in the order of the axes."""
-    asked = [question.demands for question in questions]
-    shared = set(asked[0]).intersection(*asked)
-    return tuple(demand for demand in asked[0] if demand in shared)
-
-
-def _beyond(demands: Iterable[Demand], known: Container[Demand]) -> list[Demand]:
-    return [demand for demand in demands if demand not in known]
-
-
-def _eligible(problem: Problem, questions: Questions) -> list[list[_Eligible]]:
-    """For each group, the offers that serve all of its phases.
-
-    What all phases ask, the machine first, rules most clauses out, and is asked once.
-    """
-    everywhere = _common(questions.values())
-    near = {
-        offer.address: admitting(offer.card, offer.card.clauses, everywhere)
-        for offer in problem.offers
-    }
-    found = []
-    for group in problem.groups:
-        common = _common(questions[phase] for phase in group.phases)
-        shared = _beyond(common, everywhere)
-        own = [_beyond(questions[phase].demands, common) for phase in group.phases]
-        candidates = []
-        for offer in group.offers:
-            left = near[offer.address] and admitting(offer.card, near[offer.address], shared)
-            clauses = tuple(admitting(offer.card, left, asked) for asked in own) if left else ()
-            if clauses and all(clauses) and not problem.barred(offer):
-                candidates.append(_Eligible(offer, clauses))
-        found.append(candidates)
-    return found
-
-
 def _points(problem: Problem, variant: Variant) -> Iterator[Point]:
-    eligible = _eligible(problem, variant.questions)
-    if not all(eligible):
-        return
-    clauses = [
-        clause
-        for candidates in eligible
-        for candidate in candidates
-        for admitted in candidate.clauses
-        for clause in admitted
-    ]
-    asked = {phase: set(question.demands) for phase, question in variant.questions.items()}
-    for page_size in _page_sizes(variant.request, clauses):
-        for kv_dtype in _kv_dtypes(variant.request, clauses):
-            resolved = _resolved(variant.request, page_size, kv_dtype)
-            questions = problem.questions(resolved)
-            # Setting a value can only add demands: no clause that was ruled out comes back
-            added = {
-                phase: _beyond(question.demands, asked[phase])
-                for phase, question in questions.items()
-            }
-            fitting = [
-                [candidate.offer for candidate in candidates if _fits(candidate, group, added)]
-                for group, candidates in zip(problem.groups, eligible, strict=True)
-            ]
-            if all(fitting):
-                yield from _assignments(problem, resolved, questions, fitting, variant.dropped)
-
-
-def _fits(candidate: _Eligible, group: Group, added: Mapping[str, Sequence[Demand]]) -> bool:
-    """Whether the candidate meets what a point asks beyond the variant."""
-    return all(
-        admitting(candidate.offer.card, clauses, added[phase])
-        for phase, clauses in zip(group.phases, candidate.clauses, strict=True)
-    )
+    for opening in openings(problem, variant, eligible(problem, variant.questions)):
+        yield from _assignments(problem, opening, variant.dropped)
 
 
 Merit = tuple[int, int]
@@ -138,17 +63,11 @@ Merit = tuple[int, int]
 Scored = Sequence[tuple[Merit, Offer]]
 
 
-def _assignments(
-    problem: Problem,
-    request: Request,
-    questions: Questions,
-    fitting: Sequence[Sequence[Offer]],
-    dropped: tuple[str, ...],
-) -> Iterator[Point]:
+def _assignments(problem: Problem, opening: Opening, dropped: tuple[str, ...]) -> Iterator[Point]:
     """Points at one page size and KV dtype, the best that there is among them."""
     scored = []
-    for group, offers in zip(problem.groups, fitting, strict=True):
-        question = questions[group.phases[0]]
+    for group, offers in zip(problem.groups, opening.fitting, strict=True):
+        question = opening.questions[group.phases[0]]
         scored.append(
             [
                 ((problem.policy.preference(offer), problem.ranking(offer, question).value), offer)
@@ -156,9 +75,9 @@ def _assignments(
             ]
         )
     for merits, winners in _compatible(problem, scored):
-        tie = _tie(problem, request, questions, winners)
+        tie = _tie(problem, opening, winners)
         key = (merits, len({offer.address for offer in winners}), *tie)
-        yield Point(key, request, questions, winners, dropped)
+        yield Point(key, opening.request, opening.questions, winners, dropped)
 
 
 def _compatible(
@@ -195,11 +114,10 @@ def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
     return ()
 
 
-def _tie(
-    problem: Problem, request: Request, questions: Questions, winners: tuple[Offer, ...]
-) -> tuple[object, ...]:
+def _tie(problem: Problem, opening: Opening, winners: tuple[Offer, ...]) -> tuple[object, ...]:
     """What breaks a tie: the values that decode's winner prefers, then names, then numbers."""
-    clause = serving_clause(winners[0].card, questions[problem.groups[0].phases[0]])
+    request = opening.request
+    clause = serving_clause(winners[0].card, opening.questions[problem.groups[0].phases[0]])
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     return (
@@ -215,6 +133,8 @@ def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
 
     Taking the offer that is in most lists first is optimal for up to three lists.
     """
+    if all(len(offers) == 1 for offers in ties):
+        return tuple(offer for (offer,) in ties)
     winners: dict[int, Offer] = {}
     while len(winners) < len(ties):
         places: dict[str, list[int]] = {}
@@ -226,29 +146,6 @@ def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
         address = min(places, key=lambda name: (-len(places[name]), places[name], name))
         winners.update(dict.fromkeys(places[address], by_address[address]))
     return tuple(winners[place] for place in range(len(ties)))
-
-
-def _page_sizes(request: Request, clauses: Sequence[Clause]) -> list[int]:
-    """Enough sizes that, if any size serves all groups, one of these does."""
-    if request.page_size is not None:
-        return [request.page_size]
-    examples = joint_examples(clause.page_size for clause in clauses)
-    return sorted(examples | {FALLBACK_PAGE_SIZE})
-
-
-def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:
-    """The request's, else that of the model; where both are unset, any that a candidate stores."""
-    given = request.kv_dtype or request.dtype
-    if given is not None:
-        return [given]
-    examples = {str(name) for clause in clauses for name in clause.kv_dtype.examples()}
-    return sorted(examples | {FALLBACK_KV_DTYPE})
-
-
-def _resolved(request: Request, page_size: int, kv_dtype: str) -> Request:
-    decided = {"page_size": page_size, "kv_dtype": kv_dtype}
-    unset = {name: value for name, value in decided.items() if getattr(request, name) is None}
-    return request.replace(origin="default", **unset)
 
 
 def _place(value: Value | None, preferred: Sequence[Value]) -> int:

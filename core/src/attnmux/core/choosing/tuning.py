@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from attnmux.core.choosing.axes import Question
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.checking import Rank, Ranking, prior_rank, standing
-from attnmux.core.choosing.explaining import admitting
+from attnmux.core.choosing.explaining import admits_any
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.measurement import (
     Device,
@@ -108,7 +108,7 @@ class _Measured:
         timed = self._times.get((question.phase, shape_of(question)), {})
         asked = insisted(question)
         cards = {address: self._offers[address].card for address in timed}
-        serving = [a for a, card in cards.items() if admitting(card, card.clauses, asked)]
+        serving = [a for a, card in cards.items() if admits_any(card, card.clauses, asked)]
         priors = {a: prior_rank(self._offers[a], question).value for a in serving}
         return ranks(priors, timed)
 

@@ -22,6 +22,8 @@ def _is_unset(value: object) -> bool:
 
 def _positive(name: str, value: Any) -> int | None:  # noqa: ANN401  # anything may come
     """A positive number; None where it is unset or 0."""
+    if type(value) is int and value > 0:
+        return value
     if _is_unset(value):
         return None
     number = _number(name, value, int, "a positive integer, or none")

@@ -25,10 +25,13 @@ def within(version: str, specifier: str) -> bool:
 
 
 @cache
-def satisfies(requirement: str, name: str, version: str) -> bool:
-    """Whether a version of what `name` says meets the requirement "name>=1"."""
-    parsed = parsed_requirement(requirement)
-    return parsed.name == name and within(version, str(parsed.specifier))
+def satisfies(requirements: tuple[str, ...], stated: str) -> bool:
+    """Whether what is stated, "name 1.2", meets any of the requirements, "name>=1"."""
+    name, _, version = stated.partition(" ")
+    parsed = (parsed_requirement(requirement) for requirement in requirements)
+    return bool(version) and any(
+        one.name == name and within(version, str(one.specifier)) for one in parsed
+    )
 
 
 @cache
