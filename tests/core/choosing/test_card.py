@@ -116,6 +116,21 @@ def test_a_condition_must_be_one() -> None:
         when(vendor="acme")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"phase": one_of("prefill", "decode")}, "clause, phase: expected some of extend, decode"),
+        ({"kind": one_of("gqa")}, "clause, kind: expected some of mha, mla"),
+        ({"dtype": one_of("bf16")}, "clause, dtype: expected some of bfloat16, float16"),
+        ({"kv_dtype": one_of("fp8", "bfloat16")}, "clause, kv_dtype: .*, got 'fp8'"),
+    ],
+)
+def test_a_word_that_no_request_uses_is_refused(given, said) -> None:
+    """Such a clause would never be asked, and nobody would be told why."""
+    with pytest.raises(InvalidInput, match=said):
+        when(**given)
+
+
 @pytest.mark.parametrize("given", [{"rank": "1"}, {"rank": 1, "when": "always"}])
 def test_a_prior_of_other_types_is_refused(given) -> None:
     with pytest.raises(InvalidInput, match="prior, "):

@@ -90,6 +90,7 @@ def test_a_plugin_and_its_cards(install) -> None:
         (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
         (f"{HOOK}def attnmux_cards(): raise SystemExit(1)", "cards", "SystemExit: 1"),
         (f"{HOOK}def attnmux_cards(): raise GeneratorExit", "cards", "GeneratorExit"),
+        ("def attnmux_cards(): return []", "load", "attnmux_cards is not marked with @hookimpl"),
         (f"{HOOK}def attnmux_cards(): return 3", "cards", "attnmux_cards returned 3"),
         (f"{HOOK}def attnmux_cards(): [1]", "cards", "attnmux_cards returned None"),
         (f"{HOOK}def attnmux_cards(): return ['a']", "cards", "not a list of BackendCard"),
@@ -113,6 +114,16 @@ def test_a_broken_plugin_is_a_row_and_the_others_go_on(install, source, stage, s
     assert "\n" not in failure.error
     assert "Traceback" in failure.traceback
     assert "dist-bad 0.3" in str(failure)
+
+
+def test_what_a_hook_returned_is_told_in_short(install) -> None:
+    source = GOOD.format(name="a").replace("return [", "return (").replace('b")]', 'b"), 1)')
+    install("bad", source)
+    loaded = load_plugins()
+    assert loaded.offers() == ()
+    error = only_failure(loaded).error
+    assert "attnmux_cards returned (BackendCard(" in error
+    assert len(error) < 120
 
 
 def test_an_entry_point_that_is_no_module(install) -> None:

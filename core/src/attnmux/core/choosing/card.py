@@ -12,6 +12,8 @@ from packaging.requirements import InvalidRequirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from attnmux.core.choosing.conditions import ANY, NONE, Condition
+from attnmux.core.choosing.dtypes import DTYPES
+from attnmux.core.choosing.values import KINDS, PHASES
 from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.errors import InvalidInput
 
@@ -32,6 +34,15 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a backend or an option: `plugin/name` and `BACKEND.OPTION=VALUE` must be readable."""
 
 
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "phase": PHASES,
+    "kind": KINDS,
+    "dtype": DTYPES,
+    "kv_dtype": DTYPES,
+}
+"""Axes whose values are words of a request: another word would never be asked about."""
+
+
 def _refusal(what: str, came: object, expected: str) -> InvalidInput:
     return InvalidInput(what, came=reprlib.repr(came), expected=expected)
 
@@ -44,7 +55,8 @@ class Clause:
     limit what is served (SM version, runtime, head counts) start at ANY; what is served at all
     must be said.
 
-    Raises InvalidInput for a field that holds no condition.
+    Raises InvalidInput for a field that holds no condition, and for a phase, a kind or a dtype that
+    no request could ask for.
     """
 
     vendor: Condition
@@ -87,6 +99,11 @@ class Clause:
             value = getattr(self, name)
             if not isinstance(value, Condition):
                 raise _refusal(f"clause, {name}", value, "a condition, such as one_of(…) or ANY")
+        for name, words in WORDS.items():
+            unknown = set(getattr(self, name).examples()).difference(words)
+            if unknown:
+                came = ", ".join(sorted(map(str, unknown)))
+                raise _refusal(f"clause, {name}", came, f"some of {', '.join(words)}")
 
 
 def when(**conditions: Condition) -> Clause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ class Plugins:
         try:
             self._manager.register(plugin.module, name=plugin.name)
             self._manager.check_pending()
+            for hook in vars(HookSpecs).keys() & vars(plugin.module).keys():
+                if hook.startswith("attnmux_") and not self._implementations(plugin, hook):
+                    raise PluginError(f"{hook} is not marked with @hookimpl: nobody would call it")
         except Exception as error:
             # The half-registered module would make every later check_pending fail again
             if self._manager.has_plugin(plugin.name):
@@ -157,7 +161,8 @@ class Plugins:
         for implementation in self._implementations(plugin, hook):
             answer = implementation()
             if not isinstance(answer, list) or not all(isinstance(x, expected) for x in answer):
-                raise PluginError(f"{hook} returned {answer!r}, not a list of {expected.__name__}")
+                came = reprlib.repr(answer)
+                raise PluginError(f"{hook} returned {came}, not a list of {expected.__name__}")
             found += answer
         return found
 
