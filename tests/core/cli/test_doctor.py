@@ -209,11 +209,16 @@ def test_a_device_without_its_plugin(ask, tmp_path, monkeypatch) -> None:
     )
 
 
-def test_no_plugin_at_all(ask, monkeypatch) -> None:
+def test_no_plugin_at_all(ask, tmp_path, monkeypatch) -> None:
+    """None is asked for, and the one that is there is not imported."""
+    trace = tmp_path / "trace"
+    source = f"open({str(trace)!r}, 'w')"
+    for result in (ask("--no-plugins", bad=source), ask("--json", "--no-plugins")):
+        assert result.exit_code == 1
+        assert "no plugin is installed" in result.stdout
     monkeypatch.setenv("ATTNMUX_NO_PLUGINS", "1")
-    result = ask()
-    assert result.exit_code == 1
-    assert "no plugin is installed" in result.stdout
+    assert "no plugin is installed" in ask().stdout
+    assert not trace.exists()
 
 
 def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:

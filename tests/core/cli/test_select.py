@@ -170,6 +170,10 @@ def test_no_plugins(call, monkeypatch) -> None:
     assert result.exit_code == 3
     assert "no plugin offers one" in result.stderr
     assert "no plugin is loaded: no_plugins (ATTNMUX_NO_PLUGINS) admits none" in result.stderr
+    monkeypatch.delenv("ATTNMUX_NO_PLUGINS")
+    result = call("--platform", HERE, "--no-plugins")
+    assert result.exit_code == 3
+    assert "no plugin is loaded: no_plugins (--no-plugins) admits none" in result.stderr
 
 
 def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:

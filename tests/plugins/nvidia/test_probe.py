@@ -70,10 +70,11 @@ class Nvml(ModuleType):
 @pytest.fixture
 def nvml(monkeypatch, tmp_path):
     """Put a stand-in in place of `pynvml`, on a machine with the driver."""
-    (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(module, "DRIVER_NODES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(module, "DRIVER_NODE", str(tmp_path / "nvidiactl"))
+    monkeypatch.setattr(module, "GUEST_NODE", str(tmp_path / "dxg"))
 
-    def use(**given) -> Nvml:
+    def use(node: str = "nvidiactl", **given) -> Nvml:
+        (tmp_path / node).touch()
         fake = Nvml(**given)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         return fake
@@ -123,14 +124,26 @@ def test_no_devices(nvml) -> None:
     assert fake.open == 0
 
 
-@pytest.mark.parametrize("code", [12, 9])
-def test_no_driver_is_no_device(nvml, code) -> None:
-    nvml(init=code)
+@pytest.mark.parametrize(("node", "code"), [("nvidiactl", 9), ("dxg", 9), ("dxg", 12)])
+def test_no_driver_is_no_device(nvml, node, code) -> None:
+    nvml(node, init=code)
     assert attnmux_platforms() == []
 
 
+def test_a_driver_whose_library_the_container_lacks_is_an_error_that_says_what_to_do(nvml) -> None:
+    nvml(init=12)
+    with pytest.raises(PluginError, match="NVIDIA_DRIVER_CAPABILITIES to name utility"):
+        attnmux_platforms()
+
+
+def test_a_linux_guest_of_windows(nvml) -> None:
+    nvml("dxg", devices=(H200,))
+    assert [found.arch for found in attnmux_platforms()] == ["sm90"]
+
+
 def test_without_the_driver_s_nodes_the_library_is_not_even_imported(monkeypatch) -> None:
-    monkeypatch.setattr(module, "DRIVER_NODES", ("/nonexistent/nvidiactl",))
+    monkeypatch.setattr(module, "DRIVER_NODE", "/nonexistent/nvidiactl")
+    monkeypatch.setattr(module, "GUEST_NODE", "/nonexistent/dxg")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert attnmux_platforms() == []
 

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.plugins import Plugins, load_plugins
 from attnmux.core.choosing.probe import Detection, detect
 from attnmux.core.settings import Settings
@@ -27,12 +28,16 @@ class Run:
     """One invocation of the command."""
 
     debug: bool = False
+    no_plugins: bool = False
     warnings: list[str] = field(default_factory=list)
     """What was said on stderr and belongs into a JSON answer too."""
 
     def settings(self) -> Settings:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
+        if self.no_plugins:
+            sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
+            return replace(settings, no_plugins=True, sources=sources)
         return settings
 
     def plugins(self, settings: Settings) -> Plugins:
@@ -90,8 +95,14 @@ def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         run.debug = run.debug or value
 
 
+def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.no_plugins = value
+
+
 def common_options(command: F) -> F:
-    """The options of every verb: --json and --debug."""
+    """The options of every verb: --json, --no-plugins and --debug."""
     command = click.option(
         "--debug",
         is_flag=True,
@@ -99,6 +110,13 @@ def common_options(command: F) -> F:
         is_eager=True,
         callback=_set_debug,
         help="Show the traceback of an error.",
+    )(command)
+    command = click.option(
+        "--no-plugins",
+        is_flag=True,
+        expose_value=False,
+        callback=_set_no_plugins,
+        help="Load no plugin.",
     )(command)
     return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
 

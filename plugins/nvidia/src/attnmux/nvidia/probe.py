@@ -9,8 +9,9 @@ from types import ModuleType
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
 
-DRIVER_NODES = ("/dev/nvidiactl", "/dev/dxg")
-"""What the driver makes, under Linux and under WSL; without either NVML cannot start."""
+DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
+"""What the driver makes under Linux, and Windows for any vendor's in WSL; without either NVML
+cannot start."""
 
 
 def probe() -> list[Platform]:
@@ -21,13 +22,19 @@ def probe() -> list[Platform]:
 
     Raises PluginError where the driver is there and does not answer.
     """
-    if not any(Path(node).exists() for node in DRIVER_NODES):
+    loaded = Path(DRIVER_NODE).exists()
+    if not loaded and not Path(GUEST_NODE).exists():
         return []
     import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415  # no types; costs milliseconds that a machine without the driver spares
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
+        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND and loaded:
+            raise PluginError(
+                "the driver is loaded and its library libnvidia-ml.so.1 is not to be found: "
+                "a container needs NVIDIA_DRIVER_CAPABILITIES to name utility"
+            ) from error
         if error.value in (
             pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
