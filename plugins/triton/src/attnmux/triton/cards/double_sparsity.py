@@ -1,18 +1,20 @@
-"""The card of double sparsity: decode over the tokens that matter."""
+"""The card of double sparsity: decode over the tokens that matter.
+
+Limits and defaults are those of SGLang, which had it until April 2026: `sparse_flash_decode_stage1`
+and `stage2` of double_sparsity_attention.py, and its server's arguments `--ds-…`.
+"""
 
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import anything_but, emulated, multiple_of, one_of
+from attnmux.core.choosing.conditions import anything_but, emulated, one_of
+from attnmux.triton.cards.triton import REQUIRES
 
 DOUBLE_SPARSITY = BackendCard(
     name="double_sparsity",
     summary="an approximation: decode reads a request's heaviest tokens, found by a few channels",
     status="planned",
-    requires=(
-        "torch>=2.11",
-        ("triton>=3.6", "pytorch-triton-rocm>=3.6", "triton-rocm>=3.6", "pytorch-triton-xpu>=3.6"),
-    ),
+    requires=REQUIRES,
     extra="triton",
     companions=("triton",),
     # All of them say how far the result may be from that of dense attention.
@@ -27,6 +29,7 @@ DOUBLE_SPARSITY = BackendCard(
             name="heavy_channel_num",
             type=int,
             default=32,
+            choices=(16, 32, 64, 128),
             summary="channels of K that the first, approximate scores are made of",
         ),
         Option(
@@ -53,7 +56,7 @@ DOUBLE_SPARSITY = BackendCard(
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
             page_size=emulated(1),
-            head_dim=multiple_of(1, most=256),
+            head_dim=one_of(128, 64, 32, 16),
         )
         for dtype in ("bfloat16", "float16")
     ),

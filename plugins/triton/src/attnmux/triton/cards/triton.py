@@ -15,6 +15,10 @@ from attnmux.core.choosing.conditions import (
     one_of,
 )
 
+REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
+"""torch brings Triton, for AMD and Intel under names of their own: 2.11 pins 3.6 on NVIDIA and AMD,
+3.7 on Intel."""
+
 TOKENS = emulated(1)
 """The kernels gather by token index, so that pages of any size are lists of tokens to them."""
 
@@ -49,8 +53,9 @@ def _clauses(dtype: str) -> Iterator[Clause]:
                 # Images are a prefill without a cache, not causal.
                 phase=one_of("extend", "decode", "verify", "draft", "encoder"),
                 kind=one_of("mha"),
-                # Tiles are sized for up to 576 columns of K and 512 of V.
-                head_dim=multiple_of(1, most=576),
+                # No limit is stated. The largest tiles that SGLang's kernels name are of 512 columns
+                # (`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K).
+                head_dim=multiple_of(1, most=512),
                 v_head_dim=multiple_of(1, most=512),
                 sliding_window=ANY,
                 attention_chunk=ANY,
@@ -96,11 +101,7 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     status="planned",
-    # AMD's and Intel's builds of torch bring Triton under names of their own.
-    requires=(
-        "torch>=2.11",
-        ("triton>=3.6", "pytorch-triton-rocm>=3.6", "triton-rocm>=3.6", "pytorch-triton-xpu>=3.6"),
-    ),
+    requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
