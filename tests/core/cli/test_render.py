@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.libraries import missing
 from attnmux.core.choosing.outcomes import outcomes
@@ -17,7 +18,8 @@ AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
 
 def offer(name: str, **card: object) -> Offer:
     clauses = (Clause(**dict.fromkeys(AXES, ANY)),)
-    made = BackendCard(name=name, summary=":smile:", clauses=clauses, factory="a:b", **card)
+    card.setdefault("factory", "a:b")
+    made = BackendCard(name=name, summary=":smile:", clauses=clauses, **card)
     return Offer(card=made, plugin="fake", distribution="attnmux-fake")
 
 
@@ -32,3 +34,10 @@ def test_brackets_are_no_markup(capsys) -> None:
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("'attnmux-fake[torch]'") == 2
     assert ":smile:" in said
+
+
+def test_a_planned_backend_has_nothing_to_install(capsys) -> None:
+    soon = offer("soon", status="planned", factory=None, requires=("torch>=2",), extra="torch")
+    render_backends([(soon, standing(soon, Policy(), {}.get))])
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split()[3:] == ["planned", ":smile:"]

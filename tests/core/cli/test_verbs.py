@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import importlib_metadata
@@ -11,6 +13,8 @@ from click.testing import CliRunner
 from attnmux.core import cli
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
+
+MODEL = {"hidden_size": 64, "num_attention_heads": 1, "torch_dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -46,6 +50,17 @@ def test_help_lists_the_verbs(call, outside, flag) -> None:
     assert result.exit_code == 0
     for name in (*module.VERBS, "sing"):
         assert name in result.output
+
+
+def test_what_the_terminal_cannot_say_is_escaped(outside, tmp_path, monkeypatch) -> None:
+    outside()
+    monkeypatch.chdir(tmp_path)
+    Path("mö del").mkdir()
+    Path("mö del/config.json").write_text(json.dumps(MODEL))
+    args = ["select", "--model", "mö del", "--platform", "cpu:x86_64", "--explain"]
+    result = CliRunner(charset="ascii").invoke(verbs, args)
+    assert result.exit_code in (0, 3)
+    assert "mha (m\\xf6 del)" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,17 @@ def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
             offer.card.name,
             offer.plugin,
             f"{offer.distribution} {offer.version}".strip(),
-            "; ".join(reason.hint or str(reason) for reason in reasons) or "ready",
+            _here(reasons),
             offer.card.summary,
         )
     _print_table(table)
+
+
+def _here(reasons: Sequence[Reason]) -> str:
+    """What a backend lacks to run here. No installation makes a planned one run."""
+    if any(reason.code == "PLANNED" for reason in reasons):
+        return "planned"
+    return "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
 
 
 def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,10 @@ class Verbs(click.Group):
     ) -> object:
         """Run a verb; where standalone, end the process with the exit code."""
         run = Run()
+        # A model's name or text may hold what the terminal's encoding cannot say
+        for stream in (sys.stdout, sys.stderr):
+            if standalone_mode and isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
