@@ -234,6 +234,38 @@ def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:
     assert max(map(len, tables.splitlines())) <= 100
 
 
+def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> None:
+    cards = """
+    return [
+        BackendCard(name=name, summary="", factory="a:b", clauses=clauses, status=status,
+                    requires=("no_such_library>=2",) if needs else ())
+        for name, clauses, status, needs in (
+            ("other", (when(vendor=one_of("zeta", "omega")),), "available", True),
+            ("unmade", (when(vendor=one_of("acme")),), "planned", True),
+            ("unwanted", (), "available", False),
+            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), "available", True),
+        )
+    ]
+"""
+    head = "from attnmux.core.choosing.card import when\n"
+    head += "from attnmux.core.choosing.conditions import ANY, one_of\n"
+    source = head + GOOD.partition("    return [BackendCard(")[0] + cards
+    monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
+    result = ask(good=source)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.partition("libraries")[2].splitlines()
+    said = {line.split()[0]: line.split(None, 1)[1].strip() for line in table if "good/" in line}
+    assert said == {
+        "good/other": "other hardware",
+        "good/unmade": "planned",
+        "good/unwanted": "denied",
+        "good/here": "lacks libraries  no_such_library>=2: missing",
+    }
+    assert result.stdout.count("pip install") == 1
+    backends = rows(ask("--json"))["dist-good"]["backends"]
+    assert [backend["vendors"] for backend in backends] == [["omega", "zeta"], ["acme"], [], []]
+
+
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "3601", "soon"])
 def test_a_bad_timeout_is_refused(ask, seconds) -> None:
     assert ask("--timeout", seconds).exit_code == 2

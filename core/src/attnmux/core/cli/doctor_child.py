@@ -48,7 +48,8 @@ def main(request: str) -> None:
     mine = [entry for entry in among if entry.identity == tuple(asked["identity"])]
     plugins = load_entries(mine, among=among)
     tell("cards", failures=_failures(plugins))
-    backends = [_backend(offer) for offer in plugins.offers()]
+    policy = Policy(**{name: names and tuple(names) for name, names in asked["policy"].items()})
+    backends = [_backend(offer, policy) for offer in plugins.offers()]
     tell("platforms", failures=_failures(plugins), backends=backends)
     platforms = _platforms(plugins)
     tell(
@@ -74,15 +75,22 @@ def _platforms(plugins: Plugins) -> list[Platform]:
     return found
 
 
-def _backend(offer: Offer) -> dict[str, Any]:
-    reasons = standing(offer, Policy(), installed_version)
+def _backend(offer: Offer, policy: Policy) -> dict[str, Any]:
+    reasons = standing(offer, policy, installed_version)
     return {
         "name": offer.card.name,
         "address": offer.address,
         "status": offer.card.status,
+        "vendors": _vendors(offer.card),
         "reasons": [asdict(reason) for reason in reasons],
         "libraries": libraries(offer.card, offer.distribution),
     }
+
+
+def _vendors(card: BackendCard) -> list[str]:
+    """Whose devices the card is for; empty where a clause admits more than it can list."""
+    listed = [clause.vendor.examples() for clause in card.clauses]
+    return sorted({str(name) for names in listed for name in names}) if all(listed) else []
 
 
 def libraries(card: BackendCard, distribution: str) -> list[dict[str, str]]:

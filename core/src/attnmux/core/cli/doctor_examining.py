@@ -37,7 +37,7 @@ class Examined:
     distribution: str
     version: str
     backends: tuple[Mapping[str, Any], ...] = ()
-    """Name, address, status, reasons and libraries of each."""
+    """Name, address, status, vendors, reasons and libraries of each."""
     platforms: tuple[Platform, ...] = ()
     failures: tuple[PluginFailure, ...] = ()
 
@@ -86,6 +86,7 @@ class Child:
             "identity": entry.identity,
             "allow": allow,
             "deny": deny,
+            "policy": {"allow": settings.allow_backends, "deny": settings.deny_backends},
             "answer": str(self._answer),
             "seconds": 0.9 * seconds,
         }

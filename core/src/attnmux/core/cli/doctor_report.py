@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,12 @@ from attnmux.core.cli.doctor import Diagnosis
 from attnmux.core.cli.doctor_examining import Examined
 from attnmux.core.cli.render import WIDTH, render_platforms
 
-HERE = {"CONTRACT": "other contract", "PLANNED": "planned", "LIBRARY": "lacks libraries"}
+HERE = {
+    "CONTRACT": "other contract",
+    "PLANNED": "planned",
+    "DENIED": "denied",
+    "LIBRARY": "lacks libraries",
+}
 """What keeps a backend from running, by the code of the first reason."""
 
 
@@ -82,12 +87,22 @@ def _state(plugin: Examined) -> str:
 
 def _backends(diagnosis: Diagnosis) -> Table:
     table = _table("backend", "here", "libraries")
+    present = {platform.vendor for platform in diagnosis.detection.platforms}
     for plugin in diagnosis.plugins:
         for backend in plugin.backends:
-            reasons = backend["reasons"]
-            here = HERE.get(reasons[0]["code"], "no") if reasons else "ready"
-            table.add_row(backend["address"], here, "\n".join(_libraries(backend)))
+            here = _here(backend, present)
+            # Nobody is told to install what would not make the backend run
+            mendable = here in ("ready", HERE["LIBRARY"])
+            libraries = "\n".join(_libraries(backend)) if mendable else ""
+            table.add_row(backend["address"], here, libraries)
     return table
+
+
+def _here(backend: Mapping[str, Any], present: Set[str]) -> str:
+    if backend["vendors"] and present.isdisjoint(backend["vendors"]):
+        return "other hardware"
+    reasons = backend["reasons"]
+    return HERE.get(reasons[0]["code"], "no") if reasons else "ready"
 
 
 def _libraries(backend: Mapping[str, Any]) -> Iterator[str]:
