@@ -48,7 +48,8 @@ def main(request: str) -> None:
     mine = [entry for entry in among if entry.identity == tuple(asked["identity"])]
     plugins = load_entries(mine, among=among)
     tell("cards", failures=_failures(plugins))
-    policy = Policy(**{name: names and tuple(names) for name, names in asked["policy"].items()})
+    allowed, denied = asked["backends"]
+    policy = Policy(allow=None if allowed is None else tuple(allowed), deny=tuple(denied))
     backends = [_backend(offer, policy) for offer in plugins.offers()]
     tell("platforms", failures=_failures(plugins), backends=backends)
     platforms = _platforms(plugins)

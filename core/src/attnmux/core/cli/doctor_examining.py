@@ -86,7 +86,7 @@ class Child:
             "identity": entry.identity,
             "allow": allow,
             "deny": deny,
-            "policy": {"allow": settings.allow_backends, "deny": settings.deny_backends},
+            "backends": (settings.allow_backends, settings.deny_backends),
             "answer": str(self._answer),
             "seconds": 0.9 * seconds,
         }
