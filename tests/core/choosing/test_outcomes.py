@@ -186,6 +186,22 @@ def test_a_refusal(offer, cpu) -> None:
     assert {each.standing for each in told if each.backend == "b"} == {"rejected"}
 
 
+def test_a_refusal_tells_of_the_named_first(offer, cpu) -> None:
+    cards = [
+        offer("fits"),
+        offer("half", phase=one_of("decode"), aliases=("asked",)),
+        offer("small", page_size=one_of(8)),
+    ]
+    request, policy = Request.parse("page_size=16"), Policy(prefill_backend="asked")
+    with pytest.raises(NoBackend) as caught:
+        solve(request, cpu, cards, policy)
+    told = outcomes_of_refusal(request, caught.value.candidates, cards, policy)
+    assert [(each.backend, each.phases) for each in told[:2]] == [
+        ("half", ("extend",)),
+        ("fits", ("extend",)),
+    ]
+
+
 def test_what_must_not_serve_beside_the_winner(tell, offer) -> None:
     """The extend half wins by rank where decode's winner is another's enemy."""
     cards = [

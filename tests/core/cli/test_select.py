@@ -164,6 +164,20 @@ def test_the_file_and_the_environment_name_backends(call, tmp_path, monkeypatch)
     assert call("--platform", HERE).exit_code == 0
 
 
+def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, monkeypatch) -> None:
+    """A last resort for a machine that has better is no answer about that machine."""
+    args = ("--platform", "nvidia:sm90,cuda=12.8", "--json")
+    monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", "cpu")
+    data = answer(call(*args))
+    assert {choice["plugin"] for choice in data["phases"].values()} == {"cpu"}
+    (warning,) = data["warnings"]
+    assert warning.startswith("attnmux-nvidia, which serves nvidia, is ")
+    assert warning in call(*args).stderr
+    assert answer(call("--platform", HERE, "--json"))["warnings"] == []
+    other = call("--platform", "acme:m1,device=cpu,runtime=acmert 1", "--json")
+    assert answer(other)["warnings"] == []
+
+
 def test_no_plugins(call, monkeypatch) -> None:
     monkeypatch.setenv("ATTNMUX_NO_PLUGINS", "true")
     result = call("--platform", HERE)

@@ -83,7 +83,10 @@ def unknown_backend(
     if meant in sources and meant not in offered:
         parts.append(_how_to_get(meant, sources[meant], libraries))
     if not meant:
-        parts.append(f"the installed plugins offer {', '.join(offered) or 'none'}")
+        names = sorted(
+            {word for offer in offers for word in (offer.card.name, *offer.card.aliases)}
+        )
+        parts.append(f"the installed plugins offer {', '.join(names) or 'none'}")
     return UnknownBackend(name, known=offered, hint=" ".join(parts))
 
 

@@ -14,6 +14,7 @@ from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.groups import CACHED_LEADS, FOLLOWERS
+from attnmux.core.choosing.naming import means
 from attnmux.core.choosing.outcome import Outcome, joined, told_of
 from attnmux.core.choosing.pairs import opposed
 from attnmux.core.choosing.policy import Policy
@@ -34,7 +35,7 @@ def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tup
 def outcomes_of_refusal(
     request: Request, candidates: Sequence[Verdict], offers: Iterable[Offer], policy: Policy
 ) -> tuple[Outcome, ...]:
-    """The same where nothing was decided: what stood against each candidate."""
+    """The same where nothing was decided: what stood against each candidate, the named first."""
     cards = _by_key(offers)
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
@@ -47,7 +48,13 @@ def outcomes_of_refusal(
             why = f"fits, but {named[1]} was named" if named else f"fits, but {blocked}"
         offer = cards.get((verdict.plugin, verdict.backend))
         found.append(told_of(verdict, offer, verdict.verdict, why, verdict.reasons))
-    return joined(found)
+
+    def is_named(outcome: Outcome) -> bool:
+        offer = cards.get((outcome.plugin, outcome.backend))
+        names = (policy.named_for(_together(request, phase)[0]) for phase in outcome.phases)
+        return offer is not None and any(named and means(named[1], offer) for named in names)
+
+    return tuple(sorted(joined(found), key=lambda outcome: not is_named(outcome)))
 
 
 class _Account:

@@ -9,6 +9,7 @@ import click
 
 from attnmux.core.choosing.checking import Ranking, prior_rank
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.platform_text import GRAMMAR
 from attnmux.core.choosing.plugins import Plugins
@@ -16,6 +17,7 @@ from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import pick_platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
@@ -155,8 +157,20 @@ def machine(
 ) -> tuple[Platform, bool]:
     """(the platform, whether it is only a question about another machine)."""
     if wanted is not None and ":" in wanted:
-        return Platform.parse(wanted), True
+        device = Platform.parse(wanted)
+        warn_of_absent_plugin(run, plugins, device.vendor)
+        return device, True
     return pick_platform(run.detect(plugins), wanted or settings.platform), False
+
+
+def warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
+    """Without the vendor's own backends the answer is not the one that its machine would give."""
+    row = VENDORS.get(vendor)
+    offering = {offer.distribution for offer in plugins.offers()}
+    if row is not None and offering and row.distribution not in offering:
+        there = installed_version(row.distribution) is not None
+        fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"
+        run.warn(f"{row.distribution}, which serves {vendor}, {fix}; the others are ranked alone")
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
