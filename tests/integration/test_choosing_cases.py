@@ -224,10 +224,8 @@ def test_flashmla_for_prefill_alone_does_not_slip_past_its_page_size(choose) -> 
     asked = f"{LATENT},page_size=16"
     with pytest.raises(NoBackend) as caught:
         choose("nvidia:sm90", asked, prefill_backend="flashmla")
-    assert reasons(caught.value, "flashmla", "extend") == [
-        ("PHASE", ""),
-        ("PAGE_SIZE", "page_size=64"),
-    ]
+    # No page size makes it prefill
+    assert reasons(caught.value, "flashmla", "extend") == [("PHASE", ""), ("PAGE_SIZE", "")]
 
 
 @pytest.mark.parametrize("field", ["backend", "decode_backend"])
@@ -249,7 +247,8 @@ def test_fa4_beside_trtllm_mha_is_refused_under_a_page_of_32_and_of_128(choose, 
     }
     with pytest.raises(NoBackend) as caught:
         choose("nvidia:sm100", f"{DENSE},page_size=32", **named)
-    assert reasons(caught.value, "fa4", "extend") == [("PAGE_SIZE", "page_size=128")]
+    # Pages of 128 would not help
+    assert reasons(caught.value, "fa4", "extend") == [("PAGE_SIZE", ""), ("EXCLUDED", "")]
     with pytest.raises(NoBackend, match="never shares a KV cache with trtllm_mha") as caught:
         choose("nvidia:sm100", f"{DENSE},page_size=128", **named)
     assert reasons(caught.value, "fa4", "extend") == [("EXCLUDED", "")]

@@ -16,6 +16,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.verdict import Verdict
 from attnmux.core.errors import NoBackend, UnknownBackend
 
 CPU = Platform.parse("cpu:x86_64")
@@ -154,33 +155,83 @@ def test_nothing_that_the_user_set_is_changed_without_leave(request, found) -> N
 @given(requests, cards, st.sampled_from(PHASES))
 def test_hints_tell_the_truth(request, card, phase) -> None:
     verdict = check(card, phase, request, CPU)
-    hints = [reason.hint for reason in verdict.reasons if reason.hint]
-    if not hints:
+    hints = [reason.hint for reason in verdict.reasons]
+    assert all(hints) or not any(hints)
+    if hints and all(hints):
+        changed = request.replace(**parse_fields(",".join(hints)))
+        assert check(card, phase, changed, CPU).verdict == "fits"
+
+
+FLAGS = {"extend": "prefill_backend", "decode": "decode_backend", "encoder": "mm_backend"}
+LEADS = {"backend": ("extend", "decode"), "prefill_backend": ("extend",)}
+LEADS |= {"decode_backend": ("decode",), "mm_backend": ("encoder",)}
+names = st.dictionaries(st.sampled_from(sorted(LEADS)), st.sampled_from(NAMES))
+
+
+def following(request: Request, verdict: Verdict) -> dict[str, str]:
+    """What the hints of a verdict say to change; empty where it has none."""
+    return parse_fields(",".join(reason.hint for reason in verdict.reasons))
+
+
+def named_for(request: Request, verdict: Verdict, policy: Policy) -> Policy:
+    """The policy with the verdict's backend named for its phase."""
+    leader = "decode" if request.speculative_attention_mode == "decode" else "extend"
+    lead = leader if verdict.phase in ("verify", "draft") else verdict.phase
+    return replace(policy, **{FLAGS[lead]: f"{verdict.plugin}/{verdict.backend}"})
+
+
+def leads_on(request, found, policy, changed: frozenset[str] = frozenset()) -> bool:
+    """Whether hints lead to a decision without one field being changed twice."""
+    decided = outcome(request, found, policy)
+    if isinstance(decided, Decision):
+        return True
+    ways = [(verdict, following(request, verdict)) for verdict in decided]
+    return any(
+        leads_on(
+            request.replace(**way),
+            found,
+            named_for(request, verdict, policy),
+            changed | way.keys(),
+        )
+        for verdict, way in ways
+        if way and changed.isdisjoint(way)
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests, offers, names)
+def test_hints_hold_for_the_whole_question(request, found, given) -> None:
+    """Of pairs and named backends too: whoever follows them comes to a decision with the backend
+    that was meant, if need be by way of hints for the others."""
+    if not {offer.card.name for offer in found}.issuperset(given.values()):
         return
-    changed = request.replace(**parse_fields(",".join(hints)))
-    after = check(card, phase, changed, CPU)
-    if len(hints) == len(verdict.reasons):
-        assert after.verdict == "fits"
-    else:
-        assert len(after.reasons) < len(verdict.reasons)
-        hinted = {reason.axis for reason in verdict.reasons if reason.hint}
-        assert hinted.isdisjoint(reason.axis for reason in after.reasons)
+    policy = Policy(**given)
+    decided = outcome(request, found, policy)
+    for verdict in decided.candidates if isinstance(decided, Decision) else decided:
+        hints = [reason.hint for reason in verdict.reasons]
+        assert all(hints) or not any(hints)
+        way = following(request, verdict)
+        if way:
+            named = named_for(request, verdict, policy)
+            assert leads_on(request.replace(**way), found, named, frozenset(way))
 
 
 @settings(max_examples=200, deadline=None)
-@given(requests, offers)
-def test_the_hints_of_a_refusal_tell_the_truth(request, found) -> None:
-    """Those of each candidate, taken at its word."""
-    refused = outcome(request, found, Policy())
-    if isinstance(refused, Decision):
+@given(requests, offers, names)
+def test_a_hint_that_would_help_is_told(request, found, given) -> None:
+    """Where a backend alone would fit after a change, and all others are served beside it."""
+    if not {offer.card.name for offer in found}.issuperset(given.values()):
         return
+    policy = Policy(**given)
+    decided = outcome(request, found, policy)
     by_plugin = {offer.plugin: offer.card for offer in found}
-    for verdict in refused:
-        hints = [reason.hint for reason in verdict.reasons]
-        if hints and all(hints):
-            changed = request.replace(**parse_fields(",".join(hints)))
-            after = check(by_plugin[verdict.plugin], verdict.phase, changed, CPU)
-            assert after.verdict == "fits"
+    for verdict in decided.candidates if isinstance(decided, Decision) else decided:
+        alone = check(by_plugin[verdict.plugin], verdict.phase, request, CPU)
+        way = following(request, alone)
+        if way and verdict.reasons:
+            named = named_for(request, verdict, policy)
+            helped = outcome(request.replace(**way), found, named)
+            assert bool(following(request, verdict)) or not isinstance(helped, Decision)
 
 
 RELAXED = {
@@ -212,10 +263,6 @@ def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> No
         for verdict in before.candidates:
             if verdict.phase in relaxed.phases and verdict.verdict == "fits":
                 assert told[verdict.plugin, verdict.phase] == "fits"
-
-
-LEADS = {"backend": ("extend", "decode"), "prefill_backend": ("extend",)}
-LEADS |= {"decode_backend": ("decode",), "mm_backend": ("encoder",)}
 
 
 @settings(max_examples=200, deadline=None)

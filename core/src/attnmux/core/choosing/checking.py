@@ -18,7 +18,7 @@ from attnmux.core.choosing.libraries import (
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.verdict import Reason, Verdict, without_hints
 from attnmux.core.choosing.version_ranges import within
 
 
@@ -87,6 +87,8 @@ def check(
         request=request, platform=platform, phase=phase, hypothetical=policy.hypothetical
     )
     reasons = standing(offer, policy, known) + shortcomings(card, question)
+    if not all(reason.hint for reason in reasons):
+        reasons = without_hints(reasons)
     return verdict(offer, phase, reasons, None if reasons else ranking(offer, question))
 
 

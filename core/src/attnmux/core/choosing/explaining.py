@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -45,19 +45,31 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     The reasons are those of the clause that comes nearest: fewest conditions that do not hold,
     those of the machine counting more than what the asker can change; among equals the one that
     asks for a change of what the engine can do without (a page size, not the breadth of a draft).
-    Hints are left out where following them all would not remove them all.
+    All have a hint, or none has: following some of them would not make the card serve.
     """
-    undeclared = _undeclared(card, question.demands)
     if not card.clauses:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
-    failures = [(clause, failing(clause, question)) for clause in card.clauses]
-    clause, failed = min(failures, key=lambda pair: _distance(pair[1]))
-    if not failed:
-        return undeclared
-    told = _hints(clause, question, failed)
+    undeclared = _undeclared(card, question.demands)
+    clause, failed = _nearest(card, question)
+    told = {} if undeclared else _hints(failed, _changes(clause, question, failed))
     return undeclared + [
         axis.reason(clause, value, told.get(axis.name, "")) for axis, value in failed
     ]
+
+
+def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
+    """The fields to change, and to what, so that the card serves the question: {} where it does,
+    None where no change makes it."""
+    if not card.clauses or not knows(card, question.demands):
+        return None
+    clause, failed = _nearest(card, question)
+    return _changes(clause, question, failed) or None if failed else {}
+
+
+def _nearest(card: BackendCard, question: Question) -> tuple[Clause, list[Demand]]:
+    """The clause that comes nearest, and the demands that it does not meet."""
+    failures = [(clause, failing(clause, question)) for clause in card.clauses]
+    return min(failures, key=lambda pair: _distance(pair[1]))
 
 
 def _distance(failed: Iterable[Demand]) -> tuple[int, int]:
@@ -83,28 +95,33 @@ def _undeclared(card: BackendCard, demands: Iterable[Demand]) -> list[Reason]:
 
 
 @lru_cache(maxsize=1024)
-def _changed(request: Request, changes: tuple[tuple[str, str], ...]) -> Request:
+def changed(request: Request, changes: tuple[tuple[str, str], ...]) -> Request:
     """Many cards ask for the same change of the same request."""
     return request.replace(**dict(changes))
 
 
-def _hints(clause: Clause, question: Question, failed: list[Demand]) -> dict[str, str]:
-    """By axis, the change that helps: together they leave nothing that the asker could change.
+def _changes(clause: Clause, question: Question, failed: Sequence[Demand]) -> dict[str, str]:
+    """By field, the values with which the clause serves the question; {} where none are enough.
 
     A change can call for another, on an axis that did not fail: an unset KV dtype follows the
-    dtype. Such a change is told along with the first.
+    dtype.
     """
     changes: dict[str, str] = {}
-    first = [axis.name for axis, _ in failed if axis.settable]
-    settable = [(axis, value) for axis, value in failed if axis.settable]
-    while settable:
-        if any(axis.name in changes for axis, _ in settable):
+    while failed:
+        if any(not axis.settable or axis.name in changes for axis, _ in failed):
             return {}
-        changes.update((axis.name, axis.remedy(clause, value)) for axis, value in settable)
-        changed = replace(question, request=_changed(question.request, tuple(changes.items())))
-        settable = [(axis, value) for axis, value in failing(clause, changed) if axis.settable]
+        changes.update((axis.name, axis.remedy(clause, value)) for axis, value in failed)
+        request = changed(question.request, tuple(changes.items()))
+        failed = failing(clause, replace(question, request=request))
+    return changes
+
+
+def _hints(failed: Sequence[Demand], changes: Mapping[str, str]) -> dict[str, str]:
+    """The changes, as hints by axis; those on axes that did not fail go along with the first."""
+    if not changes:
+        return {}
+    first = [axis.name for axis, _ in failed]
     told = {name: f"{name}={changes[name]}" for name in first}
     along = [f"{name}={changes[name]}" for name in changes if name not in first]
-    if along:
-        told[first[0]] = ",".join([told[first[0]], *along])
+    told[first[0]] = ",".join([told[first[0]], *along])
     return told

@@ -90,6 +90,10 @@ class Problem:
         )
         return tuple(map(self._variant, sets))
 
+    def plain(self) -> Variant:
+        """The request as it is."""
+        return self._variant(())
+
     def _variant(self, dropped: tuple[str, ...]) -> Variant:
         unset: dict[str, Any] = dict.fromkeys(dropped)
         request = self.request.replace(**unset) if dropped else self.request

@@ -80,6 +80,12 @@ def _assignments(problem: Problem, opening: Opening, dropped: tuple[str, ...]) -
         yield Point(key, opening.request, opening.questions, winners, dropped)
 
 
+def is_compatible(problem: Problem, fitting: Sequence[Sequence[Offer]]) -> bool:
+    """Whether each group can have one of its offers without two that exclude each other."""
+    scored = [[((0, 0), offer) for offer in offers] for offers in fitting]
+    return any(True for _ in _compatible(problem, scored))
+
+
 def _compatible(
     problem: Problem, scored: Sequence[Scored]
 ) -> Iterator[tuple[tuple[Merit, ...], tuple[Offer, ...]]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Status = Literal["fits", "coerced", "rejected"]
@@ -18,13 +19,17 @@ class Reason:
     wanted: str
     offered: str
     hint: str = ""
-    """The smallest change that removes this reason: "page_size=64" for `Request.parse`, or a
-    command line. Empty where the asker has nothing to change. Following all the `field=value`
-    hints of one verdict removes the reasons that carry them."""
+    """The smallest change that helps: "page_size=64" for `Request.parse`, or a command line. Either
+    all reasons of a verdict have one, or none has. Following them all leads to a decision in which
+    the backend serves the phase, if need be by way of hints for the other phases."""
 
     def __str__(self) -> str:
         text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
         return f"{text} ({self.hint})" if self.hint else text
+
+
+def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
+    return [replace(reason, hint="") if reason.hint else reason for reason in reasons]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

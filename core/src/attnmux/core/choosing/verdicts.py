@@ -10,6 +10,7 @@ from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.groups import CACHED_LEADS, Group
 from attnmux.core.choosing.problem import Problem, Questions, Variant
 from attnmux.core.choosing.refusal import excluded_reason, joint_reason, together_reason
+from attnmux.core.choosing.remedies import Remedies
 from attnmux.core.choosing.search import Point
 from attnmux.core.choosing.values import PHASES
 from attnmux.core.choosing.verdict import Reason, Verdict
@@ -28,8 +29,9 @@ def verdicts(
         any(problem.serves(offer, plain, group.phases) for offer in group.offers)
         for group in problem.groups
     )
+    remedies = Remedies(problem)
     found = [
-        _verdict(problem, variants, point, group, phase, offer, conflict=conflict)
+        _verdict(problem, remedies, variants, point, group, phase, offer, conflict=conflict)
         for group in problem.groups
         for phase in group.phases
         for offer in problem.offers
@@ -44,6 +46,7 @@ def verdicts(
 
 def _verdict(
     problem: Problem,
+    remedies: Remedies,
     variants: Sequence[Variant],
     point: Point | None,
     group: Group,
@@ -53,7 +56,10 @@ def _verdict(
     conflict: bool,
 ) -> Verdict:
     plain = variants[0].questions
-    reasons = [*problem.barred(offer), *shortcomings(offer.card, plain[phase])]
+    standing, short = problem.barred(offer), shortcomings(offer.card, plain[phase])
+    reasons = remedies.told(group, offer, standing, short) if standing or short else []
+    if reasons and not reasons[0].hint:
+        reasons += _excluded(problem, plain, group, offer)
     if not reasons:
         reasons = _joint_reasons(problem, plain, group, offer)
         if not reasons and conflict and offer in group.offers:

@@ -1,0 +1,122 @@
+"""Whether hints hold for the whole question: a change that helps one backend can cost another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.eligible import Candidate, eligible, openings
+from attnmux.core.choosing.explaining import changed, remedy
+from attnmux.core.choosing.groups import CACHED_LEADS, Group
+from attnmux.core.choosing.problem import Problem, Variant
+from attnmux.core.choosing.request import parse_fields
+from attnmux.core.choosing.search import is_compatible
+from attnmux.core.choosing.verdict import Reason, without_hints
+
+Changes = tuple[tuple[str, str], ...]
+"""Fields of the request and their new values, as text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Changed:
+    """The problem after some changes of its request."""
+
+    problem: Problem
+    """Every offer is in every group."""
+    variant: Variant
+    candidates: list[list[Candidate]]
+    """For each group, the offers that serve it."""
+
+
+class Remedies:
+    """The hints of one problem. What was found for a change is kept for the next backend."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._original = problem
+        self._after: dict[Changes, _Changed] = {}
+        self._held: dict[tuple[str, str, Changes], bool] = {}
+
+    def told(
+        self, group: Group, offer: Offer, standing: Sequence[Reason], short: Sequence[Reason]
+    ) -> list[Reason]:
+        """The reasons that keep an offer from a phase of the group, `standing` whatever is asked
+        and `short` of what is; without hints where following them all would not lead to a decision
+        in which the offer serves the group."""
+        reasons = [*standing, *short]
+        if not all(reason.hint for reason in reasons):
+            return without_hints(reasons)
+        changes = tuple(parse_fields(",".join(reason.hint for reason in short)).items())
+        return reasons if self._hold(group.lead, offer, changes) else without_hints(reasons)
+
+    def _hold(self, lead: str, offer: Offer, changes: Changes) -> bool:
+        key = lead, offer.address, changes
+        if key not in self._held:
+            self._held[key] = self._leads_on(lead, offer, changes)
+        return self._held[key]
+
+    def _leads_on(self, lead: str, offer: Offer, changes: Changes) -> bool:
+        """Whether the offer serves the group after the changes, beside backends for the others; if
+        need be after more changes, of fields that were not changed yet."""
+        after = self._changed(changes)
+        serving = []
+        for group, candidates in zip(after.problem.groups, after.candidates, strict=True):
+            wanted = self._wanted(group, lead, offer)
+            found = [one for one in candidates if one.offer.address in wanted]
+            if not found:
+                ways = _ways(after, group, wanted)
+                return any(self._further(lead, offer, changes, way) for way in ways)
+            serving.append(found)
+        return any(
+            is_compatible(after.problem, opening.fitting)
+            for opening in openings(after.problem, after.variant, serving)
+        )
+
+    def _wanted(self, group: Group, lead: str, offer: Offer) -> Mapping[str, Offer]:
+        """By address, the offers that may serve a group where `offer` serves that of `lead`."""
+        if group.lead == lead:
+            return {offer.address: offer}
+        offers = next(one.offers for one in self._original.groups if one.lead == group.lead)
+        apart = self._original.opponents(offer, lead) if group.lead in CACHED_LEADS else ()
+        return {one.address: one for one in offers if one.address not in apart}
+
+    def _further(self, lead: str, offer: Offer, changes: Changes, way: Changes) -> bool:
+        again = dict(changes).keys() & dict(way).keys()
+        return not again and self._hold(lead, offer, changes + way)
+
+    def _changed(self, changes: Changes) -> _Changed:
+        if changes not in self._after:
+            original = self._original
+            request = changed(original.request, changes) if changes else original.request
+
+            def barred(offer: Offer) -> Sequence[Reason]:
+                """A library that can be installed is no obstacle."""
+                reasons = original.barred(offer)
+                return () if all(reason.hint for reason in reasons) else reasons
+
+            # Where nothing is drafted any more, nothing is verified
+            phases = [
+                (group, tuple(phase for phase in group.phases if phase in request.phases))
+                for group in original.groups
+            ]
+            groups = tuple(
+                replace(group, phases=left, offers=original.offers)
+                for group, left in phases
+                if left
+            )
+            problem = replace(original, request=request, groups=groups, barred=barred)
+            variant = problem.plain()
+            candidates = eligible(problem, variant.questions)
+            self._after[changes] = _Changed(problem, variant, candidates)
+        return self._after[changes]
+
+
+def _ways(after: _Changed, group: Group, wanted: Mapping[str, Offer]) -> list[Changes]:
+    """What to change so that one of the offers serves a phase of the group that it does not."""
+    found: dict[Changes, None] = {}
+    for offer in wanted.values():
+        needed = [remedy(offer.card, after.variant.questions[phase]) for phase in group.phases]
+        changes = [one for one in needed if one]
+        if changes and None not in needed and not after.problem.barred(offer):
+            found[tuple(changes[0].items())] = None
+    return list(found)
