@@ -13,8 +13,9 @@ import pytest
 
 from attnmux.core.choosing import probe as module
 from attnmux.core.choosing.cpu import probe_cpu
+from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugin, PluginFailure, Plugins, hookimpl
+from attnmux.core.choosing.plugins import Plugin, Plugins, hookimpl
 from attnmux.core.choosing.probe import detect, pick_platform
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing import probe
 from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import PluginFailure
 from attnmux.core.choosing.probe import survey
 from attnmux.core.cli import doctor as module
 from attnmux.core.cli import doctor_child, doctor_examining

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.card import BackendCard
+from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import PluginFailure, Plugins
+from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.choosing.probe import Detection
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs

@@ -12,8 +12,9 @@ from attnmux.core.choosing.axes import Question
 from attnmux.core.choosing.card import BackendCard, Clause, Offer
 from attnmux.core.choosing.conditions import ANY, NONE, emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.explaining import is_served
+from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import PluginFailure, load_plugins
+from attnmux.core.choosing.plugins import load_plugins
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.values import PHASES
 from attnmux.core.cli import run as shared

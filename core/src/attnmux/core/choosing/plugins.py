@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import reprlib
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import importlib_metadata
 import pluggy
 from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.card import BackendCard, Offer
+from attnmux.core.choosing.failures import PluginFailure, Stage, failure_of
 from attnmux.core.choosing.libraries import entry_points, identity
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
@@ -25,7 +25,6 @@ hookspec = pluggy.HookspecMarker("attnmux")
 hookimpl = pluggy.HookimplMarker("attnmux")
 
 T = TypeVar("T")
-Stage = Literal["load", "platforms", "cards"]
 
 
 class HookSpecs:
@@ -44,23 +43,6 @@ class HookSpecs:
     def attnmux_cards(self) -> list[BackendCard]:
         """The cards of the plugin's backends. Must import neither torch nor a kernel library."""
         return []
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PluginFailure:
-    """A plugin, or one of its hooks, that did not work. The others go on."""
-
-    plugin: str
-    distribution: str
-    version: str
-    stage: Stage
-    error: str
-    """Type and message, in one line."""
-    traceback: str = ""
-
-    def __str__(self) -> str:
-        source = f"{self.distribution} {self.version}".strip()
-        return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,21 +223,3 @@ def _load(entry: Entry, entries: Sequence[Entry]) -> Plugin:
     if not isinstance(module, ModuleType):
         raise PluginError(f"{entry.point.value} is no module but of type {type(module).__name__}")
     return Plugin(name=name, distribution=entry.distribution, version=entry.version, module=module)
-
-
-def failure_of(
-    plugin: str, distribution: str, version: str, stage: Stage, error: BaseException
-) -> PluginFailure:
-    """What was raised, as a row of the report."""
-    try:
-        said = str(error)
-    except Exception:
-        said = "what it says cannot be read"
-    return PluginFailure(
-        plugin=plugin,
-        distribution=distribution,
-        version=version,
-        stage=stage,
-        error=" ".join(f"{type(error).__name__}: {said}".split()),
-        traceback="".join(traceback.format_exception(error)),
-    )

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
+from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import PluginFailure, find_entries
+from attnmux.core.choosing.plugins import find_entries
 from attnmux.core.choosing.probe import Detection, pick_platform, survey
 from attnmux.core.cli.doctor_examining import Examined, examine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
