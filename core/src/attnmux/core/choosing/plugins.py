@@ -34,8 +34,9 @@ class HookSpecs:
     def attnmux_platforms(self) -> list[Platform]:
         """The devices of this machine that the plugin serves, [] where there are none.
 
-        Must not create a device context. It is called in a thread of its own and abandoned when it
-        takes too long; what it raises becomes a row in the report.
+        Must create no device context, and block in no library that keeps the GIL: it is called in a
+        thread of its own and abandoned when it takes too long. What it raises becomes a row in the
+        report.
         """
         return []
 
