@@ -95,10 +95,13 @@ class Clause:
     lse: Condition = NONE
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if not isinstance(value, Condition):
-                raise _refusal(f"clause, {name}", value, "a condition, such as one_of(…) or ANY")
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        # Few types, many values: asking an abstract class about each is dear at a cold start
+        if not all(issubclass(kind, Condition) for kind in set(map(type, values.values()))):
+            for name, value in values.items():
+                if not isinstance(value, Condition):
+                    expected = "a condition, such as one_of(…) or ANY"
+                    raise _refusal(f"clause, {name}", value, expected)
         for name, words in WORDS.items():
             unknown = set(getattr(self, name).examples()).difference(words)
             if unknown:

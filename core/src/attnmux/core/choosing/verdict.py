@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Status = Literal["fits", "coerced", "rejected"]
@@ -22,6 +22,9 @@ class Reason:
     """The smallest change that helps: "page_size=64" for `Request.parse`, or a command line. Either
     all reasons of a verdict have one, or none has. Following them all leads to a decision in which
     the backend serves the phase, if need be by way of hints for the other phases."""
+
+    def to_dict(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
         text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
@@ -50,7 +53,9 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "reasons": [asdict(reason) for reason in self.reasons]}
+        """Plain data. Written out: `asdict` copies the reasons, most of what an answer holds."""
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return {**data, "reasons": [reason.to_dict() for reason in self.reasons]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Verdict:
