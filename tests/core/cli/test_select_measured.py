@@ -101,6 +101,19 @@ def test_another_file(file, tmp_path, monkeypatch) -> None:
     assert ranked()[0] == second
 
 
+def test_a_path_in_the_configuration_is_relative_to_it(file, tmp_path, monkeypatch) -> None:
+    favourite, second = ranked()[:2]
+    measure(tmp_path / "other.json", {f"cpu/{favourite}": 400.0, f"cpu/{second}": 100.0})
+    (tmp_path / "attnmux.toml").write_text('measurements = "other.json"\n')
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert ranked()[0] == second
+    monkeypatch.setenv("ATTNMUX_MEASUREMENTS", "other.json")
+    assert ranked()[0] == favourite
+    monkeypatch.chdir(tmp_path)
+    assert ranked()[0] == second
+
+
 def test_a_damaged_file_is_a_warning(file) -> None:
     before = ranked()
     file.parent.mkdir()

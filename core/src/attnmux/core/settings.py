@@ -44,7 +44,8 @@ class Settings:
     no_plugins: bool = False
     allow_coercion: bool = False
     measurements: str | None = None
-    """The file of this machine's measurements, instead of the one in the user's cache folder."""
+    """The file of this machine's measurements, instead of the one in the user's cache folder; in a
+    configuration file, relative to that."""
     no_measurements: bool = False
     """Choose as if nothing had been measured."""
     debug: bool = False
@@ -84,7 +85,9 @@ class Settings:
         if self.no_measurements:
             return None
         if self.measurements is not None:
-            return Path(self.measurements).expanduser()
+            path = Path(self.measurements).expanduser()
+            source = self.sources.get("measurements", PREFIX)
+            return path if source.startswith(PREFIX) else Path(source).parent / path
         import platformdirs  # noqa: PLC0415  # off the path of who needs no file of ours
 
         return platformdirs.user_cache_path("attnmux", appauthor=False) / "measurements.json"
