@@ -255,12 +255,13 @@ def test_a_broken_plugin_is_the_problem(empty) -> None:
         stage="load",
         error="ImportError: x",
     )
-    for plugins in (
-        Plugins(failures=[failure]),
-        Plugins([plugin("nvidia", raising(ImportError("x")))]),
+    for plugins, fix in (
+        (Plugins(failures=[failure]), "pip install --force-reinstall attnmux-nvidia"),
+        (Plugins([plugin("nvidia", raising(ImportError("x")))]), "mend the driver"),
     ):
         (device,) = detect(plugins, root=empty).unserved
         assert "is broken (ImportError: x)" in device.problem
+        assert device.fix.startswith(fix)
 
 
 def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:

@@ -127,7 +127,10 @@ def _diagnosis(
     broken = [row for row in failures if row.distribution == vendor.distribution]
     if broken:
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
-        fix = f"pip install --force-reinstall {vendor.distribution}, or repair the driver"
+        if broken[0].stage == "platforms":
+            fix = "mend the driver, its library or the container, whichever the error names"
+        else:
+            fix = f"pip install --force-reinstall {vendor.distribution}"
     elif vendor.distribution in loaded:
         problem = f"{vendor.distribution} found none"
         fix = "check the driver, or whether that version can find devices yet"
