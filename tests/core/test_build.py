@@ -208,6 +208,8 @@ def test_an_encoders_layers_get_the_backend_of_their_phase() -> None:
         other={"phases": ("encoder",), "card": factory_of("OtherBackend")},
     )
     assert type(build(decision, context_of(case))) is OtherBackend
+    with pytest.raises(InvalidInput, match="encoder_head_dim 64"):
+        build(decision, context_of(replace(case, head_dim=64)))
 
 
 def test_an_encoders_and_a_decoders_layers_together() -> None:

@@ -35,6 +35,7 @@ MODELS = {
     "mla-by-decode": f"kind=mla,{LATENT},{BY_DECODE}",
     "nsa": f"kind=nsa,{LATENT}",
     "linear": "kind=linear,dtype=bf16",
+    "falcon_h1": "dtype=bf16,head_dim=128,num_q_heads=12,num_kv_heads=2",
 }
 """What the first word of a row's request stands for."""
 FLAGS = {
@@ -55,12 +56,16 @@ flashmla: 64 where it is open
     nvidia:sm90 | mla | base=flashmla | extend=flashinfer_mla decode=flashmla page=64
 trtllm_mla: 32 or 64
     nvidia:sm100 | mla,page_size=128 | base=trtllm_mla | refused: page_size=64
+trtllm_mla: 32 is kept by its companion
+    nvidia:sm100 | mla,page_size=32 | base=trtllm_mla | extend=flashinfer_mla page=32
 trtllm_mla: 32 is kept
     nvidia:sm100 | mla,page_size=32 | base=trtllm_mla | decode=trtllm_mla page=32
 trtllm_mha: 16, 32, 64 or 128
     nvidia:sm100 | gqa,page_size=8 | base=trtllm_mha    | refused: page_size=16
     nvidia:sm100 | gqa,page_size=8 | prefill=trtllm_mha | refused: page_size=16
     nvidia:sm100 | gqa,page_size=8 | decode=trtllm_mha  | refused: page_size=16
+trtllm_mha: where it verifies too
+    nvidia:sm100 | gqa,page_size=8,spec_topk=1 | base=trtllm_mha | refused: page_size=16
 trtllm_mha: each of these is kept
     nvidia:sm100 | gqa,page_size=16  | base=trtllm_mha | all=trtllm_mha page=16
     nvidia:sm100 | gqa,page_size=32  | base=trtllm_mha | all=trtllm_mha page=32
@@ -157,6 +162,11 @@ sinks: served
 sinks: refused
     nvidia:sm90 | sinks | base=flashinfer | refused: sinks
     amd:gfx942  | sinks | base=wave       | refused: sinks
+sinks beside a window: served
+    nvidia:sm80  | sinks,sliding_window=127 | base=triton     | all=triton
+    nvidia:sm90  | sinks,sliding_window=127 | base=fa3        | all=fa3
+    nvidia:sm100 | sinks,sliding_window=127 | base=trtllm_mha | all=trtllm_mha
+    intel:xe2    | sinks,sliding_window=127 | base=intel_xpu  | all=intel_xpu
 chunks: served
     nvidia:sm90 | chunks | base=fa3    | all=fa3
     nvidia:sm90 | chunks | base=triton | all=triton
@@ -185,7 +195,10 @@ trees over pages: no other
     amd:gfx942  | gqa,page_size=64,spec_topk=4  | base=aiter  | refused: page_size=1
     ascend:910b | gqa,page_size=128,spec_topk=4 | base=ascend | refused: spec_topk=none
 a backend without draft steps
-    amd:gfx942 | gqa,spec_topk=1 | base=wave | refused: spec_topk=none
+    amd:gfx942  | gqa,spec_topk=1 | base=wave      | refused: spec_topk=none
+    ascend:910b | gqa,spec_topk=1 | base=ascend    | refused: spec_topk=none
+    intel:xe2   | gqa,spec_topk=1 | base=intel_xpu | refused: spec_topk=none
+    cpu:x86_64,features=amx | gqa,spec_topk=1 | base=intel_amx | refused: spec_topk=none
 verify and draft are prefill's
     nvidia:sm90 | gqa,spec_topk=4 | prefill=fa3     | refused: spec_topk=1
     nvidia:sm90 | mla,spec_topk=1 | decode=flashmla | verify=fa3_mla draft=fa3_mla
@@ -266,6 +279,16 @@ encoder: aiter on CDNA 3
     amd:gfx942 | gqa,multimodal=1 |  | encoder=aiter
 encoder: no fa3 on Blackwell
     nvidia:sm100 | gqa,multimodal=1 | encoder=fa3 | refused: version
+encoder: triton with heads that no vendor's kernel takes
+    nvidia:sm80  | gqa,multimodal=1,encoder_head_dim=72 |  | decode=flashinfer encoder=triton
+    nvidia:sm120 | gqa,multimodal=1,encoder_head_dim=80 |  | decode=flashinfer encoder=triton
+encoder: ascend on Ascend
+    ascend:910b | gqa,multimodal=1 |  | encoder=ascend
+encoder: no aiter on RDNA
+    amd:gfx1100 | gqa,multimodal=1 |  | encoder=triton
+encoder: torch operations elsewhere
+    cpu:x86_64,features=avx2 | gqa,multimodal=1 |  | encoder=torch_native
+    apple:m3,device=mps      | gqa,multimodal=1 |  | encoder=torch_native
 """
 """A rule, and below it rows: platform | request | backends that are named | what comes of it.
 
@@ -274,6 +297,15 @@ reason that the asker cannot mend. Else it says who serves which phase (all: ext
 """
 
 DEVIATIONS = """
+MUSA: 1 where nothing asks for another
+    mthreads:mp_31,device=musa | gqa |  | all=triton page=1
+    SGLang: 64
+    here: the card that serves it gathers by token
+Falcon-H1: heads like any others
+    nvidia:sm80  | falcon_h1 |  | all=flashinfer
+    nvidia:sm100 | falcon_h1 |  | all=trtllm_mha
+    SGLang: triton for this model on SM100; its manual, never flashinfer
+    here: a request knows no model's name, and its attention asks nothing that these do not serve
 fa4: SM100 and SM103
     nvidia:sm80  | gqa | prefill=fa4 | refused: version
     nvidia:sm90  | gqa | prefill=fa4 | refused: version
@@ -378,6 +410,19 @@ encoder: SM100
     nvidia:sm100 | gqa,multimodal=1 |  | encoder=flashinfer
     SGLang: fa4
     here: fa4's card is for prefill over a cache
+encoder: heads of 64, 128 and 256
+    nvidia:sm80 | gqa,multimodal=1,encoder_head_dim=64 |  | encoder=flashinfer
+    SGLang: triton
+    here: an encoder is a ragged prefill that is not causal, which flashinfer has kernels for
+encoder: heads of 72 on SM90
+    nvidia:sm90 | gqa,multimodal=1,encoder_head_dim=72 |  | decode=fa3 encoder=triton
+    SGLang: fa3, which pads them
+    here: fa3's card names the dims that kernels are built for
+encoder: Intel
+    intel:xe2               | gqa,multimodal=1 |  | decode=intel_xpu encoder=triton
+    cpu:x86_64,features=amx | gqa,multimodal=1 |  | decode=intel_amx encoder=torch_native
+    SGLang: its own kernels for them
+    here: the cards of intel_xpu and intel_amx have no encoders
 """
 """As RULES, with what SGLang does instead, and why not here."""
 

@@ -89,13 +89,16 @@ def test_each_axis_refuses_what_is_not_declared(
         ("extend", "custom_mask=true", True),
         ("decode", "custom_mask=true", False),
         ("encoder", "kind=mla,sinks=true,page_size=3,sliding_window=4,head_dim=3,lse=1", False),
+        ("encoder", "head_dim=3,encoder_head_dim=128", False),
+        ("encoder", "head_dim=128,encoder_head_dim=3", True),
+        ("decode", "head_dim=128,encoder_head_dim=3", False),
         ("encoder", "deterministic=true", True),
         ("encoder", "dtype=float32", True),
         ("decode", "kind=mla,head_dim=192,v_head_dim=128,kv_lora_rank=512", True),
     ],
 )
 def test_a_feature_is_asked_in_the_phases_that_use_it(offer, cpu, phase, asked, refused) -> None:
-    card = offer("a", phase=ANY, page_size=one_of(32)).card
+    card = offer("a", phase=ANY, page_size=one_of(32), head_dim=one_of(128)).card
     request = (
         Request.parse(asked) if "page_size" in asked else Request.parse(f"page_size=32,{asked}")
     )

@@ -46,6 +46,7 @@ EXPECTED = {
         "head_dim": 256,
         "sliding_window": 1023,
         "multimodal": True,
+        "encoder_head_dim": 72,
     },
     "gemma-3-1b-it": {
         **BF16,
@@ -85,6 +86,7 @@ EXPECTED = {
         "head_dim": 128,
         "attention_chunk": 8192,
         "multimodal": True,
+        "encoder_head_dim": 88,
     },
 }
 
@@ -155,6 +157,12 @@ def test_what_a_silent_config_means(tmp_path) -> None:
         ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 192, "v_head_dim": 128}),
         ({"head_dim": 64, "v_head_dim": 64}, {"v_head_dim": None}),
         ({"multi_query": True}, {"num_kv_heads": 1}),
+        (
+            {"vision_config": {"hidden_size": 3584, "embed_dim": 1280, "num_heads": 16}},
+            {"multimodal": True, "encoder_head_dim": 80},
+        ),
+        ({"vision_config": {"head_dim": 64}}, {"encoder_head_dim": 64}),
+        ({"vision_config": {}}, {"multimodal": True, "encoder_head_dim": None}),
         (
             {"multi_query": True, "new_decoder_architecture": True, "num_key_value_heads": 4},
             {"num_kv_heads": 4},

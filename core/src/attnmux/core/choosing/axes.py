@@ -155,6 +155,12 @@ def _expanded_only(field: str) -> Callable[[Question], Value | None]:
     return wanted
 
 
+def _head_dim(question: Question) -> Value | None:
+    if question.phase not in CACHED:
+        return question.request.encoder_head_dim
+    return _expanded_only("head_dim")(question)
+
+
 def _v_head_dim(question: Question) -> Value | None:
     value = _expanded_only("v_head_dim")(question)
     return None if value == question.request.head_dim else value
@@ -178,7 +184,7 @@ AXES: tuple[Axis, ...] = (
     Axis(name="num_q_heads", wanted=_cached("num_q_heads"), weight=SHAPE),
     Axis(name="num_kv_heads", wanted=_cached("num_kv_heads"), weight=SHAPE),
     Axis(name="group_size", wanted=_group_size, weight=SHAPE),
-    Axis(name="head_dim", wanted=_expanded_only("head_dim"), weight=SHAPE),
+    Axis(name="head_dim", wanted=_head_dim, weight=SHAPE),
     Axis(name="v_head_dim", wanted=_v_head_dim, weight=SHAPE),
     Axis(name="kv_lora_rank", wanted=_cached("kv_lora_rank"), weight=SHAPE),
     Axis(name="qk_rope_head_dim", wanted=_cached("qk_rope_head_dim"), weight=SHAPE),

@@ -57,6 +57,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         "sinks": model_type in SINKS,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
+        "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
         "cross_attention": _has_cross_attention(config, values),
     }
 
@@ -213,6 +214,21 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     """`torch_dtype` is the name that files older than transformers 5 use."""
     name = config.get("dtype") or config.get("torch_dtype")
     return name if isinstance(name, str) else None
+
+
+def _encoder_head_dim(vision: object) -> int | None:
+    """None where the vision_config leaves it to its class."""
+    if not isinstance(vision, dict):
+        return None
+    if vision.get("head_dim"):
+        return int(vision["head_dim"])
+    # Qwen2-VL's hidden_size is that of the language model.
+    width = vision.get("embed_dim") or vision.get("hidden_size")
+    names = ("num_attention_heads", "num_heads", "attention_heads")
+    heads = next((vision[name] for name in names if vision.get(name)), None)
+    if not isinstance(width, int) or not isinstance(heads, int):
+        return None
+    return width // heads
 
 
 def _has_cross_attention(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

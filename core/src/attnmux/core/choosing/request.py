@@ -40,6 +40,8 @@ class Request:
     """None: as `head_dim`."""
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
+    encoder_head_dim: int | None = None
+    """Of a multimodal model's encoder, which has heads of its own."""
     dtype: str | None = None
     kv_dtype: str | None = None
     """None: as `dtype`."""

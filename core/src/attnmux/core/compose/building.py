@@ -109,9 +109,9 @@ def _differences(came: Request, decided: Request) -> str:
 
 
 def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | None], ...]:
-    """(request field, the layer's, what was asked for). A request has no field for an encoder's."""
+    """(request field, the layer's, what was asked for)."""
     if not layer.is_causal:
-        return ()
+        return (("encoder_head_dim", layer.qk_head_dim, request.encoder_head_dim),)
     if layer.kind == "mla":
         return (
             ("kv_lora_rank", layer.v_head_dim, request.kv_lora_rank),

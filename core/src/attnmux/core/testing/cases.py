@@ -200,6 +200,7 @@ class Case:
             v_head_dim=self.v_head_dim,
             kv_lora_rank=self.kv_lora_rank,
             qk_rope_head_dim=self.qk_rope_head_dim,
+            encoder_head_dim=self.head_dim if self.is_encoder else None,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype or self.dtype,
             page_size=self.page_size,

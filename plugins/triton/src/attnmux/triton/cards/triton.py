@@ -53,7 +53,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
                 # Images are a prefill without a cache, not causal.
                 phase=one_of("extend", "decode", "verify", "draft", "encoder"),
                 kind=one_of("mha"),
-                # No limit is stated. The largest tiles that SGLang's kernels name are of 512 columns
+                # No limit is stated. The largest tiles that SGLang's kernels name have 512 columns
                 # (`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K).
                 head_dim=multiple_of(1, most=512),
                 v_head_dim=multiple_of(1, most=512),
