@@ -148,6 +148,13 @@ def test_a_library_counts_as_there_unless_told_otherwise(call) -> None:
     assert reason["hint"] == "pip install 'attnmux-cpu[torch]'"
 
 
+def test_leaving_out_what_no_backend_requires_is_said(call) -> None:
+    result = call("--platform", HERE, "--without", "Torch_", "--without", "TORCH", "--json")
+    (warning,) = answer(result)["warnings"]
+    assert warning.startswith("--without Torch_: no backend requires it")
+    assert result.exit_code == 3
+
+
 def test_coercion_needs_leave(call) -> None:
     args = ["--platform", HERE, "--request", "graph=true", "--json"]
     assert call(*args).exit_code == 3
@@ -176,6 +183,10 @@ def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, mon
     assert answer(call("--platform", HERE, "--json"))["warnings"] == []
     other = call("--platform", "acme:m1,device=cpu,runtime=acmert 1", "--json")
     assert answer(other)["warnings"] == []
+    on_a_machine(monkeypatch, platforms=(SM90, CPU))
+    assert answer(call("--json"))["warnings"] == []
+    refused = answer(call("--json", "--request", "kind=linear"))
+    assert refused["warnings"] == [warning]
 
 
 def test_no_plugins(call, monkeypatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
+from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.checking import Ranking, prior_rank
 from attnmux.core.choosing.decision import Decision
@@ -18,6 +19,7 @@ from attnmux.core.choosing.probe import pick_platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.vendors import VENDORS
+from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
@@ -32,9 +34,19 @@ from attnmux.core.settings import Settings
 @click.option("--prefill-backend", help="The backend for extend.")
 @click.option("--decode-backend", help="The backend for decode.")
 @click.option("--mm-backend", help="The backend for a multimodal encoder.")
-@click.option("--speculative-attention-mode", type=click.Choice(["prefill", "decode"]))
-@click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE")
-@click.option("--without", multiple=True, metavar="DIST", help="Count it as not installed.")
+@click.option(
+    "--speculative-attention-mode",
+    type=click.Choice(["prefill", "decode"]),
+    help="Which of the two verifies and drafts.",
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="BACKEND.OPTION=VALUE",
+    help="An option of a backend; `attnmux backends --json` lists them.",
+)
+@click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Values that you set may be changed.")
 @click.option("--no-measurements", is_flag=True, help="As if nothing had been measured here.")
 @click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
@@ -66,6 +78,7 @@ def select(
     options = parse_assignments(assignments)
     settings = run.settings()
     plugins = run.plugins(settings)
+    warn_of_strangers(run, plugins, without)
     device, hypothetical = machine(run, settings, plugins, platform)
     given = {
         **backends,
@@ -83,6 +96,8 @@ def select(
         answer = solve(request, device, plugins.offers(), policy, ranking=ranking)
     except NoBackend as refusal:
         answer = refusal
+    if hypothetical or isinstance(answer, NoBackend):
+        warn_of_absent_plugin(run, plugins, device.vendor)
     if as_json and not (explain or every):
         echo_json({**answered(answer, request, device), "warnings": run.warnings})
     else:
@@ -157,9 +172,7 @@ def machine(
 ) -> tuple[Platform, bool]:
     """(the platform, whether it is only a question about another machine)."""
     if wanted is not None and ":" in wanted:
-        device = Platform.parse(wanted)
-        warn_of_absent_plugin(run, plugins, device.vendor)
-        return device, True
+        return Platform.parse(wanted), True
     return pick_platform(run.detect(plugins), wanted or settings.platform), False
 
 
@@ -170,7 +183,20 @@ def warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
     if row is not None and offering and row.distribution not in offering:
         there = installed_version(row.distribution) is not None
         fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"
-        run.warn(f"{row.distribution}, which serves {vendor}, {fix}; the others are ranked alone")
+        run.warn(f"{row.distribution}, which serves {vendor}, {fix}; others alone were asked")
+
+
+def warn_of_strangers(run: Run, plugins: Plugins, without: Iterable[str]) -> None:
+    """A library that no backend requires changes no answer, written wrongly or not."""
+    required = {
+        canonicalize_name(parsed_requirement(text).name)
+        for offer in (plugins.offers() if without else ())
+        for alternatives in offer.card.requirements()
+        for text in alternatives
+    }
+    for name in without:
+        if canonicalize_name(name) not in required:
+            run.warn(f"--without {name}: no backend requires it (deny_plugins leaves a plugin out)")
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
