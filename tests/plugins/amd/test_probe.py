@@ -142,6 +142,10 @@ def test_a_cpu_is_no_device_and_no_driver_is_none(machine, tmp_path) -> None:
     assert probe(machine("no_gpu")) == []
 
 
+def test_a_node_of_another_vendor_is_none_either(machine) -> None:
+    assert probe(machine("another_vendor")) == []
+
+
 def test_a_device_withheld_from_the_container_is_left_out(machine, monkeypatch) -> None:
     root = machine("mi300x")
     withheld = root / "sys/class/kfd/kfd/topology/nodes/3/properties"
