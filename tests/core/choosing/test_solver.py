@@ -193,6 +193,27 @@ def test_a_named_backend_is_kept_or_is_an_error(offer, cpu, field) -> None:
     assert verdicts(caught.value.candidates, "a") == {"extend": "fits", "decode": "fits"}
 
 
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("env", r" \(b is prefill_backend of the environment\)"),
+        ("config", r" \(b is prefill_backend of the configuration file\)"),
+    ],
+)
+def test_a_name_that_the_user_did_not_type_is_told_with_its_source(
+    offer, cpu, origin, said
+) -> None:
+    cards = [offer("a"), offer("b", page_size=one_of(64))]
+    origins = {"prefill_backend": origin}
+    with pytest.raises(NoBackend, match=f"b cannot serve extend on .*{said}"):
+        solve(Request(page_size=1), cpu, cards, Policy(prefill_backend="b", origins=origins))
+    with pytest.raises(UnknownBackend, match=r"it is prefill_backend of the"):
+        solve(Request(), cpu, cards, Policy(prefill_backend="c", origins=origins))
+    with pytest.raises(NoBackend) as caught:
+        solve(Request(page_size=1), cpu, cards, Policy(prefill_backend="b"))
+    assert "prefill_backend" not in str(caught.value)
+
+
 def test_the_nearest_fix_comes_first(offer, cpu) -> None:
     cards = [
         offer("a", arch=one_of("aarch64")),

@@ -32,6 +32,8 @@ class Group:
     offers: tuple[Offer, ...]
     named: str = ""
     """What the asker named; empty for an automatic choice."""
+    source: str = ""
+    """Where the name comes from, if not from the user."""
     coercion: Coercion | None = None
     """Set where a companion stands in for a named backend that does not serve the phase."""
 
@@ -66,10 +68,15 @@ def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: 
     if given is None:
         return group
     field, name = given
-    meant = offers_named(name, offers, libraries)
+    source = policy.source_of(field)
+    try:
+        meant = offers_named(name, offers, libraries)
+    except UnknownBackend as error:
+        hint = f"{error.hint} (it is {source})" if source else error.hint
+        raise UnknownBackend(name, known=error.known, hint=hint) from None
     companions = tuple(dict.fromkeys(word for offer in meant for word in offer.card.companions))
     if field != "backend" or not companions or any(_declares(o, group.lead) for o in meant):
-        return replace(group, offers=meant, named=name)
+        return replace(group, offers=meant, named=name, source=source)
     instead = _companions(name, group.lead, companions, offers, libraries)
     coercion = Coercion(
         field=f"backend for {group.lead}",
@@ -78,7 +85,7 @@ def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: 
         because=f"{name} does not serve {group.lead}; its card names the companion",
         origin=policy.origins.get(field, "user"),
     )
-    return replace(group, offers=instead, named=name, coercion=coercion)
+    return replace(group, offers=instead, named=name, source=source, coercion=coercion)
 
 
 def _companions(

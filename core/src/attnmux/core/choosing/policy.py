@@ -17,6 +17,9 @@ FIELDS = {
 }
 """Which fields name the backend of a leading phase; the first that is set counts."""
 
+SOURCES = {"env": "the environment", "config": "the configuration file"}
+"""Origins of a name that who is refused may not remember."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
@@ -59,6 +62,11 @@ class Policy:
             if backend is not None:
                 return field_name, backend
         return None
+
+    def source_of(self, field_name: str) -> str:
+        """Who named a backend, where it was not the user: "backend of the environment"."""
+        origin = self.origins.get(field_name, "user")
+        return f"{field_name} of {SOURCES[origin]}" if origin in SOURCES else ""
 
     def admits(self, offer: Offer) -> bool:
         """Whether the backend may be considered at all."""

@@ -61,6 +61,7 @@ def refusal(
     failing = [group for group in groups if not _is_served(group, candidates)]
     named = sorted({group.named for group in failing if group.named})
     who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"
+    sources = dict.fromkeys(f"{g.named} is {g.source}" for g in failing if g.source)
     unserved = {phase for group in failing for phase in group.phases}
     phases = ", ".join(phase for phase in PHASES if phase in unserved)
     eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
@@ -69,7 +70,8 @@ def refusal(
     lines = [f"  {which}: {why}" for which, why in _grouped(sorted(near, key=_distance))]
     lines += [f"  for {what}: {', '.join(names)}" for what, names in others]
     encoder = any("encoder" in group.phases for group in failing)
-    hint = " (multimodal=false asks for no encoder)" if encoder else ""
+    said = [*sources, *(["multimodal=false asks for no encoder"] if encoder else ())]
+    hint = f" ({'; '.join(said)})" if said else ""
     return NoBackend("\n".join([f"{who} {phases} on {where}{hint}", *lines]), candidates)
 
 
