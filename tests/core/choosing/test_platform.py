@@ -91,7 +91,7 @@ def test_with_amx_and_without() -> None:
 
 def test_parse_reads_every_key() -> None:
     platform = Platform.parse(
-        "cpu:x86_64, features=amx+avx512_bf16+cxx_compiler,count=2,memory=1.5TB"
+        "cpu:x86_64, features=amx + avx512_bf16+cxx_compiler,count=2,memory=1.5TB"
     )
     assert platform.features == {"amx", "avx512_bf16", "cxx_compiler"}
     assert (platform.count, platform.memory_bytes) == (2, 1_500_000_000_000)

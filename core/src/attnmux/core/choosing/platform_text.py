@@ -100,7 +100,7 @@ def _numbers(key: str, value: str) -> str:
 def _shared(key: str, value: str, others: str) -> dict[str, Any]:
     """The keys that every vendor has; `others`: those that this one has too."""
     if key == "features":
-        return {"features": frozenset(filter(None, value.split("+")))}
+        return {"features": frozenset(filter(None, map(str.strip, value.split("+"))))}
     if key == "count":
         if not value.isdecimal() or int(value) < 1:
             raise InvalidInput(key, came=repr(value), expected="a positive number of devices")
