@@ -80,6 +80,13 @@ def test_the_constructor_refuses_what_is_no_count(value) -> None:
         Request(num_q_heads=value)
 
 
+def test_query_heads_are_a_multiple_of_the_kv_heads() -> None:
+    with pytest.raises(InvalidInput, match="num_q_heads: expected a multiple of num_kv_heads, got"):
+        Request.parse("num_q_heads=32,num_kv_heads=5")
+    assert Request(num_q_heads=40, num_kv_heads=5).num_kv_heads == 5
+    assert Request(num_kv_heads=5).num_q_heads is None
+
+
 def test_the_contract_s_word_for_no_window() -> None:
     assert Request(sliding_window=-1).sliding_window is None
     assert Request.parse("sliding_window=-1") == Request()

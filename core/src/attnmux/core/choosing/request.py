@@ -26,7 +26,8 @@ class Request:
     of the expanded heads (192 and 128 in DeepSeek-V3), `num_kv_heads` is 1, the latent, and what
     the absorbed kernels see follows from `kv_lora_rank` and `qk_rope_head_dim`.
 
-    Raises InvalidInput for a value that its field cannot hold; aliases are replaced ("bf16").
+    Raises InvalidInput for a value that its field cannot hold, and for query heads that are no
+    multiple of the KV heads; aliases are replaced ("bf16").
     """
 
     kind: str = "mha"
@@ -85,6 +86,10 @@ class Request:
                 origins.pop(name, None)
             else:
                 origins.setdefault(name, "default")
+        q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        if q_heads and kv_heads and q_heads % kv_heads:
+            came, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
+            raise InvalidInput("num_q_heads", came=came, expected=expected)
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"

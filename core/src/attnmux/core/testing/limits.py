@@ -148,4 +148,8 @@ def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
         return {"phases": (value,)}
     if axis.name == "group_size" and isinstance(value, int):
         return {"num_q_heads": value * (request.num_kv_heads or 1)}
+    if axis.name == "num_q_heads":
+        return {"num_q_heads": value, "num_kv_heads": 1}
+    if axis.name == "num_kv_heads":
+        return {"num_q_heads": value, "num_kv_heads": value}
     return {axis.name: value}
