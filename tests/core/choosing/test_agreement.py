@@ -80,7 +80,8 @@ def test_every_difference_is_told(loaded, fast, cpu) -> None:
 
 def test_a_difference_is_told_once_for_all_phases(offer, cpu) -> None:
     card = offer("both", requires=("kernels>=2",))
-    decision = solve(Request(), cpu, [card], libraries={"kernels": "2.1"}.get)
+    policy = Policy(decode_backend="both")
+    decision = solve(Request(), cpu, [card], policy, libraries={"kernels": "2.1"}.get)
     with pytest.raises(InvalidInput) as caught:
         decision.check(cpu, [replace(card, version="9")], libraries={}.get)
     said = str(caught.value)

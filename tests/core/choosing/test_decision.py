@@ -85,9 +85,36 @@ def test_the_summary_says_who_and_why(decision, offer, hopper, cpu) -> None:
     )
     cards = [offer("a", rank=10), offer("b", rank=20)]
     named = solve(Request(), replace(cpu, name="A CPU"), cards, Policy(decode_backend="b"))
-    assert "b (fake) serves decode, rank 20, behind 1 of 2 that fit" in named.summary()
+    said = "b (fake) serves decode, named by user, rank 20, behind 1 of 2 that fit"
+    assert said in named.summary()
     assert "; on A CPU, " in named.summary()
     assert "\n" not in named.summary()
+
+
+def test_a_choice_says_who_named_it_and_the_hash_does_not(offer, cpu) -> None:
+    cards = [
+        offer("a", rank=10),
+        offer("b", rank=20, phase=one_of("decode"), companions=("c",)),
+        offer("c", rank=30),
+    ]
+    request = Request.parse("dtype=bf16")
+
+    def origins(decision: Decision) -> dict[str, str]:
+        again = Decision.from_json(decision.to_json())
+        return {phase: choice.origin for phase, choice in again.phases.items()}
+
+    nobody = solve(request, cpu, cards)
+    assert origins(nobody) == {"extend": "", "decode": ""}
+    both = solve(request, cpu, cards, Policy(backend="a", origins={"backend": "config"}))
+    assert origins(both) == {"extend": "config", "decode": "config"}
+    assert both.hash == nobody.hash
+    one = solve(
+        request, cpu, cards, Policy(prefill_backend="a", origins={"prefill_backend": "env"})
+    )
+    assert origins(one) == {"extend": "env", "decode": ""}
+    companion = solve(request, cpu, cards, Policy(backend="b"))
+    assert [choice.backend for choice in companion.phases.values()] == ["c", "b"]
+    assert origins(companion) == {"extend": "", "decode": "user"}
 
 
 def test_the_summary_counts_only_what_could_have_been_taken(offer, cpu) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.card import Offer
@@ -31,7 +32,7 @@ def disagreements(
     found = {offer.address: offer for offer in offers}
     served: dict[Choice, list[str]] = {}
     for phase, choice in decision.phases.items():
-        served.setdefault(choice, []).append(phase)
+        served.setdefault(replace(choice, origin=""), []).append(phase)
     for choice, phases in served.items():
         address = f"{choice.plugin}/{choice.backend}"
         if address not in found:

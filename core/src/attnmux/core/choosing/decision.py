@@ -31,8 +31,14 @@ class Choice:
     """Every option of the backend, defaults included."""
     distribution: str = ""
     version: str = ""
+    origin: str = ""
+    """Who named the backend: user, env or config; empty where nobody did."""
 
     def to_dict(self) -> dict[str, Any]:
+        return {**self.identity(), "origin": self.origin}
+
+    def identity(self) -> dict[str, Any]:
+        """What is run, whoever asked for it."""
         return {
             "backend": self.backend,
             "plugin": self.plugin,
@@ -87,7 +93,7 @@ class Decision:
             "request": asked,
             "page_size": self.page_size,
             "kv_dtype": self.kv_dtype,
-            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
+            "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
         }
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -183,8 +189,10 @@ class Decision:
         own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
         if not own:
             return "as decided elsewhere"
+        origin = self.phases[phase].origin
+        named = f"named by {origin}, " if origin else ""
         moved = any(v.measured for v in fitting if (v.backend, v.plugin) == (backend, plugin))
-        rank = f"rank {own[0]}{' (measured)' if moved else ''}"
+        rank = f"{named}rank {own[0]}{' (measured)' if moved else ''}"
         if len(fitting) == 1:
             return f"{rank}, the only one that fits"
         better = sum(v.rank < own[0] for v in fitting if v.rank is not None and own[0] is not None)

@@ -18,7 +18,7 @@ from attnmux.core.choosing.decision import Choice, Decision
 from attnmux.core.choosing.deferred import Deferred
 from attnmux.core.choosing.explaining import shortcomings
 from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.groups import groups_of
+from attnmux.core.choosing.groups import Group, groups_of
 from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.options import complete, read_options
 from attnmux.core.choosing.pairs import opposed
@@ -109,7 +109,7 @@ def _decision(
     if request.page_size is None or request.kv_dtype is None:
         raise RuntimeError("the search returned an unresolved request")
     chosen = {
-        phase: _choice(offer, given.get(offer.address, {}))
+        phase: _choice(offer, given.get(offer.address, {}), _origin(problem.policy, group))
         for group, offer in zip(problem.groups, point.winners, strict=True)
         for phase in group.phases
     }
@@ -124,7 +124,15 @@ def _decision(
     )
 
 
-def _choice(offer: Offer, given: Mapping[str, OptionValue]) -> Choice:
+def _origin(policy: Policy, group: Group) -> str:
+    """Who named the group's backend; nobody named one that stands in for another."""
+    given = policy.named_for(group.lead)
+    if given is None or group.coercion is not None:
+        return ""
+    return policy.origins.get(given[0], "user")
+
+
+def _choice(offer: Offer, given: Mapping[str, OptionValue], origin: str) -> Choice:
     return Choice(
         backend=offer.card.name,
         plugin=offer.plugin,
@@ -132,6 +140,7 @@ def _choice(offer: Offer, given: Mapping[str, OptionValue]) -> Choice:
         options=complete(offer.card, given),
         distribution=offer.distribution,
         version=offer.version,
+        origin=origin,
     )
 
 
