@@ -3,6 +3,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.vendors import VENDORS
@@ -143,6 +145,24 @@ def test_parse_refuses(text, said) -> None:
     with pytest.raises(InvalidInput) as caught:
         Platform.parse(text)
     assert said in str(caught.value)
+
+
+VALUES = st.text("aB1.+ \t²٣GB=", max_size=6)
+KEYS = st.sampled_from(["version", "runtime", "cuda", "features", "count", "memory", "nope"])
+
+
+@given(
+    head=st.sampled_from(["acme:V1,device=x", "Acme:v1,device=x", "nvidia:sm90", "NVIDIA:SM90A"]),
+    pairs=st.lists(st.tuples(KEYS, VALUES), max_size=3),
+)
+def test_whatever_is_written_is_read_and_written_back_or_refused(head, pairs) -> None:
+    text = ",".join([head, *(f"{key}={value}" for key, value in pairs)])
+    try:
+        platform = Platform.parse(text)
+    except InvalidInput:
+        return
+    assert Platform.parse(str(platform)) == platform
+    assert Platform.from_dict(platform.to_dict()) == platform
 
 
 def test_a_dict_and_a_pickle_give_it_back() -> None:
