@@ -36,6 +36,7 @@ class Remedies:
         self._original = problem
         self._after: dict[Changes, _Changed] = {}
         self._held: dict[tuple[str, str, Changes], bool] = {}
+        self._ways: dict[tuple[str, Changes], Mapping[str, Changes]] = {}
 
     def told(
         self, group: Group, offer: Offer, standing: Sequence[Reason], short: Sequence[Reason]
@@ -64,8 +65,9 @@ class Remedies:
             wanted = self._wanted(group, lead, offer)
             found = [one for one in candidates if one.offer.address in wanted]
             if not found:
-                ways = _ways(after, group, wanted)
-                return any(self._further(lead, offer, changes, way) for way in ways)
+                ways = self._ways_to(group, changes)
+                helping = dict.fromkeys(ways[address] for address in wanted if address in ways)
+                return any(self._further(lead, offer, changes, way) for way in helping if way)
             serving.append(found)
         return any(
             is_compatible(after.problem, opening.fitting)
@@ -76,9 +78,29 @@ class Remedies:
         """By address, the offers that may serve a group where `offer` serves that of `lead`."""
         if group.lead == lead:
             return {offer.address: offer}
-        offers = next(one.offers for one in self._original.groups if one.lead == group.lead)
+        offers = self._group(group.lead).offers
         apart = self._original.opponents(offer, lead) if group.lead in CACHED_LEADS else ()
         return {one.address: one for one in offers if one.address not in apart}
+
+    def _group(self, lead: str) -> Group:
+        return next(group for group in self._original.groups if group.lead == lead)
+
+    def _ways_to(self, group: Group, changes: Changes) -> Mapping[str, Changes]:
+        """By address, what more to change so that an offer serves a phase of the group that it does
+        not. Where no change of the plain request is enough, none is looked for after another."""
+        key = group.lead, changes
+        if key not in self._ways:
+            after = self._changed(changes)
+            known = self._ways_to(self._group(group.lead), ()) if changes else None
+            found = {}
+            for offer in after.problem.offers:
+                if (known is None or offer.address in known) and not after.problem.barred(offer):
+                    questions = [after.variant.questions[phase] for phase in group.phases]
+                    needed = [remedy(offer.card, question) for question in questions]
+                    if None not in needed:
+                        found[offer.address] = tuple(next(filter(None, needed), {}).items())
+            self._ways[key] = found
+        return self._ways[key]
 
     def _further(self, lead: str, offer: Offer, changes: Changes, way: Changes) -> bool:
         again = dict(changes).keys() & dict(way).keys()
@@ -109,14 +131,3 @@ class Remedies:
             candidates = eligible(problem, variant.questions)
             self._after[changes] = _Changed(problem, variant, candidates)
         return self._after[changes]
-
-
-def _ways(after: _Changed, group: Group, wanted: Mapping[str, Offer]) -> list[Changes]:
-    """What to change so that one of the offers serves a phase of the group that it does not."""
-    found: dict[Changes, None] = {}
-    for offer in wanted.values():
-        needed = [remedy(offer.card, after.variant.questions[phase]) for phase in group.phases]
-        changes = [one for one in needed if one]
-        if changes and None not in needed and not after.problem.barred(offer):
-            found[tuple(changes[0].items())] = None
-    return list(found)
