@@ -49,7 +49,8 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test; arguments go to pytest."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
-    session.install(*CONSTRAINTS, *MEMBERS, "pytest", "pytest-xdist", "hypothesis", "hatchling")
+    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling"]
+    session.install(*CONSTRAINTS, *MEMBERS, "./plugins/triton[triton]", *tools)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more.
     session.run("pytest", "-n", "auto", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# Triton reads it when it is imported, which torch's compiler does too.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -32,6 +32,8 @@ class AttentionBackendTests:
     device: ClassVar[str] = ""
     """torch's word; empty: where the card admits anything, an accelerator first."""
     options: ClassVar[Mapping[str, OptionValue]] = {}
+    page_sizes: ClassVar[tuple[int, ...]] = ()
+    """Only these; empty: the usual ones and those that the card names."""
     executions: ClassVar[tuple[str, ...]] = ("eager", "graph")
     """How cases are run, in graphs where the card declares them."""
 
@@ -49,7 +51,7 @@ class AttentionBackendTests:
             if name in names:
                 cases = [
                     case
-                    for case in candidate.cases()
+                    for case in candidate.cases(self.page_sizes)
                     if case.execution in self.executions and candidate.admits(case) is wanted
                 ]
                 metafunc.parametrize(name, cases, ids=lambda case: case.name)
@@ -78,7 +80,7 @@ class AttentionBackendTests:
         """A card that admits nothing of what is to be run proves nothing."""
         refusals = [
             candidate.refusals(case.request)
-            for case in candidate.cases()
+            for case in candidate.cases(self.page_sizes)
             if case.execution in self.executions
         ]
         if not refusals:

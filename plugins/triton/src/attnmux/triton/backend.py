@@ -1,0 +1,214 @@
+"""The portable kernels behind the contract: two of them, for few and for many tokens a request.
+
+Decode and verification take the keys of all requests in equal shares; every other step takes its
+queries in tiles. Nothing is read from the device, and a step's metadata is one launch or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.indices import cu_seqlens, mask_indptr
+from attnmux.triton.call import Keys, LayerCall, Results
+from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
+from attnmux.triton.slots import SlotTables
+from attnmux.triton.step import Step
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+
+MOST_SPLITS = 32
+"""Of a request whose splits must not depend on the batch: what bounds their partial results."""
+SPLIT_TOKENS = 1024
+
+
+class TritonBackend(AttentionBackend):
+    """MHA, GQA and absorbed MLA on whatever Triton generates code for."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], *, compute_units: int
+    ) -> None:
+        """compute_units: SMs or CUs of the device, which decode's keys are shared among.
+
+        Raises InvalidInput for layers that the kernels do not serve.
+        """
+        super().__init__(context, options)
+        self._units = compute_units
+        self._calls = {layer.layer_id: LayerCall.of(layer, context) for layer in context.layers}
+        groups = (call.slot_group for call in self._calls.values())
+        self._tables = SlotTables(frozenset(group for group in groups if group), context)
+        self._shares: dict[ShareKey, SharePlan] = {}
+        self._tiles: dict[TileKey, TilePlan] = {}
+        self._bounds: dict[str, torch.Tensor] = {}
+        self._step: Step | None = None
+        self._max_batch_size = context.max_batch_size
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Note the step's shape; nothing is launched."""
+        self._step = None if batch.forward_mode is ForwardMode.IDLE else Step.of(batch)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Plan on the device: at replay from what the batch then holds."""
+        step = self._step
+        if step is None:
+            return
+        self._bounds = {}
+        stored = [call for call in self._calls.values() if call.slot_group is not None]
+        if stored:
+            self._tables.fill(batch, step.key_lens())
+        if step.queries is None or step.mask is not None:
+            self._bound(step)
+        if step.queries is None:
+            for key in dict.fromkeys(call.tile_key for call in self._calls.values()):
+                self._tile_plan(key).fill(
+                    self._bounds["queries"], batch.batch_size, batch.num_tokens
+                )
+            return
+        for share_key in dict.fromkeys(self._share_key(call, step.queries) for call in stored):
+            self._share_plan(share_key).fill(step)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Plans have room for the context's largest batch from the first."""
+        if max_bs > self._max_batch_size:
+            raise GraphUnsupported(
+                f"graphs of {max_bs} requests with room for {self._max_batch_size}: build the "
+                "backend with a larger max_batch_size"
+            )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attend(q, q_rope, None, layer, batch, _results(q, layer, out, lse))
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        in_call = None
+        if not save_kv_cache and k is not None:
+            in_call = Keys(k=k, v=k if v is None else v, k_rope=k_rope)
+        return self._attend(q, q_rope, in_call, layer, batch, _results(q, layer, out, lse))
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        in_call: Keys | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        results: Results,
+    ) -> torch.Tensor:
+        """Over the keys of the call where they are given, else over the pool."""
+        step = self._step
+        if step is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        if not q.shape[0]:
+            return results.out
+        call = self._calls[layer.layer_id]
+        if in_call is None and step.queries is not None:
+            key = self._share_key(call, step.queries)
+            plan = self._share_plan(key)
+            slots = self._tables.of(call.required_group(), batch)
+            call.attend_shares(
+                q,
+                q_rope,
+                step,
+                slots,
+                plan,
+                self._bounds.get("mask"),
+                results,
+            )
+            return results.out
+        slots_or_none = None
+        if in_call is None:
+            slots_or_none = self._tables.of(call.required_group(), batch)
+        tiles = self._tile_plan(call.tile_key)
+        call.attend_tiles(q, q_rope, in_call, step, slots_or_none, tiles, self._bounds, results)
+        return results.out
+
+    def _share_key(self, call: LayerCall, queries: int) -> ShareKey:
+        return call.share_key(queries, self._splitting(call, queries))
+
+    def _splitting(self, call: LayerCall, queries: int) -> Splitting | None:
+        most = cast("int", self.options.get("num_kv_splits", 0))
+        tokens = cast("int", self.options.get("split_tile_size", 0))
+        if not (most or tokens or self.context.request.deterministic):
+            return None
+        block_n = call.share_key(queries, None).launch.block_n
+        return Splitting(
+            blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
+        )
+
+    def _share_plan(self, key: ShareKey) -> SharePlan:
+        plan = self._shares.get(key)
+        if plan is None:
+            plan = self._shares[key] = SharePlan(
+                key,
+                self._max_batch_size,
+                self._units,
+                self.context.device,
+                part_dtype=self._part_dtype(key),
+            )
+        return plan
+
+    def _tile_plan(self, key: TileKey) -> TilePlan:
+        plan = self._tiles.get(key)
+        if plan is None:
+            plan = self._tiles[key] = TilePlan(key, self.context.device)
+        return plan
+
+    def _bound(self, step: Step) -> None:
+        """[B + 1] int32 each: where requests' queries, encoder tokens and masks begin."""
+        batch, spec = step.batch, step.batch.spec_info
+        if step.queries is None:
+            self._bounds["queries"] = cu_seqlens(step.new_lens())
+            if batch.encoder_lens is not None:
+                self._bounds["encoder"] = cu_seqlens(batch.encoder_lens)
+        if spec is not None and spec.custom_mask is not None:
+            given = spec.mask_indptr
+            if given is None:
+                queries = step.new_lens() if step.queries is None else step.queries
+                given = mask_indptr(queries, step.key_lens())
+            self._bounds["mask"] = given
+
+    def _part_dtype(self, key: ShareKey) -> torch.dtype:
+        in_fp32 = key.splitting is None or bool(self.options.get("reduce_in_fp32", False))
+        return torch.float32 if in_fp32 or self._dtype is None else self._dtype
+
+
+def _results(
+    q: torch.Tensor, layer: LayerSpec, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> Results:
+    if out is None:
+        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+    return Results(out=out, lse=lse)

@@ -1,0 +1,6 @@
+"""The kernels. Importing one imports Triton.
+
+blocks.py   keys block by block, and the running softmax: what the two below share
+tiles.py    many new tokens a request: tiles of queries
+shares.py   few new tokens over many keys: keys in equal shares
+"""

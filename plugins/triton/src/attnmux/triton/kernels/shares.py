@@ -1,0 +1,368 @@
+"""Attention of few tokens a request over many keys: the keys of all requests in equal shares.
+
+The work is a line of blocks of keys: request after request, in each its tiles of rows and KV heads,
+in each its blocks. Every program takes the same length of it, wherever that begins and ends, so
+that lengths need not be equal for the device to be busy to the end. What of an item a program did
+not see alone it leaves as a partial result; the last of an item's programs merges them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnmux.triton.kernels.blocks import attend_blocks, load_rows, store_rows, visible_range
+
+
+@triton.jit
+def plan_shares(
+    lens,
+    encoder_lens,
+    stops,
+    unit_blocks,
+    starts,
+    share,
+    batch_size,
+    num_programs,
+    least_share,
+    items,
+    split_blocks,
+    max_splits,
+    LENS_SHIFT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    IS_CROSS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Where each program begins, and how many units it takes.
+
+    A unit is a block of keys or, IS_FIXED, a split: `split_blocks` of them, more where a request
+    would have more than `max_splits`. stops [B + 1] int32: units of the requests up to each, of one
+    item. unit_blocks [B] int32. starts [programs] int32: the first request. share [1] int32.
+    """
+    request = tl.arange(0, BLOCK_B)
+    is_request = request < batch_size
+    cached = tl.load(lens + request, mask=is_request, other=0) + LENS_SHIFT
+    if IS_CROSS:
+        num_keys = tl.load(encoder_lens + request, mask=is_request, other=0)
+    else:
+        num_keys = cached + QUERIES
+    first, _ = visible_range(cached, num_keys, not IS_CROSS, WINDOW, CHUNK)
+    blocks = (num_keys + BLOCK_N - 1) // BLOCK_N - tl.maximum(first, 0) // BLOCK_N
+    # Without keys there is a block that none are seen in: it writes the empty result.
+    blocks = tl.maximum(blocks, 1)
+    each = request * 0 + 1
+    if IS_FIXED:
+        each = tl.maximum(split_blocks, (blocks + max_splits - 1) // max_splits)
+    units = tl.where(is_request, (blocks + each - 1) // each, 0)
+    stop = tl.cumsum(units, 0)
+    total = tl.sum(units, 0) * items
+    taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    owner = tl.sum(((stop * items)[None, :] <= (program * taken)[:, None]).to(tl.int32), 1)
+    tl.store(starts + program, owner, mask=program < num_programs)
+    if tl.program_id(0) == 0:
+        tl.store(stops + 1 + request, stop, mask=is_request)
+        tl.store(stops, 0)
+        tl.store(unit_blocks + request, each, mask=is_request)
+        tl.store(share, taken)
+
+
+@triton.jit
+def merge_parts(
+    partial,
+    partial_lse,
+    first_part,
+    num_parts,
+    begin,
+    share,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The softmax over the parts of an item: what `attend_blocks` would have for all its keys."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, DV)
+    acc = tl.zeros([ROWS, DV], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    for done in range(0, num_parts, PARTS):
+        part = first_part + done + tl.arange(0, PARTS)
+        is_part = part < first_part + num_parts
+        # The item is the first that its program works on, or the last.
+        place = part if IS_FIXED else 2 * part + (begin > part * share).to(tl.int32)
+        row = place.to(tl.int64)[:, None] * ROWS + rows[None, :]
+        # Other programs wrote these: not from this processor's own cache.
+        lse = tl.load(
+            partial_lse + row, mask=is_part[:, None], other=-float("inf"), cache_modifier=".cg"
+        )
+        values = tl.load(
+            partial + row[:, :, None] * DV + columns[None, None, :],
+            mask=is_part[:, None, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(lse - base[None, :])
+        kept_share = tl.exp2(top - base)
+        mass = mass * kept_share + tl.sum(weights, 0)
+        acc = acc * kept_share[:, None] + tl.sum(values * weights[:, :, None], 0)
+        top = higher
+    return acc, top, mass
+
+
+@triton.jit
+def attend_shares(
+    q,
+    q_stride,
+    q_head_stride,
+    q_tail,
+    q_tail_stride,
+    q_tail_head_stride,
+    k,
+    k_stride,
+    k_head_stride,
+    k_tail,
+    k_tail_stride,
+    k_tail_head_stride,
+    v,
+    v_stride,
+    v_head_stride,
+    out,
+    out_stride,
+    lse,
+    lse_stride,
+    sinks,
+    slots,
+    slots_stride,
+    rows,
+    lens,
+    encoder_lens,
+    mask,
+    mask_indptr,
+    stops,
+    unit_blocks,
+    starts,
+    share,
+    partial,
+    partial_lse,
+    arrivals,
+    batch_size,
+    scale,
+    cap,
+    v_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LENS_SHIFT: tl.constexpr,
+    D: tl.constexpr,
+    REAL_D: tl.constexpr,
+    TAIL: tl.constexpr,
+    REAL_TAIL: tl.constexpr,
+    DV: tl.constexpr,
+    REAL_DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_CROSS: tl.constexpr,
+    HAS_ENCODER: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: as many programs as `plan_shares` planned for."""
+    TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    ITEMS: tl.constexpr = TILES * KV_HEADS
+    program = tl.program_id(0)
+    taken = tl.load(share)
+    total = tl.load(stops + batch_size) * ITEMS
+    begin = program * taken
+    unit = begin
+    last = tl.minimum(begin + taken, total)
+    request = tl.load(starts + program)
+    while unit < last:
+        before = tl.load(stops + request)
+        units = tl.load(stops + request + 1) - before
+        blocks_each = tl.load(unit_blocks + request)
+        item = (unit - before * ITEMS) // units
+        item_begin = before * ITEMS + item * units
+        done = unit - item_begin
+        count = tl.minimum(units - done, last - unit)
+        if IS_FIXED:
+            count = 1
+        kv_head = item // TILES
+        tile = item % TILES
+
+        cached = tl.load(lens + request) + LENS_SHIFT
+        if IS_CROSS:
+            num_keys = tl.load(encoder_lens + request)
+        else:
+            num_keys = cached + QUERIES
+        keys_base = slots + tl.load(rows + request) * slots_stride
+        if HAS_ENCODER:
+            keys_base += tl.load(encoder_lens + request)
+
+        tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_real = tile_rows < QUERIES * GROUP
+        tile_rows = tl.minimum(tile_rows, QUERIES * GROUP - 1)
+        order = tile_rows // GROUP
+        head = kv_head * GROUP + tile_rows % GROUP
+        token = request * QUERIES + order
+        position = cached + order
+        first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
+        heads = head.to(tl.int64)
+        q_rows = token.to(tl.int64) * q_stride + heads * q_head_stride
+        q_tile = load_rows(q, q_rows, 1, is_real, D, REAL_D, False)
+        tail_tile = q_tile
+        if TAIL > 0:
+            tail_rows = token.to(tl.int64) * q_tail_stride + heads * q_tail_head_stride
+            tail_tile = load_rows(q_tail, tail_rows, 1, is_real, TAIL, REAL_TAIL, False)
+        mask_rows = mask
+        if HAS_MASK:
+            mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
+
+        # All tiles of a request begin where the first token's keys do.
+        low, _ = visible_range(cached, num_keys, IS_CAUSAL, WINDOW, CHUNK)
+        low = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
+        start = low + done * blocks_each * BLOCK_N
+        stop = tl.minimum(start + count * blocks_each * BLOCK_N, num_keys)
+        k_tail_base = k_tail
+        if TAIL > 0:
+            k_tail_base = k_tail + kv_head.to(tl.int64) * k_tail_head_stride
+        acc = tl.zeros([BLOCK_M, DV], tl.float32)
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc, top, mass = attend_blocks(
+            acc,
+            top,
+            mass,
+            q_tile,
+            tail_tile,
+            k + kv_head.to(tl.int64) * k_head_stride,
+            k_stride,
+            k_tail_base,
+            k_tail_stride,
+            v + kv_head.to(tl.int64) * v_head_stride,
+            v_stride,
+            keys_base,
+            start,
+            stop,
+            num_keys,
+            first,
+            end,
+            mask_rows,
+            position,
+            position,
+            scale,
+            cap,
+            BLOCK_N,
+            D,
+            REAL_D,
+            TAIL,
+            REAL_TAIL,
+            DV,
+            REAL_DV,
+            PAGE,
+            IS_LATENT,
+            False,
+            HAS_CAP,
+            HAS_MASK,
+            False,
+            True,
+            STAGES,
+        )
+        if count == units:
+            store_rows(
+                out,
+                out_stride,
+                lse,
+                lse_stride,
+                sinks,
+                acc,
+                top,
+                mass,
+                token,
+                head,
+                is_real,
+                v_scale,
+                DV,
+                REAL_DV,
+                HAS_SINKS,
+                HAS_LSE,
+            )
+        else:
+            place = unit if IS_FIXED else 2 * program + (item_begin > begin).to(tl.int32)
+            part_rows = place.to(tl.int64) * PART_ROWS + tl.arange(0, BLOCK_M)
+            columns = tl.arange(0, DV)
+            keeps = tl.arange(0, BLOCK_M) < PART_ROWS
+            safe = tl.where(mass > 0, mass, 1.0)
+            part_lse = tl.where(mass > 0, top + tl.log2(safe), -float("inf"))
+            tl.store(partial_lse + part_rows, part_lse, mask=keeps)
+            tl.store(
+                partial + part_rows[:, None] * DV + columns[None, :],
+                (acc / safe[:, None]).to(partial.dtype.element_ty),
+                mask=keeps[:, None],
+            )
+            if IS_FIXED:
+                first_part = item_begin
+                num_parts = units
+            else:
+                first_part = item_begin // taken
+                num_parts = (item_begin + units - 1) // taken - first_part + 1
+            # Every thread's rows are written before the program says that it has arrived.
+            tl.debug_barrier()
+            counter = arrivals + request * ITEMS + item
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                tl.store(counter, 0)
+                merged, merged_top, merged_mass = merge_parts(
+                    partial,
+                    partial_lse,
+                    first_part,
+                    num_parts,
+                    item_begin,
+                    taken,
+                    DV,
+                    PART_ROWS,
+                    IS_FIXED,
+                    PARTS,
+                )
+                merged_rows = tile * BLOCK_M + tl.arange(0, PART_ROWS)
+                is_merged = merged_rows < QUERIES * GROUP
+                merged_rows = tl.minimum(merged_rows, QUERIES * GROUP - 1)
+                store_rows(
+                    out,
+                    out_stride,
+                    lse,
+                    lse_stride,
+                    sinks,
+                    merged,
+                    merged_top,
+                    merged_mass,
+                    request * QUERIES + merged_rows // GROUP,
+                    kv_head * GROUP + merged_rows % GROUP,
+                    is_merged,
+                    v_scale,
+                    DV,
+                    REAL_DV,
+                    HAS_SINKS,
+                    HAS_LSE,
+                )
+        unit += count
+        if unit - before * ITEMS == units * ITEMS:
+            request += 1

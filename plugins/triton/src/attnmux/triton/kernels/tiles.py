@@ -1,0 +1,242 @@
+"""Attention of many new tokens a request: one program for each tile of queries and each KV head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnmux.triton.kernels.blocks import attend_blocks, load_rows, store_rows, visible_range
+
+
+@triton.jit
+def plan_tiles(
+    q_indptr,
+    tile_request,
+    tile_row,
+    batch_size,
+    num_tokens,
+    num_tiles,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Which request each of TILES tiles belongs to, and at which of its rows it begins.
+
+    Tokens behind those of all requests are those of request B. A tile of none has request -1.
+    """
+    request = tl.arange(0, BLOCK_B)
+    begin = tl.load(q_indptr + request, mask=request <= batch_size, other=0)
+    end = tl.load(q_indptr + request + 1, mask=request < batch_size, other=0)
+    end = tl.where(request == batch_size, num_tokens, end)
+    tiles = tl.where(request <= batch_size, ((end - begin) * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+    stop = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    # Requests without tiles stop where the one before them does.
+    owner = tl.sum((stop[None, :] <= tile[:, None]).to(tl.int32), 1)
+    start = tl.sum(tl.where(request[None, :] == owner[:, None], (stop - tiles)[None, :], 0), 1)
+    is_tile = tile < num_tiles
+    tl.store(tile_request + tile, tl.where(owner <= batch_size, owner, -1), mask=is_tile)
+    tl.store(tile_row + tile, (tile - start) * BLOCK_M, mask=is_tile)
+
+
+@triton.jit
+def attend_tiles(
+    q,
+    q_stride,
+    q_head_stride,
+    q_tail,
+    q_tail_stride,
+    q_tail_head_stride,
+    k,
+    k_stride,
+    k_head_stride,
+    k_tail,
+    k_tail_stride,
+    k_tail_head_stride,
+    v,
+    v_stride,
+    v_head_stride,
+    out,
+    out_stride,
+    lse,
+    lse_stride,
+    sinks,
+    slots,
+    slots_stride,
+    rows,
+    cached_lens,
+    encoder_lens,
+    encoder_indptr,
+    q_indptr,
+    tile_request,
+    tile_row,
+    mask,
+    mask_indptr,
+    shared_lens,
+    token_pos_in_items,
+    batch_size,
+    num_tokens,
+    num_tiles,
+    scale,
+    cap,
+    v_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    REAL_D: tl.constexpr,
+    TAIL: tl.constexpr,
+    REAL_TAIL: tl.constexpr,
+    DV: tl.constexpr,
+    REAL_DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_CROSS: tl.constexpr,
+    IN_CALL: tl.constexpr,
+    HAS_ENCODER: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_ITEMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: KV heads, tiles. The last tiles of a request see the most keys, so they come first."""
+    kv_head = tl.program_id(0)
+    tile = num_tiles - 1 - tl.program_id(1)
+    request = tl.load(tile_request + tile)
+    if request < 0:
+        return
+    is_request = request < batch_size
+    q_begin = tl.load(q_indptr + request)
+    q_len = tl.load(q_indptr + request + 1, mask=is_request, other=num_tokens) - q_begin
+    cached = 0
+    if not IN_CALL:
+        cached = tl.load(cached_lens + request, mask=is_request, other=0)
+    if IS_CROSS:
+        num_keys = tl.load(encoder_lens + request, mask=is_request, other=0)
+    else:
+        num_keys = tl.where(is_request, cached + q_len, 0)
+    if IN_CALL:
+        keys_base = q_begin
+        if IS_CROSS:
+            keys_base = tl.load(encoder_indptr + request)
+    else:
+        row = tl.load(rows + request, mask=is_request, other=0)
+        keys_base = slots + row * slots_stride
+        if HAS_ENCODER:
+            keys_base += tl.load(encoder_lens + request, mask=is_request, other=0)
+
+    tile_rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    is_real = tile_rows < q_len * GROUP
+    # Rows behind the last are copies of it, so that they ask for no other keys.
+    tile_rows = tl.minimum(tile_rows, q_len * GROUP - 1)
+    order = tile_rows // GROUP
+    head = kv_head * GROUP + tile_rows % GROUP
+    token = q_begin + order
+    position = cached + order
+    first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
+
+    heads = head.to(tl.int64)
+    q_rows = token.to(tl.int64) * q_stride + heads * q_head_stride
+    q_tile = load_rows(q, q_rows, 1, is_real, D, REAL_D, False)
+    tail_tile = q_tile
+    if TAIL > 0:
+        tail_rows = token.to(tl.int64) * q_tail_stride + heads * q_tail_head_stride
+        tail_tile = load_rows(q_tail, tail_rows, 1, is_real, TAIL, REAL_TAIL, False)
+
+    mask_rows = mask
+    if HAS_MASK:
+        mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
+    shared_end = position
+    item_start = position
+    if HAS_ITEMS:
+        shared_end = position * 0 + tl.load(
+            shared_lens + request, mask=request < batch_size, other=0
+        )
+        item_start = position - tl.load(token_pos_in_items + token)
+
+    k += kv_head.to(tl.int64) * k_head_stride
+    if TAIL > 0:
+        k_tail += kv_head.to(tl.int64) * k_tail_head_stride
+    v += kv_head.to(tl.int64) * v_head_stride
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    low = tl.min(first, 0) // BLOCK_N * BLOCK_N
+    high = tl.max(end, 0)
+    # Between these every row sees every key.
+    whole_low = (tl.max(first, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    whole_high = tl.maximum(tl.min(end, 0) // BLOCK_N * BLOCK_N, 0)
+    if HAS_MASK or HAS_ITEMS:
+        whole_high = 0
+    whole_low = tl.minimum(whole_low, high)
+    whole_high = tl.maximum(whole_high, whole_low)
+    for part in tl.static_range(3):
+        if part == 0:
+            start, stop = low, whole_low
+        elif part == 1:
+            start, stop = whole_low, whole_high
+        else:
+            start, stop = whole_high, high
+        acc, top, mass = attend_blocks(
+            acc,
+            top,
+            mass,
+            q_tile,
+            tail_tile,
+            k,
+            k_stride,
+            k_tail,
+            k_tail_stride,
+            v,
+            v_stride,
+            keys_base,
+            start,
+            stop,
+            num_keys,
+            first,
+            end,
+            mask_rows,
+            shared_end,
+            item_start,
+            scale,
+            cap,
+            BLOCK_N,
+            D,
+            REAL_D,
+            TAIL,
+            REAL_TAIL,
+            DV,
+            REAL_DV,
+            PAGE,
+            IS_LATENT,
+            IN_CALL,
+            HAS_CAP,
+            HAS_MASK,
+            HAS_ITEMS,
+            part != 1,
+            STAGES,
+        )
+    store_rows(
+        out,
+        out_stride,
+        lse,
+        lse_stride,
+        sinks,
+        acc,
+        top,
+        mass,
+        token,
+        head,
+        is_real,
+        v_scale,
+        DV,
+        REAL_DV,
+        HAS_SINKS,
+        HAS_LSE,
+    )
