@@ -1,4 +1,4 @@
-"""What a choice costs once everything is loaded: the decision alone, and with every verdict.
+"""What a choice costs once everything is loaded: the decision alone, with every verdict, refused.
 
 The cards are made up, with the limits that real ones have: five vendors, clauses for two dtypes,
 page sizes, head dims, drafts; one card is portable and serves all that is asked. Every run asks
@@ -40,6 +40,7 @@ from attnmux.core.choosing.conditions import (
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.errors import NoBackend
 
 SMALL, LARGE = 40, 1000
 MACHINES = {
@@ -124,8 +125,8 @@ def requests(rng: random.Random) -> Iterator[Request]:
     """Requests of all five phases, no two alike; the page size is the solver's to find."""
     for number in count():
         yield Request(
-            num_q_heads=32 + number,
-            num_kv_heads=8,
+            num_q_heads=4 * (8 + number),
+            num_kv_heads=8 + number,
             head_dim=rng.choice([64, 128]),
             dtype="bfloat16",
             kv_dtype=rng.choice([None, "fp8_e4m3"]),
@@ -154,6 +155,18 @@ def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Ro
     def explain(request: Request) -> object:
         return len(solve(request, PLATFORM, offers, POLICY).candidates)
 
+    def refuse(found: Sequence[Offer]) -> Callable[[Request], object]:
+        """Without the portable card nothing takes trees in float32 over pages of 7."""
+
+        def run(request: Request) -> object:
+            asked = request.replace(dtype="float32", page_size=7, spec_topk=4, deterministic=True)
+            try:
+                return solve(asked, PLATFORM, found[1:], POLICY)
+            except NoBackend as refusal:
+                return len(refusal.candidates)
+
+        return run
+
     def one(request: Request) -> object:
         return check(offers[0].card, "decode", request, PLATFORM, policy=POLICY)
 
@@ -162,7 +175,9 @@ def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Ro
         Row(name="one verdict", run=one, rounds=rounds),
         Row(name=f"{SMALL} cards, the decision", run=decide(offers), rounds=rounds, most=1),
         Row(name=f"{SMALL} cards, every reason and hint", run=explain, rounds=rounds, most=10),
+        Row(name=f"{SMALL} cards, a refusal with all hints", run=refuse(offers), rounds=few),
         Row(name=f"{LARGE} cards, the decision", run=decide(many), rounds=few, most=50),
+        Row(name=f"{LARGE} cards, a refusal with all hints", run=refuse(many), rounds=1),
     ]
 
 

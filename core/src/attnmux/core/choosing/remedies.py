@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.eligible import Candidate, eligible, openings
+from attnmux.core.choosing.eligible import Candidate, Opening, eligible, openings
 from attnmux.core.choosing.explaining import changed, remedy
 from attnmux.core.choosing.groups import CACHED_LEADS, Group
 from attnmux.core.choosing.problem import Problem, Variant
@@ -27,6 +27,8 @@ class _Changed:
     variant: Variant
     candidates: list[list[Candidate]]
     """For each group, the offers that serve it."""
+    openings: list[Opening]
+    """Where all groups are served."""
 
 
 class Remedies:
@@ -60,19 +62,15 @@ class Remedies:
         """Whether the offer serves the group after the changes, beside backends for the others; if
         need be after more changes, of fields that were not changed yet."""
         after = self._changed(changes)
-        serving = []
-        for group, candidates in zip(after.problem.groups, after.candidates, strict=True):
-            wanted = self._wanted(group, lead, offer)
-            found = [one for one in candidates if one.offer.address in wanted]
-            if not found:
+        allowed = [self._wanted(group, lead, offer) for group in after.problem.groups]
+        for group, wanted, served in zip(
+            after.problem.groups, allowed, after.candidates, strict=True
+        ):
+            if not any(one.offer.address in wanted for one in served):
                 ways = self._ways_to(group, changes)
                 helping = dict.fromkeys(ways[address] for address in wanted if address in ways)
                 return any(self._further(lead, offer, changes, way) for way in helping if way)
-            serving.append(found)
-        return any(
-            is_compatible(after.problem, opening.fitting)
-            for opening in openings(after.problem, after.variant, serving)
-        )
+        return any(_is_open(after.problem, opening.fitting, allowed) for opening in after.openings)
 
     def _wanted(self, group: Group, lead: str, offer: Offer) -> Mapping[str, Offer]:
         """By address, the offers that may serve a group where `offer` serves that of `lead`."""
@@ -129,5 +127,17 @@ class Remedies:
             problem = replace(original, request=request, groups=groups, barred=barred)
             variant = problem.plain()
             candidates = eligible(problem, variant.questions)
-            self._after[changes] = _Changed(problem, variant, candidates)
+            found = list(openings(problem, variant, candidates))
+            self._after[changes] = _Changed(problem, variant, candidates, found)
         return self._after[changes]
+
+
+def _is_open(
+    problem: Problem, fitting: Sequence[Sequence[Offer]], allowed: Sequence[Mapping[str, Offer]]
+) -> bool:
+    """Whether those that are allowed serve all groups here, without two that exclude each other."""
+    left = [
+        [offer for offer in offers if offer.address in wanted]
+        for offers, wanted in zip(fitting, allowed, strict=True)
+    ]
+    return all(left) and is_compatible(problem, left)
