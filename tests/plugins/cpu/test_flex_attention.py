@@ -7,7 +7,7 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -55,10 +55,10 @@ RARE = ("8x1", "8x8", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "e
 class Part(Candidate):
     """The candidate with the cases that there is time for."""
 
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
         return tuple(
             case
-            for case in Candidate.cases(self)
+            for case in Candidate.cases(self, page_sizes)
             if case.name in OF_OTHER_PAGES
             or (case.name.endswith("-page16") and not any(rare in case.name for rare in RARE))
         )
