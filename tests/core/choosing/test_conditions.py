@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attnmux.core.choosing.conditions import (
     ANY,
     NONE,
+    anything_but,
     at_least,
     at_most,
     between,
@@ -83,6 +84,7 @@ NUMERIC = st.one_of(
     st.integers(1, 24).map(multiple_of),
     st.builds(lambda a, b: between(min(a, b), max(a, b)), st.integers(1, 64), st.integers(1, 64)),
     st.integers(1, 64).map(at_least),
+    st.lists(st.integers(1, 32), min_size=1, max_size=3).map(lambda values: anything_but(*values)),
     st.just(ANY),
     st.just(emulated(1)),
 )

@@ -7,7 +7,7 @@ import pytest
 from attnmux.core.choosing import axes
 from attnmux.core.choosing.card import Option, Prior, when
 from attnmux.core.choosing.checking import Rank
-from attnmux.core.choosing.conditions import ANY, emulated, multiple_of, one_of
+from attnmux.core.choosing.conditions import ANY, anything_but, emulated, multiple_of, one_of
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
 from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
@@ -83,6 +83,8 @@ def test_decode_s_rank_outweighs_extend_s(offer, cpu) -> None:
         (emulated(1), one_of(128), 128),
         (emulated(1), ANY, 1),
         (ANY, one_of(128), 128),
+        (anything_but(1), ANY, 2),
+        (multiple_of(16), anything_but(16, 32), 48),
     ],
 )
 def test_an_unset_page_size_is_found_for_all_phases(offer, cpu, decode, extend, page_size) -> None:
@@ -93,6 +95,14 @@ def test_an_unset_page_size_is_found_for_all_phases(offer, cpu, decode, extend, 
     decision = solve(Request(), cpu, cards)
     assert decision.page_size == decision.request.page_size == page_size
     assert decision.request.origins["page_size"] == "default"
+
+
+def test_an_unset_kv_dtype_is_found_among_those_that_are_not_excluded(offer, cpu) -> None:
+    cards = [
+        offer("a", phase=one_of("decode"), kv_dtype=anything_but("bfloat16")),
+        offer("b", phase=one_of("extend"), kv_dtype=anything_but("float16")),
+    ]
+    assert solve(Request(), cpu, cards).kv_dtype == "float32"
 
 
 def test_no_common_page_size_is_said(offer, cpu) -> None:

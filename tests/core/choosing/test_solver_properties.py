@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior
+from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, Offer, Prior, when
 from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.conditions import ANY, NONE, at_most, emulated, multiple_of, one_of
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    anything_but,
+    at_most,
+    emulated,
+    multiple_of,
+    one_of,
+)
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.dtypes import DTYPES
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request, parse_fields
 from attnmux.core.choosing.solver import Policy, solve
@@ -31,9 +40,13 @@ clauses = st.builds(
     phase=st.lists(st.sampled_from(PHASES), min_size=1, unique=True).map(lambda p: one_of(*p)),
     kind=st.sampled_from([one_of("mha"), one_of("mha", "mla")]),
     dtype=st.sampled_from([ANY, one_of("bfloat16"), one_of("float16", "bfloat16")]),
-    kv_dtype=st.lists(st.sampled_from(STORED), min_size=1, unique=True).map(lambda d: one_of(*d)),
-    page_size=st.sampled_from(
-        [ANY, emulated(1), one_of(1), one_of(64), one_of(32, 64), multiple_of(16), multiple_of(24)]
+    kv_dtype=st.one_of(
+        st.lists(st.sampled_from(STORED), min_size=1, unique=True).map(lambda d: one_of(*d)),
+        st.sampled_from([ANY, anything_but("bfloat16")]),
+    ),
+    page_size=st.one_of(
+        st.sampled_from([ANY, emulated(1), anything_but(1), anything_but(16, 48)]),
+        st.sampled_from([one_of(1), one_of(64), one_of(32, 64), multiple_of(16), multiple_of(24)]),
     ),
     head_dim=st.just(ANY),
     spec_topk=st.sampled_from([ANY, NONE, at_most(1)]),
@@ -43,17 +56,23 @@ clauses = st.builds(
     graph=feature,
     lse=feature,
 )
+priors = st.builds(
+    Prior,
+    rank=st.integers(1, 3),
+    when=st.sampled_from([ALWAYS, when(phase=one_of("decode")), when(phase=one_of("extend"))]),
+    source=st.just("x"),
+)
 cards = st.builds(
-    lambda found, rank, excludes: BackendCard(
+    lambda found, priors, excludes: BackendCard(
         name="card",
         summary="",
         factory="a:b",
         clauses=tuple(found),
-        priors=() if rank is None else (Prior(rank=rank, source="x"),),
+        priors=tuple(priors),
         excludes=tuple(excludes),
     ),
     st.lists(clauses, min_size=1, max_size=3),
-    st.sampled_from([None, 1, 2]),
+    st.lists(priors, max_size=2),
     st.lists(st.sampled_from(NAMES), max_size=2),
 )
 offers = st.lists(cards, min_size=1, max_size=5).map(
@@ -309,8 +328,8 @@ def test_the_choice_is_the_best_there_is(request, found) -> None:
     """Against trying every pair of backends at every page size and KV dtype."""
     request = request.replace(spec_topk=None, multimodal=False)
     decided = outcome(request, found, Policy())
-    pages = [request.page_size] if request.page_size else (1, 16, 24, 32, 48, 64, 192)
-    stored = [request.kv_dtype or request.dtype] if request.kv_dtype or request.dtype else STORED
+    pages = [request.page_size] if request.page_size else (1, 2, 16, 24, 32, 48, 64, 96, 192)
+    stored = [request.kv_dtype or request.dtype] if request.kv_dtype or request.dtype else DTYPES
     best = None
     for page_size in pages:
         for kv_dtype in stored:

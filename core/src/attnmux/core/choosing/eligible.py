@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from attnmux.core.choosing.axes import Demand, Question
 from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.conditions import ANY, joint_examples
+from attnmux.core.choosing.conditions import ANY, joint_examples, until_spared
+from attnmux.core.choosing.dtypes import DTYPES
 from attnmux.core.choosing.explaining import admits_any, knows
 from attnmux.core.choosing.groups import Group
 from attnmux.core.choosing.problem import Problem, Questions, Variant
@@ -159,8 +160,9 @@ def _kv_dtypes(request: Request, clauses: Sequence[Clause]) -> list[str]:
     given = request.kv_dtype or request.dtype
     if given is not None:
         return [given]
-    examples = {str(name) for clause in clauses for name in clause.kv_dtype.examples()}
-    return sorted(examples | {FALLBACK_KV_DTYPE})
+    conditions = {clause.kv_dtype for clause in clauses}
+    examples = {str(name) for condition in conditions for name in condition.examples()}
+    return sorted(examples.union(until_spared((FALLBACK_KV_DTYPE, *DTYPES), conditions)))
 
 
 def _resolved(request: Request, page_size: int, kv_dtype: str) -> Request:
