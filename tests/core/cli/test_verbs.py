@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,17 @@ def test_ctrl_c_while_the_verbs_are_loaded(monkeypatch, capsys) -> None:
         cli.main()
     assert stopped.value.code == 130
     assert capsys.readouterr().err == "attnmux: interrupted\n"
+
+
+def test_a_verb_collects_its_own_garbage_and_not_what_was_imported(call) -> None:
+    gc.disable()
+    try:
+        assert call("select", "--help").exit_code == 0
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> None:

@@ -65,7 +65,10 @@ class Verbs(click.Group):
         if name not in VERBS and name not in _outside() and not name.startswith("-"):
             raise click.UsageError(_unknown(name), ctx)
         resolved = super().resolve_command(ctx, args)
-        gc.enable()
+        if not gc.isenabled():
+            # What was imported stays: the first collection need not look at it
+            gc.freeze()
+            gc.enable()
         return resolved
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
