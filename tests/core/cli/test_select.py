@@ -199,6 +199,10 @@ def test_no_plugins(call, monkeypatch) -> None:
     result = call("--platform", HERE, "--no-plugins")
     assert result.exit_code == 3
     assert "no plugin is loaded: no_plugins (--no-plugins) admits none" in result.stderr
+    assert "pip install attnmux-cpu" in result.stderr
+    for platform, distribution in (("nvidia:sm90", "nvidia"), ("acme:m1,device=acme", "cpu")):
+        result = call("--platform", platform, "--no-plugins")
+        assert f"(pip install attnmux-{distribution}, unless it is there" in result.stderr
 
 
 def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:

@@ -55,7 +55,7 @@ def refusal(
     """The error: the phases that nothing serves, and each candidate's reasons there."""
     where = platform.name or str(platform)
     if not candidates:
-        line = f"pip install {VENDORS['cpu'].distribution}"
+        line = f"pip install {VENDORS.get(platform.vendor, VENDORS['cpu']).distribution}"
         hint = f"{line}, unless it is there and did not load or is not allowed"
         return NoBackend(f"no attention backend for {where}: no plugin offers one ({hint})")
     failing = [group for group in groups if not _is_served(group, candidates)]
