@@ -95,7 +95,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "attnmux.core.testing.runner", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     result = invoke("torch_native", "--device", "cpu")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "pip install 'attnmux-core[torch]'" in result.stderr
 
 

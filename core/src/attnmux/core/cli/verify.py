@@ -10,7 +10,7 @@ import click
 
 from attnmux.core.choosing.plugins import Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.testing.candidate import Candidate, find_candidate
 from attnmux.core.testing.cases import Case
 from attnmux.core.testing.limits import outside_points, try_point
@@ -102,7 +102,7 @@ def _trials(candidate: Candidate, cases: Iterable[Case], seed: int) -> Iterator[
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise AttnmuxError(
+        raise NoBackend(
             "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
         ) from error
     for case in cases:
