@@ -244,6 +244,7 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
             ("unmade", (when(vendor=one_of("acme")),), "planned", True),
             ("unwanted", (), "available", False),
             ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), "available", True),
+            ("able", (when(vendor=one_of("acme")),), "available", False),
         )
     ]
 """
@@ -260,10 +261,20 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         "good/unmade": "planned",
         "good/unwanted": "denied",
         "good/here": "lacks libraries  no_such_library>=2: missing",
+        "good/able": "ready",
     }
     assert result.stdout.count("pip install") == 1
     backends = rows(ask("--json"))["dist-good"]["backends"]
-    assert [backend["vendors"] for backend in backends] == [["omega", "zeta"], ["acme"], [], []]
+    assert [backend["vendors"] for backend in backends] == [
+        *(["omega", "zeta"], ["acme"], [], [], ["acme"]),
+    ]
+
+
+def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
+    result = ask(good=GOOD.format(more="requires=('no_such_library>=2',)"))
+    assert result.exit_code == 1
+    line = "no backend runs on acme:v1,device=cpu,count=2 yet: pip install 'no_such_library>=2'"
+    assert f"problem: {line}" in result.stdout
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "3601", "soon"])

@@ -94,6 +94,8 @@ def diagnose(plugins: Sequence[Examined], wanted: str | None) -> Diagnosis:
         picked = pick_platform(detection, wanted)
     except (AmbiguousPlatform, InvalidInput) as error:
         problems.append(str(error))
+    else:
+        problems += _nothing_runs(plugins, picked)
     return Diagnosis(
         detection=detection,
         plugins=tuple(plugins),
@@ -115,6 +117,27 @@ def _strangers(plugins: Sequence[Examined]) -> Iterator[str]:
                         f"{reason['wanted']}: pip install --upgrade attnmux-core "
                         f"{plugin.distribution}"
                     )
+
+
+def _nothing_runs(plugins: Sequence[Examined], picked: Platform) -> Iterator[str]:
+    """Where each backend for the machine lacks a library: the lines that would make one run."""
+    meant = [
+        backend
+        for plugin in plugins
+        for backend in plugin.backends
+        if picked.vendor in (backend["vendors"] or [picked.vendor])
+    ]
+    lacking = [[reason["code"] for reason in backend["reasons"]] for backend in meant]
+    mendable = [
+        library["hint"]
+        for backend, codes in zip(meant, lacking, strict=True)
+        if set(codes) == {"LIBRARY"}
+        for library in backend["libraries"]
+        if library["hint"]
+    ]
+    if mendable and all(lacking):
+        where = picked.name or str(picked)
+        yield f"no backend runs on {where} yet: {', or '.join(dict.fromkeys(mendable))}"
 
 
 def _namesakes(plugins: Sequence[Examined]) -> Iterator[str]:
