@@ -1,0 +1,93 @@
+"""Two partial results of attention as one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_rows(
+    out_a,
+    out_a_stride,
+    out_a_head_stride,
+    out_a_column_stride,
+    lse_a,
+    lse_a_stride,
+    lse_a_head_stride,
+    out_b,
+    out_b_stride,
+    out_b_head_stride,
+    out_b_column_stride,
+    lse_b,
+    lse_b_stride,
+    lse_b_head_stride,
+    out,
+    out_stride,
+    out_head_stride,
+    out_column_stride,
+    lse,
+    lse_stride,
+    lse_head_stride,
+    num_rows,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows of tokens and heads. A program has read both LSE of its rows, and of each column both
+    parts, when it writes: the result may lie where a part does."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = row < num_rows
+    token = (row // HEADS).to(tl.int64)
+    head = (row % HEADS).to(tl.int64)
+    empty = -float("inf")
+    top_a = tl.load(
+        lse_a + token * lse_a_stride + head * lse_a_head_stride, mask=is_row, other=empty
+    )
+    top_b = tl.load(
+        lse_b + token * lse_b_stride + head * lse_b_head_stride, mask=is_row, other=empty
+    )
+    top = tl.maximum(top_a, top_b)
+    # Without keys on either side: the difference of two infinities is no number.
+    base = tl.where(top == empty, 0.0, top)
+    weight_a = tl.exp(top_a - base)
+    weight_b = tl.exp(top_b - base)
+    mass = weight_a + weight_b
+    is_empty = mass == 0.0
+    mass = tl.where(is_empty, 1.0, mass)
+    weight_a = weight_a / mass
+    weight_b = weight_b / mass
+    # Of a side without keys nothing is read.
+    reads_a = is_row & (top_a != empty)
+    reads_b = is_row & (top_b != empty)
+    for first in tl.static_range(0, DV, BLOCK_D):
+        column = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
+        is_column = (column < DV)[None, :]
+        a = tl.load(
+            out_a
+            + (token * out_a_stride + head * out_a_head_stride)[:, None]
+            + (column * out_a_column_stride)[None, :],
+            mask=reads_a[:, None] & is_column,
+            other=0.0,
+        )
+        b = tl.load(
+            out_b
+            + (token * out_b_stride + head * out_b_head_stride)[:, None]
+            + (column * out_b_column_stride)[None, :],
+            mask=reads_b[:, None] & is_column,
+            other=0.0,
+        )
+        merged = a.to(tl.float32) * weight_a[:, None] + b.to(tl.float32) * weight_b[:, None]
+        tl.store(
+            out
+            + (token * out_stride + head * out_head_stride)[:, None]
+            + (column * out_column_stride)[None, :],
+            merged.to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_column,
+        )
+    tl.store(
+        lse + token * lse_stride + head * lse_head_stride,
+        tl.where(is_empty, empty, base + tl.log(mass)),
+        mask=is_row,
+    )
