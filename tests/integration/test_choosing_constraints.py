@@ -142,6 +142,12 @@ MPS: torch_native alone
 MPS: no other
     apple:m3,device=mps | gqa | base=triton         | refused: vendor
     apple:m3,device=mps | gqa | base=flex_attention | refused: vendor
+fa4: prefill alone
+    nvidia:sm100 | gqa | decode=fa4 | refused: phase
+    nvidia:sm100 | gqa | base=fa4   | extend=fa4 decode=flashinfer page=128
+cutlass_mla: 128
+    nvidia:sm100 | mla,page_size=64 | base=cutlass_mla | refused: page_size=128
+    nvidia:sm100 | mla              | base=cutlass_mla | decode=cutlass_mla page=128
 aiter: no RDNA
     amd:gfx1100 | gqa | base=aiter | refused: arch
 triton: no encoder-decoder
@@ -301,6 +307,20 @@ MUSA: 1 where nothing asks for another
     mthreads:mp_31,device=musa | gqa |  | all=triton page=1
     SGLang: 64
     here: the card that serves it gathers by token
+fa3: MUSA
+    mthreads:mp_31,device=musa | gqa              | base=fa3    | refused: vendor
+    mthreads:mp_31,device=musa | gqa,multimodal=1 | encoder=fa3 | refused: vendor
+    SGLang: serves it there with another library
+    here: the card is of sgl_kernel's kernels, which are NVIDIA's
+aiter: any page
+    amd:gfx942 | gqa              | base=aiter | all=aiter page=1
+    amd:gfx942 | gqa,page_size=64 | base=aiter | all=aiter page=64
+    SGLang: 64 where the KV cache is laid out in five dimensions
+    here: K and V have one layout, in which every page size is served
+fa3: windows over pages
+    nvidia:sm90 | gqa,sliding_window=127,page_size=64 | base=fa3 | all=fa3 page=64
+    SGLang: wants pages of 1 where prefill looks at the window
+    here: a window's keys are cut in the kernel, whatever page they lie on
 Falcon-H1: heads like any others
     nvidia:sm80  | falcon_h1 |  | all=flashinfer
     nvidia:sm100 | falcon_h1 |  | all=trtllm_mha
@@ -326,6 +346,16 @@ fa3: SM80
     nvidia:sm80 | gqa | base=fa3 | refused: version
     SGLang: serves it: the library builds for SM80 to SM89
     here: our adapter was only ever run on SM90
+trtllm_mha: prefill over e4m3 on SM90
+    nvidia:sm90 | gqa,kv_dtype=fp8_e4m3 | prefill=trtllm_mha | refused: kv_dtype=bfloat16
+    nvidia:sm90 | gqa,kv_dtype=fp8_e4m3 | decode=trtllm_mha  | decode=trtllm_mha
+    SGLang: serves it
+    here: flashinfer 0.6.13 says of these kernels that they hang
+trtllm_mha: windows in prefill on SM120
+    nvidia:sm120 | gqa,sliding_window=127 | prefill=trtllm_mha | refused: sliding_window
+    nvidia:sm120 | gqa,sliding_window=127 | decode=trtllm_mha  | decode=trtllm_mha
+    SGLang: does not look
+    here: flashinfer 0.6.13 refuses them
 trtllm_mla: SM110
     nvidia:sm110 | mla | base=trtllm_mla | refused: version
     SGLang: counts every Blackwell, 10, 11 and 12, as one

@@ -17,7 +17,6 @@ def _clause(dtype: str, **more: Condition) -> Clause:
         "kv_dtype": one_of(dtype),
         "page_size": ANY,
         "spec_topk": one_of(1),
-        "custom_mask": ANY,
         "graph": ANY,
     }
     return Clause(**{**everywhere, **more})

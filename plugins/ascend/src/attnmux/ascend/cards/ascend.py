@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, multiple_of, one_of
+from attnmux.core.choosing.conditions import ANY, Condition, at_most, multiple_of, one_of
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -52,6 +52,8 @@ ASCEND = BackendCard(
                 # Blocks of 16 or 128; prefill as in MHA.
                 page_size=one_of(128),
                 head_dim=ANY,
+                # 32, 64 or 128 heads, to which fewer are padded.
+                num_q_heads=at_most(128),
                 kv_lora_rank=one_of(512),
                 qk_rope_head_dim=one_of(64),
             ),

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, versions
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    one_of,
+    runtimes,
+    versions,
+)
 
 HOPPER = versions(">=9.0,<10")
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
@@ -19,6 +26,8 @@ def _clause(version: Condition, dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
         "version": version,
+        # flashinfer's README, "Supported CUDA Versions".
+        "runtime": runtimes("cuda>=12.6"),
         "kind": one_of("mha"),
         "dtype": one_of(dtype),
         "page_size": PAGES,
@@ -45,12 +54,15 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         page_size=one_of(128),
         group_size=one_of(2, 4, 8, 16, 32, 64, 128),
     )
-    # XQA in decode, fmha_v2 in prefill
-    yield _clause(HOPPER, dtype, phase=every, kv_dtype=one_of(dtype, "fp8_e4m3"))
+    # XQA in decode
     decode = one_of(*PHASES[1:])
+    yield _clause(HOPPER, dtype, phase=decode, kv_dtype=one_of(dtype, "fp8_e4m3"))
     yield _clause(DESKTOP_BLACKWELL, dtype, phase=decode, kv_dtype=wide)
-    # fmha_v2 is not built for e4m3 on SM120.
-    yield _clause(DESKTOP_BLACKWELL, dtype, phase=one_of("extend"), kv_dtype=one_of(dtype))
+    # `trtllm_fmha_v2_prefill`, which says of its e4m3 kernels that they hang on SM90, and refuses
+    # them and windows on SM120.
+    prefill: dict[str, Any] = {"phase": one_of("extend"), "kv_dtype": one_of(dtype)}
+    yield _clause(HOPPER, dtype, **prefill)
+    yield _clause(DESKTOP_BLACKWELL, dtype, **prefill, sliding_window=NONE)
     for version, stored in (
         (HOPPER, one_of(dtype, "fp8_e4m3")),
         (DESKTOP_BLACKWELL, wide),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, versions
+from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, runtimes, versions
 
 
-def _clause(version: Condition, num_q_heads: Condition) -> Clause:
+def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
         version=version,
+        # flashinfer's README, "Supported CUDA Versions".
+        runtime=runtimes("cuda>=12.6"),
         # Prefill is the companion's.
-        phase=one_of("decode", "verify", "draft"),
+        phase=one_of(*phases),
         kind=one_of("mla"),
         dtype=one_of("bfloat16"),
         kv_dtype=one_of("bfloat16", "fp8_e4m3"),
@@ -43,10 +45,10 @@ TRTLLM_MLA = BackendCard(
     ),
     clauses=(
         # Between 64 and 128 heads trtllm-gen has no kernel.
-        _clause(versions(">=10.0,<11"), at_most(64)),
-        _clause(versions(">=10.0,<11"), one_of(128)),
-        # XQA
-        _clause(versions(">=12.0,<13"), ANY),
+        _clause(versions(">=10.0,<11"), at_most(64), "decode", "verify", "draft"),
+        _clause(versions(">=10.0,<11"), one_of(128), "decode", "verify", "draft"),
+        # XQA, which takes one query a request.
+        _clause(versions(">=12.0,<13"), ANY, "decode"),
     ),
     priors=(
         Prior(rank=33, source="SGLang 0.5.23 takes it by name, or for single models on SM100"),
