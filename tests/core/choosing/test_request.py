@@ -42,6 +42,23 @@ def test_phases_follow_from_what_is_asked(text, phases) -> None:
     assert Request.parse(text).phases == phases
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"phases": 5}, "phases: expected some of extend, decode"),
+        ({"phases": (5,)}, "phases: expected one of extend, decode"),
+        ({"sliding_window": []}, "sliding_window: expected a positive integer"),
+        ({"page_size": [16]}, "page_size: expected a positive integer"),
+        ({"origins": ["user"]}, "origins: expected a mapping of fields"),
+        ({"page_size": 1, "origins": {"page_size": "nobody"}}, "each with one of user, env"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Request(**given)
+    assert said in str(caught.value)
+
+
 def test_derived_phases_follow_a_change_and_given_ones_stay() -> None:
     assert "verify" in Request().replace(spec_topk=2).phases
     assert "verify" not in Request.parse("spec_topk=2").replace(spec_topk=None).phases

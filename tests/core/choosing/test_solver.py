@@ -355,6 +355,13 @@ def test_the_same_card_twice_is_an_error(offer, cpu) -> None:
         solve(Request(), cpu, [offer("a"), offer("a")])
 
 
+def test_a_card_without_its_plugin_is_no_offer(offer, cpu) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"load_plugins\(\).offers\(\) are, got one of type Back"
+    ):
+        solve(Request(), cpu, [offer("a").card])
+
+
 def test_a_companion_serves_what_a_named_backend_does_not(offer, cpu) -> None:
     cards = [
         offer("only_decode", page_size=one_of(64), phase=one_of("decode"), companions=("mate",)),
@@ -451,6 +458,7 @@ def test_options_are_read_against_the_card(offer, cpu) -> None:
         ({"a": {"splits": "many"}}, "a value of type int"),
         ({"a": {"splits": 1.5}}, "a value of type int"),
         ({"a": {"splits": True}}, "a value of type int"),
+        ({"a": {"splits": [4]}}, "a value of type int"),
         ({"a": {"mode": "slow"}}, "one of fast, exact"),
         ({"a": {"fuse": "maybe"}}, "a value of type bool"),
         ({"b": {"splits": 1}}, "it has none"),

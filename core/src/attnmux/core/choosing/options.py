@@ -80,4 +80,6 @@ def _as_type(
         return word in TRUE
     if isinstance(value, bool) or (kind is int and isinstance(value, float)):
         raise ValueError(value)
+    if not isinstance(value, (int, float, str)):
+        raise ValueError(value)
     return kind(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from attnmux.core.choosing.card import Offer, OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.naming import means
-from attnmux.core.errors import BackendFailed
+from attnmux.core.errors import BackendFailed, InvalidInput
 
 FIELDS = {
     "extend": ("prefill_backend", "backend"),
@@ -17,8 +18,16 @@ FIELDS = {
 }
 """Which fields name the backend of a leading phase; the first that is set counts."""
 
+NAMING = tuple(dict.fromkeys(name for fields in FIELDS.values() for name in fields))
+
 SOURCES = {"env": "the environment", "config": "the configuration file"}
 """Origins of a name that who is refused may not remember."""
+
+COLLECTIONS: Mapping[str, Callable[[Iterable[str]], object]] = {
+    **dict.fromkeys(("allow", "deny", "prefer"), tuple),
+    "without": frozenset,
+}
+MAPPINGS = ("options", "failed", "origins")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +35,10 @@ class Policy:
     """Names of backends may be a card's name, an alias, or `plugin/name`.
 
     A named backend serves the phases it is named for or nothing does; only an automatic choice
-    falls back.
+    falls back. What is given in a list or a mapping is copied.
+
+    Raises InvalidInput for a name that is no text, a bare text instead of several, a mapping that
+    is none, and an origin that is not one of user, env and config.
     """
 
     backend: str | None = None
@@ -54,6 +66,24 @@ class Policy:
     """By `plugin/name`: backends that were tried in this process and could not be made."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Who named the backends, by field; "user" where absent."""
+
+    def __post_init__(self) -> None:
+        for name in NAMING:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _refusal(name, value, "a backend's name, or None")
+        for name, kind in COLLECTIONS.items():
+            value = getattr(self, name)
+            if value is not None or name != "allow":
+                object.__setattr__(self, name, _copied(name, value, kind))
+        for name in MAPPINGS:
+            object.__setattr__(self, name, _frozen(name, getattr(self, name)))
+        for name, values in self.options.items():
+            _frozen(f"options of {name}", values)
+        for name, origin in self.origins.items():
+            if name not in NAMING or origin not in ("user", *SOURCES):
+                expected = f"{', '.join(NAMING)}, each by user, {' or '.join(SOURCES)}"
+                raise _refusal("origins", f"{name}={origin}", expected)
 
     def named_for(self, phase: str) -> tuple[str, str] | None:
         """(the field, the backend's name) that the asker gave for a leading phase."""
@@ -86,10 +116,26 @@ class Policy:
 
     def said_by_user(self) -> tuple[str, ...]:
         """The names that the user gave, whether or not a requested phase needs them."""
-        names = dict.fromkeys(name for fields in FIELDS.values() for name in fields)
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in NAMING}
         return tuple(
             backend
             for name, backend in given.items()
             if backend is not None and self.origins.get(name, "user") == "user"
         )
+
+
+def _copied(name: str, value: Any, kind: Callable[[Iterable[str]], object]) -> object:  # noqa: ANN401  # anything may come
+    usable = isinstance(value, Collection) and not isinstance(value, str)
+    if not usable or not all(isinstance(item, str) for item in value):
+        raise _refusal(name, value, "several names, as a tuple of them")
+    return kind(value)
+
+
+def _frozen(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refusal(name, value, "a mapping")
+    return FrozenMapping(value)
+
+
+def _refusal(field_name: str, came: object, expected: str) -> InvalidInput:
+    return InvalidInput(f"policy, {field_name}", came=repr(came), expected=expected)

@@ -74,6 +74,9 @@ class Request:
     without an origin is the user's."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.origins, Mapping):
+            expected = f"a mapping of fields to {', '.join(ORIGINS)}"
+            raise InvalidInput("origins", came=repr(self.origins), expected=expected)
         origins = dict(self.origins)
         for name, default in DEFAULTS:
             value = getattr(self, name)

@@ -39,25 +39,23 @@ __all__ = ["Choice", "Decision", "Policy", "check", "solve"]
 def solve(
     request: Request,
     platform: Platform,
-    cards: Iterable[Offer],
+    offers: Iterable[Offer],
     policy: Policy | None = None,
     *,
     libraries: Libraries = installed_version,
     ranking: Ranking = prior_rank,
 ) -> Decision:
-    """Choose a backend for each requested phase; the order of `cards` does not matter.
+    """Choose a backend for each requested phase among the `offers` of the plugins, in any order.
 
     Fewest coercions first; then the best ranks of decode, extend and encoder, in that order; then
     the fewest backends; then the page size that decode's backend prefers.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
-    InvalidInput for a name or an option in `policy` that cannot be used.
+    InvalidInput for a name or an option in `policy` that cannot be used; InvalidInput for what is
+    no offer, and for two of one address.
     """
     policy = policy or Policy()
-    # Verdicts are made when they are read: what the caller may change is copied
-    policy = replace(policy, failed=FrozenMapping(policy.failed))
-    offers = tuple(sorted(cards, key=lambda offer: (offer.address, offer.distribution)))
-    _refuse_duplicates(offers)
+    offers = _in_order(offers)
     # What was decided and what is told of it later must not see different libraries
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
     given = read_options(policy.options, offers, libraries)
@@ -91,12 +89,20 @@ def _standings(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequen
     return barred
 
 
-def _refuse_duplicates(offers: tuple[Offer, ...]) -> None:
-    counts = Counter(offer.address for offer in offers)
+def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """By address, whatever the order of the plugins."""
+    given = tuple(offers)
+    for offer in given:
+        if not isinstance(offer, Offer):
+            came = f"one of type {type(offer).__name__}"
+            expected = "offers, each a card with its plugin, as load_plugins().offers() are"
+            raise InvalidInput("offers", came=came, expected=expected)
+    counts = Counter(offer.address for offer in given)
     repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
         came = f"{', '.join(repeated)} more than once"
-        raise InvalidInput("cards", came=came, expected="each plugin/backend once")
+        raise InvalidInput("offers", came=came, expected="each plugin/backend once")
+    return tuple(sorted(given, key=lambda offer: offer.address))
 
 
 def _decision(

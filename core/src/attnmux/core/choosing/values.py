@@ -50,7 +50,7 @@ def _window(name: str, value: Any) -> int | None:  # noqa: ANN401  # anything ma
     if value in (0, "0") and value is not False:
         expected = "w >= 1 (keys before the query that it sees), or none"
         raise InvalidInput(name, came=repr(value), expected=expected)
-    return _positive(name, value or None)
+    return _positive(name, None if value is False else value)
 
 
 def _cap(name: str, value: Any) -> float | None:  # noqa: ANN401  # anything may come
@@ -89,7 +89,9 @@ PHASES = ("extend", "decode", "verify", "draft", "encoder")
 
 def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # anything may come
     """In the order of PHASES, each once."""
-    given: Iterable[Any] = value.split("+") if isinstance(value, str) else value or ()
+    given = value.split("+") if isinstance(value, str) else value or ()
+    if not isinstance(given, Iterable):
+        raise InvalidInput(name, came=repr(value), expected=f"some of {', '.join(PHASES)}")
     read = _one_of(*PHASES)
     asked = {read(name, phase) for phase in given if not _is_unset(phase)}
     return tuple(phase for phase in PHASES if phase in asked)
