@@ -50,7 +50,8 @@ class LayerCall:
 
     layer: LayerSpec
     shape: Shape
-    tiles: TileLaunch
+    arch: str
+    """As `Platform.arch`."""
     slot_group: SlotGroup | None
     """None for a layer whose K and V come with the call alone."""
     keys: Keys | None
@@ -68,7 +69,7 @@ class LayerCall:
             return cls(
                 layer=layer,
                 shape=shape,
-                tiles=tile_launch(shape),
+                arch=context.platform.arch,
                 slot_group=None,
                 keys=None,
                 scales=(1.0, 1.0),
@@ -77,18 +78,22 @@ class LayerCall:
         return cls(
             layer=layer,
             shape=shape,
-            tiles=tile_launch(shape),
+            arch=context.platform.arch,
             slot_group=SlotGroup.of(layer, context),
             keys=Keys(k=k, v=v),
             scales=pool.read_scales(layer.k_scale, layer.v_scale),
         )
 
     @property
+    def tiles(self) -> TileLaunch:
+        return tile_launch(self.shape, self.arch)
+
+    @property
     def tile_key(self) -> TileKey:
         return TileKey(group=self.shape.group, block_m=self.tiles.block_m)
 
     def share_key(self, queries: int, splitting: Splitting | None) -> ShareKey:
-        launch = share_launch(self.shape, queries)
+        launch = share_launch(self.shape, queries, self.arch)
         layer = self.layer
         is_cross = layer.is_cross_attention
         return ShareKey(
@@ -96,6 +101,7 @@ class LayerCall:
             is_cross=is_cross,
             window=-1 if is_cross else layer.sliding_window_size,
             chunk=0 if is_cross else layer.attention_chunk_size,
+            has_own_table=self.slot_group is not None and self.slot_group.pool_group > 0,
             items=-(-queries * self.shape.group // launch.block_m) * self.shape.kv_heads,
             launch=launch,
             splitting=splitting,
@@ -143,7 +149,6 @@ class LayerCall:
             plan.partial,
             plan.partial_lse,
             plan.arrivals,
-            step.batch.batch_size,
             *self._factors(in_call=False),
             **self._constants(results, has_mask=has_mask),
             KV_HEADS=self.shape.kv_heads,

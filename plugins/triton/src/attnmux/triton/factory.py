@@ -1,4 +1,4 @@
-"""Builds the backend: the one place that asks Triton about the device."""
+"""Builds the backend: the one place that asks Triton about a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from attnmux.triton.backend import TritonBackend
 
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend:
     """Raises InvalidInput for layers that the kernels do not serve."""
-    index = context.device.index or 0
-    facts = driver.active.utils.get_device_properties(index)
-    return TritonBackend(context, options, compute_units=facts["multiprocessor_count"])
+    units = context.platform.core_count
+    if not units:
+        facts = driver.active.utils.get_device_properties(context.device.index or 0)
+        units = facts["multiprocessor_count"]
+    return TritonBackend(context, options, compute_units=units)

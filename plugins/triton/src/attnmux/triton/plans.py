@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.triton.kernels.shares import plan_shares
+from attnmux.triton.kernels.shares import STATE, plan_shares
 from attnmux.triton.kernels.tiles import plan_tiles
 from attnmux.triton.launch import ShareLaunch
 from attnmux.triton.shapes import next_power_of_2
@@ -31,6 +31,8 @@ class ShareKey:
     is_cross: bool
     window: int
     chunk: int
+    has_own_table: bool
+    """Not the request table's rows, see `SlotTables`."""
     items: int
     """Tiles of rows times KV heads of a request."""
     launch: ShareLaunch
@@ -62,7 +64,7 @@ class SharePlan:
         self.key = key
         self.programs = max(units * key.launch.programs_per_unit, 1)
         self.stops, self.unit_blocks = made(max_batch_size + 1), made(max_batch_size)
-        self.starts, self.share = made(self.programs), made(1)
+        self.starts, self.share = made(self.programs, STATE.value), made(1)
         self.arrivals = made(max_batch_size * key.items)
         """Left at 0 by every launch."""
         # Of a share, the first item and the last may be partial.
@@ -76,10 +78,11 @@ class SharePlan:
     def fill(self, step: Step) -> None:
         key, launch, splitting = self.key, self.key.launch, self.key.splitting
         batch_size = step.batch.batch_size
-        programs = 64
+        programs = 16
         plan_shares[(-(-self.programs // programs),)](
             step.lens,
             step.encoder_lens() if key.is_cross else None,
+            None if key.has_own_table else step.batch.req_pool_indices,
             self.stops,
             self.unit_blocks,
             self.starts,

@@ -39,8 +39,8 @@ class Slots:
 
     table: torch.Tensor
     """[R, W] int32."""
-    rows: torch.Tensor
-    """[at least B] int64."""
+    rows: torch.Tensor | None
+    """[at least B] int64; None: each request's is that of its place in the batch."""
     page_size: int
     begins_with_encoder: bool
     """The decoder's keys begin behind the encoder's; else in column 0."""
@@ -64,7 +64,6 @@ class SlotTables:
             for group in groups
             if group.pool_group
         }
-        self._order = torch.arange(context.max_batch_size, device=context.device)
 
     def fill(self, batch: ForwardBatch, key_lens: torch.Tensor) -> None:
         """Translate the request table for the groups that need it; key_lens [B] int32."""
@@ -88,7 +87,7 @@ class SlotTables:
         if own is not None:
             return Slots(
                 table=own,
-                rows=self._order,
+                rows=None,
                 page_size=self._page_size,
                 begins_with_encoder=False,
             )

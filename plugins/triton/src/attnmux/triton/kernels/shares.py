@@ -13,11 +13,21 @@ import triton.language as tl
 
 from attnmux.triton.kernels.blocks import attend_blocks, load_rows, store_rows, visible_range
 
+STATE = tl.constexpr(8)
+"""int32 values that a program begins with; see `plan_shares`."""
+
+
+@triton.jit
+def take(values, request, owner):
+    """values[owner], where both are tensors: 0 for an owner that is no request."""
+    return tl.sum(tl.where(request[None, :] == owner[:, None], values[None, :], 0), 1)
+
 
 @triton.jit
 def plan_shares(
     lens,
     encoder_lens,
+    rows,
     stops,
     unit_blocks,
     starts,
@@ -41,8 +51,11 @@ def plan_shares(
     """Where each program begins, and how many units it takes.
 
     A unit is a block of keys or, IS_FIXED, a split: `split_blocks` of them, more where a request
-    would have more than `max_splits`. stops [B + 1] int32: units of the requests up to each, of one
-    item. unit_blocks [B] int32. starts [programs] int32: the first request. share [1] int32.
+    would have more than `max_splits`. stops [B + 1] int32: units of the requests before each, of
+    one item. unit_blocks [B] int32: blocks of a unit. share [1] int32: units of a program.
+    starts [programs, STATE] int32: all that a program needs to begin, so that it waits for memory
+    once: the first request, the units of those before it and its own, blocks of its unit, its
+    tokens before the new ones, its keys, its row of the table of slots, and where the program ends.
     """
     request = tl.arange(0, BLOCK_B)
     is_request = request < batch_size
@@ -62,9 +75,22 @@ def plan_shares(
     stop = tl.cumsum(units, 0)
     total = tl.sum(units, 0) * items
     taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
+    row = request
+    if rows is not None:
+        row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    owner = tl.sum(((stop * items)[None, :] <= (program * taken)[:, None]).to(tl.int32), 1)
-    tl.store(starts + program, owner, mask=program < num_programs)
+    is_program = program < num_programs
+    begin = program * taken
+    owner = tl.sum(((stop * items)[None, :] <= begin[:, None]).to(tl.int32), 1)
+    start = starts + program * STATE
+    tl.store(start, owner, mask=is_program)
+    tl.store(start + 1, take(stop - units, request, owner), mask=is_program)
+    tl.store(start + 2, take(units, request, owner), mask=is_program)
+    tl.store(start + 3, take(each, request, owner), mask=is_program)
+    tl.store(start + 4, take(cached, request, owner), mask=is_program)
+    tl.store(start + 5, take(num_keys, request, owner), mask=is_program)
+    tl.store(start + 6, take(row, request, owner), mask=is_program)
+    tl.store(start + 7, tl.minimum(begin + taken, total), mask=is_program)
     if tl.program_id(0) == 0:
         tl.store(stops + 1 + request, stop, mask=is_request)
         tl.store(stops, 0)
@@ -153,7 +179,6 @@ def attend_shares(
     partial,
     partial_lse,
     arrivals,
-    batch_size,
     scale,
     cap,
     v_scale,
@@ -190,15 +215,18 @@ def attend_shares(
     ITEMS: tl.constexpr = TILES * KV_HEADS
     program = tl.program_id(0)
     taken = tl.load(share)
-    total = tl.load(stops + batch_size) * ITEMS
+    start_of = starts + program * STATE
+    request = tl.load(start_of)
+    before = tl.load(start_of + 1)
+    units = tl.load(start_of + 2)
+    blocks_each = tl.load(start_of + 3)
+    cached = tl.load(start_of + 4)
+    num_keys = tl.load(start_of + 5)
+    row = tl.load(start_of + 6)
+    last = tl.load(start_of + 7)
     begin = program * taken
     unit = begin
-    last = tl.minimum(begin + taken, total)
-    request = tl.load(starts + program)
     while unit < last:
-        before = tl.load(stops + request)
-        units = tl.load(stops + request + 1) - before
-        blocks_each = tl.load(unit_blocks + request)
         item = (unit - before * ITEMS) // units
         item_begin = before * ITEMS + item * units
         done = unit - item_begin
@@ -208,12 +236,7 @@ def attend_shares(
         kv_head = item // TILES
         tile = item % TILES
 
-        cached = tl.load(lens + request) + LENS_SHIFT
-        if IS_CROSS:
-            num_keys = tl.load(encoder_lens + request)
-        else:
-            num_keys = cached + QUERIES
-        keys_base = slots + tl.load(rows + request) * slots_stride
+        keys_base = slots + row.to(tl.int64) * slots_stride
         if HAS_ENCODER:
             keys_base += tl.load(encoder_lens + request)
 
@@ -364,5 +387,16 @@ def attend_shares(
                     HAS_LSE,
                 )
         unit += count
-        if unit - before * ITEMS == units * ITEMS:
+        if unit == (before + units) * ITEMS:
             request += 1
+            if unit < last:
+                before += units
+                units = tl.load(stops + request + 1) - before
+                blocks_each = tl.load(unit_blocks + request)
+                cached = tl.load(lens + request) + LENS_SHIFT
+                num_keys = cached + QUERIES
+                if IS_CROSS:
+                    num_keys = tl.load(encoder_lens + request)
+                row = request
+                if rows is not None:
+                    row = tl.load(rows + request).to(tl.int32)

@@ -126,8 +126,10 @@ def attend_tiles(
         if IS_CROSS:
             keys_base = tl.load(encoder_indptr + request)
     else:
-        row = tl.load(rows + request, mask=is_request, other=0)
-        keys_base = slots + row * slots_stride
+        row = request
+        if rows is not None:
+            row = tl.load(rows + request, mask=is_request, other=0)
+        keys_base = slots + row.to(tl.int64) * slots_stride
         if HAS_ENCODER:
             keys_base += tl.load(encoder_lens + request, mask=is_request, other=0)
 
@@ -176,7 +178,8 @@ def attend_tiles(
         whole_high = 0
     whole_low = tl.minimum(whole_low, high)
     whole_high = tl.maximum(whole_high, whole_low)
-    for part in tl.static_range(3):
+    # Without a window, every row sees the keys from the first on.
+    for part in tl.static_range(0 if WINDOW >= 0 or CHUNK > 0 else 1, 3):
         if part == 0:
             start, stop = low, whole_low
         elif part == 1:

@@ -1,0 +1,180 @@
+"""The kernels, compiled for GPUs that are not here: the interpreter takes what a compiler refuses.
+
+Run as a script it compiles for one target and prints a line for each kernel: the interpreter and
+the compiler cannot share a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.testing import make_world, prepare_step
+from attnmux.core.testing.cases import Case, decode, extend, verify
+
+pytest.importorskip("triton")
+
+TARGETS = {"sm80": 166912, "sm90": 232448, "gfx942": 65536}
+"""Bytes of shared memory that one program may take, by NVIDIA's and AMD's manuals."""
+
+TREE: dict[str, Any] = {"spec_topk": 4}
+LATENT: dict[str, Any] = {
+    "kind": "mla",
+    "num_q_heads": 128,
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+CASES = {
+    "decode": Case(name="decode", steps=(decode(45, 3),), lse=True),
+    "decode, 8-bit": Case(name="8-bit", steps=(decode(45, 3),), kv_dtype="fp8_e5m2"),
+    "decode, sinks": Case(
+        name="sinks", steps=(decode(45),), sinks=True, windows=(8, None), logit_cap=30.0
+    ),
+    "decode, 256": Case(name="256", steps=(decode(45),), head_dim=256, v_head_dim=256),
+    "verify": Case(name="verify", steps=(verify(5, 40, 4),), **TREE),
+    "extend": Case(name="extend", steps=(extend((16, 41), (0, 7)),), lse=True),
+    "extend, window": Case(
+        name="window",
+        steps=(
+            extend(
+                (16, 41),
+            ),
+        ),
+        windows=(8, None),
+    ),
+    "decode, latent": Case(name="latent", steps=(decode(45, 3),), **LATENT),
+    "extend, latent": Case(
+        name="latent",
+        steps=(
+            extend(
+                (16, 41),
+            ),
+        ),
+        **LATENT,
+    ),
+}
+
+WORDS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+class Compiled:
+    """Stands in for a kernel, and is compiled instead of launched."""
+
+    def __init__(self, kernel: Any, note: Callable[[Any, dict[str, Any]], None]) -> None:
+        self._kernel, self._note = kernel, note
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launched(*args: Any, **given: Any) -> None:
+            self._note(
+                self._kernel, {**dict(zip(self._kernel.arg_names, args, strict=False)), **given}
+            )
+
+        return launched
+
+
+def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """What every case launches: its name, the kernel and the arguments."""
+    from attnmux.triton import call, plans  # noqa: PLC0415  # not in the interpreter's process
+    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
+
+    launched: list[tuple[Any, dict[str, Any]]] = []
+    for module, name in (
+        (call, "attend_shares"),
+        (call, "attend_tiles"),
+        (plans, "plan_shares"),
+        (plans, "plan_tiles"),
+    ):
+        kernel = getattr(module, name)
+        setattr(module, name, Compiled(kernel, lambda *what: launched.append(what)))
+    vendor = "amd" if arch.startswith("gfx") else "nvidia"
+    for name, case in CASES.items():
+        launched.clear()
+        world = make_world(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
+        backend = TritonBackend(world.context, {}, compute_units=108)
+        made = prepare_step(world, case.steps[0])
+        backend.init_forward_metadata(made.batch)
+        for given in made.inputs:
+            lse = torch.empty(given.q.shape[:2]) if case.lse else None
+            backend.forward(
+                given.q,
+                given.k,
+                given.v,
+                given.layer,
+                made.batch,
+                q_rope=given.q_rope,
+                k_rope=given.k_rope,
+                lse=lse,
+            )
+        yield from ((name, *what) for what in launched)
+
+
+def main(arch: str) -> None:
+    import triton  # noqa: PLC0415  # not in the interpreter's process
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as above
+    from triton.compiler import ASTSource  # noqa: PLC0415  # as above
+
+    target = (
+        GPUTarget("hip", arch, 64)
+        if arch.startswith("gfx")
+        else GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
+    )
+    for name, kernel, given in sources(arch):
+        options = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
+        signature, constants = {}, {}
+        for parameter in kernel.params:
+            value = given[parameter.name]
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name] = "constexpr"
+                constants[parameter.name] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = WORDS[value.dtype]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants), target=target, options=options
+        )
+        facts = {"case": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
+        print(json.dumps(facts))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles_and_fits(arch, tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, arch],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["case"] for line in lines} == set(CASES)
+    assert {line["kernel"] for line in lines} == {
+        "attend_shares",
+        "attend_tiles",
+        "plan_shares",
+        "plan_tiles",
+    }
+    assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
