@@ -163,6 +163,8 @@ def test_what_a_silent_config_means(tmp_path) -> None:
         ),
         ({"vision_config": {"head_dim": 64}}, {"encoder_head_dim": 64}),
         ({"vision_config": {}}, {"multimodal": True, "encoder_head_dim": None}),
+        # Of several stages, each with its own heads
+        ({"vision_config": {"embed_dim": 96, "num_heads": [3, 6]}}, {"encoder_head_dim": None}),
         (
             {"multi_query": True, "new_decoder_architecture": True, "num_key_value_heads": 4},
             {"num_kv_heads": 4},
@@ -230,6 +232,9 @@ def test_tp_must_divide(name, tp) -> None:
         ({**SMALL, "layer_types": ["chunked_attention"]}, "a positive attention_chunk_size"),
         ({**SMALL, "index_topk": 512}, "index_topk without kv_lora_rank"),
         ({**SMALL, "alibi": True}, "alibi=True"),
+        ({**SMALL, "vision_config": {"head_dim": "wide"}}, "head_dim='wide' in the vision_config"),
+        ({**SMALL, "vision_config": {"head_dim": [64]}}, "head_dim=[64] in the vision_config"),
+        ({**SMALL, "vision_config": {"head_dim": 72.5}}, "head_dim=72.5 in the vision_config"),
         ({**SMALL, "head_dim": 64, "global_head_dim": 512}, "layers that differ in head_dim"),
         (
             {**SMALL, "per_layer_config": {"03": {"num_key_value_heads": 2}}},

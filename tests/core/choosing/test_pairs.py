@@ -86,6 +86,26 @@ def test_an_encoder_reads_no_cache(offer, cpu) -> None:
     assert chosen(decision) == {"extend": "gen", "decode": "gen", "encoder": "see"}
 
 
+def test_an_encoder_s_hint_does_not_lead_to_a_pair_that_excludes_each_other(offer, cpu) -> None:
+    def hints(excludes: tuple[str, ...]) -> set[str]:
+        cards = [
+            offer("pre", phase=one_of("extend"), excludes=excludes),
+            offer("gen", phase=one_of("decode")),
+            offer("see", phase=one_of("encoder"), dtype=one_of("float16")),
+        ]
+        with pytest.raises(NoBackend) as caught:
+            solve(Request.parse("multimodal=true,dtype=bf16"), cpu, cards)
+        return {
+            reason.hint
+            for verdict in caught.value.candidates
+            for reason in verdict.reasons
+            if (verdict.backend, verdict.phase) == ("see", "encoder")
+        }
+
+    assert hints(()) == {"dtype=float16"}
+    assert hints(("gen",)) == {""}
+
+
 def test_a_backend_may_go_with_itself_and_with_whom_nobody_offers(offer, cpu) -> None:
     cards = [offer("a", rank=1, excludes=("b", "a_alias"), aliases=("a_alias",)), offer("c")]
     assert chosen(solve(Request(), cpu, cards)) == {"extend": "a", "decode": "a"}

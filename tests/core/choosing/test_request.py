@@ -5,8 +5,13 @@ import pickle
 import pytest
 
 from attnmux.core.choosing.dtypes import ALIASES, DTYPES, canonical_dtype
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.request import DEFAULTS, Request
+from attnmux.core.choosing.values import READERS
 from attnmux.core.errors import InvalidInput
+
+
+def test_each_field_has_its_reader() -> None:
+    assert [name for name, _ in DEFAULTS] == list(READERS)
 
 
 def test_nothing_asked() -> None:

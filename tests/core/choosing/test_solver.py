@@ -477,6 +477,20 @@ def test_options_that_do_not_exist_or_do_not_fit(offer, cpu, given, said) -> Non
     assert said in str(caught.value)
 
 
+def test_a_library_that_can_be_installed_is_no_obstacle_to_a_hint(offer, cpu) -> None:
+    def hints(**standing: object) -> list[str]:
+        lacking = offer("a", requires=("fast>=1",), page_size=one_of(64), **standing)
+        extend = offer("b", requires=("fast>=1",), phase=one_of("extend"))
+        request = Request(page_size=16)
+        with pytest.raises(NoBackend) as caught:
+            solve(request, cpu, [lacking, extend], libraries=NO_LIBRARIES)
+        (said,) = [v for v in caught.value.candidates if (v.backend, v.phase) == ("a", "decode")]
+        return [reason.hint for reason in said.reasons]
+
+    assert hints() == ["pip install 'fast>=1'", "page_size=64"]
+    assert not any(hints(status="planned"))
+
+
 def test_another_ranking_can_be_joined_in(offer, cpu) -> None:
     """As measurements of the machine are: a function that may overrule the priors."""
     measured = {"b": 1}

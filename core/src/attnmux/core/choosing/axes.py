@@ -1,6 +1,7 @@
 """The axes of choosing: for each, what a request or a platform asks of a card.
 
-A new axis is a field of `Clause`, a field of `Request` (or `Platform`), and a row of `AXES`.
+A new axis is a field of `Clause`, a field of `Request` with its reader in `values.py` (or a field
+of `Platform`), and a row of `AXES`.
 """
 
 from __future__ import annotations

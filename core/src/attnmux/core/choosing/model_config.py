@@ -57,7 +57,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         "sinks": model_type in SINKS,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
-        "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
+        "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
         "cross_attention": _has_cross_attention(config, values),
     }
 
@@ -216,12 +216,12 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _encoder_head_dim(vision: object) -> int | None:
+def _encoder_head_dim(vision: object, source: str) -> int | None:
     """None where the vision_config leaves it to its class."""
     if not isinstance(vision, dict):
         return None
     if vision.get("head_dim"):
-        return int(vision["head_dim"])
+        return _whole(vision, "head_dim", f"the vision_config of {source}")
     # Qwen2-VL's hidden_size is that of the language model.
     width = vision.get("embed_dim") or vision.get("hidden_size")
     names = ("num_attention_heads", "num_heads", "attention_heads")

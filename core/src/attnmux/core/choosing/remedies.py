@@ -114,15 +114,14 @@ class Remedies:
                 reasons = original.barred(offer)
                 return () if all(reason.hint for reason in reasons) else reasons
 
-            # Where nothing is drafted any more, nothing is verified
-            phases = [
-                (group, tuple(phase for phase in group.phases if phase in request.phases))
-                for group in original.groups
-            ]
+            # Where nothing is drafted any more, nothing is verified; what leads a group stays
             groups = tuple(
-                replace(group, phases=left, offers=original.offers)
-                for group, left in phases
-                if left
+                replace(
+                    group,
+                    phases=tuple(phase for phase in group.phases if phase in request.phases),
+                    offers=original.offers,
+                )
+                for group in original.groups
             )
             problem = replace(original, request=request, groups=groups, barred=barred)
             variant = problem.plain()
