@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.card import Clause, Offer
+from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import load_plugins
 from attnmux.core.choosing.request import Request, parse_fields
@@ -71,6 +73,24 @@ def test_a_card_says_where_its_ranks_come_from_and_what_it_needs(address) -> Non
     assert ("torch>=2.11",) in card.requirements()
     assert all(option.summary for option in card.options)
     assert (card.factory is None) == (card.status == "planned")
+
+
+@pytest.mark.parametrize("address", CARDS)
+def test_every_limit_says_where_it_comes_from(address) -> None:
+    card = CARDS[address].card
+    limits = {
+        axis
+        for clause in card.clauses
+        for axis in Clause.__dataclass_fields__
+        if getattr(clause, axis) not in (ANY, NONE)
+    }
+    # What the backend is: whose devices, which attention, which half
+    assert set(card.sources) == limits - {"vendor", "kind", "phase"}
+    # Those that point to another axis point to one with a source of its own
+    for source in card.sources.values():
+        assert source.strip()
+        other = re.match(r"as (\w+)", source)
+        assert not other or not card.sources[other[1]].startswith("as ")
 
 
 @pytest.mark.parametrize("address", [a for a, offer in CARDS.items() if offer.card.extra])

@@ -81,6 +81,15 @@ def test_a_planned_card_needs_no_factory() -> None:
     assert pickle.loads(pickle.dumps(card)) == card
 
 
+def test_sources_are_kept_as_they_were_given() -> None:
+    said = {"page_size": "a header"}
+    card = BackendCard(name="x", summary="", clauses=(), factory="a:b", sources=said)
+    said["page_size"] = "another"
+    assert card.sources == {"page_size": "a header"}
+    assert pickle.loads(pickle.dumps(card)) == card
+    assert hash(card)
+
+
 def test_clauses_compare_by_their_conditions(clause) -> None:
     assert clause(page_size=one_of(16)) == clause(page_size=one_of(16))
     assert clause(page_size=one_of(16)) != clause(page_size=one_of(32))
@@ -104,6 +113,9 @@ def test_clauses_compare_by_their_conditions(clause) -> None:
         ({"priors": (3,)}, "priors: expected a tuple of Prior"),
         ({"status": "maybe"}, "status: expected one of available, planned"),
         ({"contract": None}, "contract: expected text"),
+        ({"sources": ("a header",)}, "sources: expected a mapping from axes to text"),
+        ({"sources": {"pages": "a header"}}, "sources: expected axes of a clause, with text"),
+        ({"sources": {"page_size": None}}, "sources: expected axes of a clause, with text"),
     ],
 )
 def test_a_card_of_other_types_is_refused(given, said) -> None:

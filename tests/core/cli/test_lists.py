@@ -73,6 +73,7 @@ def test_backends(call) -> None:
     assert card["priors"][0]["when"]["vendor"] == "cpu"
     assert {field.name for field in fields(BackendCard)} <= set(card)
     assert card["fp8_products"] is False
+    assert card["sources"]["kv_dtype"].startswith("8-bit floats are widened")
     assert "torch_native" in call("backends").stdout
 
 

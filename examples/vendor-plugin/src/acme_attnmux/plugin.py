@@ -43,19 +43,14 @@ def _paged(dtype: str, kv_dtype: str, **more: Condition) -> Clause:
     return Clause(
         vendor=one_of("acme"),
         arch=one_of("m1", "m2"),
-        # library.paged_attention appeared in acmert 3.0.
         runtime=runtimes("acmert>=3.0"),
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("mha"),
         dtype=one_of(dtype),
         kv_dtype=one_of(kv_dtype),
-        # library.PAGE_SIZES, what a DMA descriptor can move; the preferred one comes first.
-        page_size=one_of(64, 16),
-        # library.HEAD_DIMS
+        page_size=one_of(64, 16),  # the preferred one comes first
         head_dim=one_of(64, 128),
-        # library.MAX_GROUP_SIZE, whose accumulators a core's registers hold.
         group_size=at_most(16),
-        # Drafts are chains: a tree needs a custom mask, which the library does not take.
         spec_topk=one_of(1),
         sliding_window=ANY,
         graph=ANY,
@@ -79,6 +74,17 @@ PAGED = BackendCard(
             summary="keys that a core holds at a time",
         ),
     ),
+    sources={
+        "arch": "the generations that the library is built for",
+        "runtime": "library.paged_attention appeared in acmert 3.0",
+        "dtype": "library.paged_attention: fp16 and bf16",
+        "kv_dtype": "as dtype; cores of M2 read fp8_e4m3 too",
+        "features": "cores of M1 cannot read fp8",
+        "page_size": "library.PAGE_SIZES: what a DMA descriptor can move",
+        "head_dim": "library.HEAD_DIMS",
+        "group_size": "library.MAX_GROUP_SIZE: a core's registers hold its accumulators",
+        "spec_topk": "a tree needs a custom mask, which the library does not take",
+    },
     clauses=(
         *(_paged(dtype, dtype) for dtype in ("bfloat16", "float16")),
         *(_paged(dtype, "fp8_e4m3", features=includes("fp8")) for dtype in ("bfloat16", "float16")),

@@ -13,6 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from attnmux.core.choosing.conditions import ANY, NONE, Condition
 from attnmux.core.choosing.dtypes import DTYPES
+from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.values import KINDS, PHASES
 from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.errors import InvalidInput
@@ -29,6 +30,8 @@ DEFAULT_RANK = 1000
 OptionValue = bool | int | float | str
 
 Status = Literal["available", "planned"]
+
+UNSOURCED: Mapping[str, str] = FrozenMapping()
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a backend or an option: `plugin/name` and `BACKEND.OPTION=VALUE` must be readable."""
@@ -184,13 +187,16 @@ class BackendCard:
 
     Raises InvalidInput for a field of another type (a list or a bare string instead of a tuple
     too), for a name that cannot be typed, a version range or a requirement that cannot be read, a
-    factory that is not "module:attribute", and an available card without a factory.
+    factory that is not "module:attribute", a source of what is no axis, and an available card
+    without a factory.
     """
 
     name: str
     summary: str
     clauses: tuple[Clause, ...]
     """The backend serves what any one of them admits."""
+    sources: Mapping[str, str] = UNSOURCED
+    """Where the limits come from, by axis: a header, a check, a release note, a measurement."""
     aliases: tuple[str, ...] = ()
     """Other names that a user may give; a name shared by several cards means whichever fits."""
     factory: str | None = None
@@ -247,6 +253,12 @@ class BackendCard:
         for name in (self.name, *self.aliases):
             if not NAME.fullmatch(name):
                 raise self._refusal("name", name, "letters, digits, _ and -")
+        if not isinstance(self.sources, Mapping):
+            raise self._refusal("sources", self.sources, "a mapping from axes to text")
+        for axis, source in self.sources.items():
+            if axis not in Clause.__dataclass_fields__ or not isinstance(source, str):
+                raise self._refusal("sources", f"{axis}: {source}", "axes of a clause, with text")
+        object.__setattr__(self, "sources", FrozenMapping(self.sources))
 
     def _refusal(self, field: str, came: object, expected: str) -> InvalidInput:
         return _refusal(f"card {self.name!r}, {field}", came, expected)

@@ -61,6 +61,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "extra": card.extra,
         "options": [_option(option) for option in card.options],
         "clauses": [_conditions(clause) for clause in card.clauses],
+        "sources": dict(card.sources),
         "priors": [
             {"rank": prior.rank, "when": _conditions(prior.when), "source": prior.source}
             for prior in card.priors

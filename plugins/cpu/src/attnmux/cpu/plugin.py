@@ -55,11 +55,17 @@ TORCH_NATIVE = BackendCard(
     factory="attnmux.cpu.torch_native:TorchNativeBackend",
     requires=("torch>=2.11",),
     extra="torch",
+    sources={
+        "dtype": "torch's matrix products and softmax have all three",
+        "kv_dtype": "8-bit floats are widened; no pool that torch operations read holds 4 bits",
+        "page_size": "as spec_topk",
+        "spec_topk": "a draft tree over MLA is offered on accelerators at page 1 alone, where the "
+        "kernels made for the hardware take it too: a page size must not be what sends it to plain "
+        "torch unnoticed",
+    },
     clauses=(
         _plain("mha"),
         _plain("mla", **_LATENT, vendor=one_of("cpu")),
-        # A draft tree over MLA is offered elsewhere at page 1 alone, where the kernels made for the
-        # hardware take it too: a page size must not be what sends it to plain torch unnoticed.
         _plain("mla", **_LATENT, spec_topk=one_of(1)),
         _plain("mla", **_LATENT, page_size=one_of(1)),
     ),
@@ -129,6 +135,16 @@ FLEX_ATTENTION = BackendCard(
     factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
     requires=("torch>=2.11",),
     extra="torch",
+    sources={
+        "features": "Inductor compiles C++, and vectorises it for AVX2 and later",
+        "version": "bfloat16 begins at SM80; earlier devices were not tried",
+        "dtype": "what the conformance suite runs",
+        "kv_dtype": "K and V are read in the dtype of Q",
+        "page_size": "in graphs: keys of other pages are gathered, and how many, no graph knows",
+        "head_dim": "from 16 on, as `tl.dot` wants; above 256 nothing was tried",
+        "v_head_dim": "as head_dim",
+        "spec_topk": "in graphs: masks of trees are compiled in",
+    },
     clauses=tuple(
         _flex(dtype, **where) for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS) for dtype in _UNSCALED
     ),

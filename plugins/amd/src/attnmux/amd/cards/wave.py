@@ -11,19 +11,25 @@ WAVE = BackendCard(
     status="planned",
     requires=("torch>=2.11", "wave-lang>=3.9.1"),
     extra="wave",
+    sources={
+        "arch": "the templates use MFMA shapes that gfx942 introduced",
+        "dtype": "SGLang 0.5.23 compiles the templates for fp16 and bf16",
+        "kv_dtype": "the templates read K and V in the dtype of Q",
+        "page_size": "tables hold token slots (block size 1)",
+        "head_dim": (
+            "whole MFMA tiles; no limit is stated, and SGLang's tests of these kernels go up to "
+            "128 in extend (test_wave_attention_kernels.py)"
+        ),
+    },
     clauses=tuple(
         Clause(
             vendor=one_of("amd"),
-            # The templates use MFMA shapes that gfx942 introduced.
             arch=one_of("gfx942", "gfx950"),
             phase=one_of("extend", "decode"),
             kind=one_of("mha"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
-            # Tables hold token slots (block size 1).
             page_size=emulated(1),
-            # Whole MFMA tiles. No limit is stated; SGLang's tests of these kernels go up to 128 in
-            # extend (test_wave_attention_kernels.py).
             head_dim=multiple_of(16, most=128),
             logit_cap=ANY,
             graph=ANY,

@@ -13,16 +13,12 @@ def _clause(dtype: str) -> Clause:
         phase=one_of("decode"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
-        # `cutlass_mla_decode` wants Q and the cache in one dtype, fp16 or bf16.
         kv_dtype=one_of(dtype),
-        # Tables hold a multiple of 128 / page blocks; at 128 any number does.
         page_size=one_of(128),
         head_dim=ANY,
-        # Heads are padded to 128 inside.
         num_q_heads=at_most(128),
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
-        # Asked of plain decode too; verify and draft are the companion's.
         spec_topk=one_of(1),
         chunked_prefix=ANY,
         graph=ANY,
@@ -46,6 +42,16 @@ CUTLASS_MLA = BackendCard(
             "which a captured graph must not",
         ),
     ),
+    sources={
+        "version": "the kernel is SM100's alone",
+        "dtype": "`cutlass_mla_decode` checks for fp16 or bf16",
+        "kv_dtype": "`cutlass_mla_decode` wants Q and the cache in one dtype",
+        "page_size": "tables hold a multiple of 128 / page blocks; at 128 any number does",
+        "num_q_heads": "`cutlass_mla_decode` pads heads to 128",
+        "kv_lora_rank": "`cutlass_mla_decode`: q_nope [B, H, 512], q_pe [B, H, 64]",
+        "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "asked of plain decode too; verify and draft are the companion's",
+    },
     clauses=tuple(map(_clause, ("bfloat16", "float16"))),
     priors=(Prior(rank=36, source="vLLM 0.33 ranks it behind flashinfer's MLA on SM100"),),
 )

@@ -12,10 +12,16 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     # Later releases have no `sparse_attn_func`.
     requires=("torch>=2.11", "sgl-kernel==0.3.21"),
     extra="dual-chunk",
+    sources={
+        "version": "`flash_attn_with_kvcache` of sgl-kernel 0.3.21, and its `sparse_attn_func`",
+        "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
+        "dtype": "FlashAttention's 16-bit dtypes",
+        "kv_dtype": "SGLang's manual: no 8-bit KV",
+        "head_dim": "FlashAttention 3's instances",
+    },
     clauses=tuple(
         Clause(
             vendor=one_of("nvidia"),
-            # `flash_attn_with_kvcache` of sgl-kernel.
             version=versions(">=8.0,<10"),
             runtime=runtimes("cuda>=12.3"),
             phase=one_of("extend", "decode"),

@@ -9,9 +9,7 @@ from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runti
 
 _HOPPER: dict[str, Any] = {
     "vendor": one_of("nvidia"),
-    # The library builds for SM80 to SM89 too; this backend was only ever run on SM90.
     "version": versions(">=9.0,<10"),
-    # sgl_kernel.flash_attn.is_fa3_supported
     "runtime": runtimes("cuda>=12.3"),
 }
 
@@ -27,7 +25,6 @@ def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
         page_size=ANY,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        # A draft tree needs a custom mask, which the kernels do not take.
         spec_topk=one_of(1),
         sliding_window=ANY,
         attention_chunk=ANY,
@@ -58,13 +55,20 @@ FA3 = BackendCard(
             summary="parts that the keys of a request are split into; 0 lets the library choose",
         ),
     ),
+    sources={
+        "version": "the library builds for SM80 to SM89 too; this was only ever run on SM90",
+        "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
+        "dtype": "flash_api.cpp: fp16, bf16, or all in e4m3",
+        "kv_dtype": "flash_api.cpp: K and V in the dtype of Q, or all in e4m3; no e5m2",
+        "head_dim": "built for 64, 96, 128, 192 and 256; dims between are padded inside",
+        "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
+        "spec_topk": "a draft tree needs a custom mask, which the kernels do not take",
+    },
     clauses=tuple(
         _clause(dtype, head_dim, v_head_dim)
         for dtype in ("bfloat16", "float16")
         for head_dim, v_head_dim in (
-            # Kernels are built for 64, 96, 128, 192 and 256; dims between are padded inside.
             (one_of(128, 64, 96, 192, 256), NONE),
-            # K and V of different dims: 128 < D <= 192 with 96 < Dv <= 128, flash_api.cpp.
             (one_of(192), one_of(128)),
         )
     ),

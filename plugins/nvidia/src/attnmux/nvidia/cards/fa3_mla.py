@@ -9,17 +9,14 @@ from attnmux.core.choosing.conditions import ANY, Condition, one_of, runtimes, v
 def _clause(dtype: str, spec_topk: Condition, page_size: Condition) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
-        # Q beside its rotary part (`qv`) is built for SM90 alone: SM80 to SM89 serve MHA only.
         version=versions(">=9.0,<10"),
         runtime=runtimes("cuda>=12.3"),
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
-        # e4m3 kernels are built for square head dims and 192/128, not for 64/512.
         kv_dtype=one_of(dtype),
         page_size=page_size,
         head_dim=ANY,
-        # The instance (64, 512): a rotary part of 64 beside a latent of 512.
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=spec_topk,
@@ -38,13 +35,24 @@ FA3_MLA = BackendCard(
     status="planned",
     requires=("torch>=2.11", ("sglang-kernel>=0.4.5", "sgl-kernel>=0.3.21")),
     extra="fa3",
+    sources={
+        "version": "Q beside its rotary part (`qv`) is built for SM90 alone",
+        "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
+        "dtype": "flash_api.cpp: fp16 and bf16",
+        "kv_dtype": "e4m3 kernels are built for square head dims and 192/128, not for 64/512",
+        "page_size": (
+            "a tree is a causal call on the prefix and one on each branch's own tokens, whose "
+            "table names single tokens"
+        ),
+        "kv_lora_rank": "the instance (64, 512): a rotary part of 64 beside a latent of 512",
+        "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "as page_size: a chain is causal over any page",
+    },
     clauses=tuple(
         clause
         for dtype in ("bfloat16", "float16")
         for clause in (
             _clause(dtype, one_of(1), ANY),
-            # A tree is a causal call on the prefix and one on each branch's own tokens, whose
-            # table names single tokens.
             _clause(dtype, ANY, one_of(1)),
         )
     ),

@@ -19,8 +19,6 @@ from attnmux.core.choosing.conditions import (
 def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
-        # The library has kernels for SM80, SM90 and SM120 too: without 8-bit KV, MLA and splits of
-        # the keys, or without pages.
         "version": versions(">=10.0,<11"),
         # Decode is left to another backend.
         "phase": one_of("extend"),
@@ -36,7 +34,6 @@ def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
     return _clause(
         dtype,
         kind=one_of("mha"),
-        # A page is a tile of the kernel, which TMA loads whole.
         page_size=one_of(128),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
@@ -66,12 +63,27 @@ FA4 = BackendCard(
     # SGLang's manual: not with trtllm_mha's decode, also where both take pages of 128.
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
+    sources={
+        "version": (
+            "the library has kernels for SM80, SM90 and SM120 too: without 8-bit KV, MLA and "
+            "splits of the keys, or without pages"
+        ),
+        "dtype": "flash_attn.cute: fp16 and bf16",
+        "kv_dtype": "SGLang's manual: 4 bits, and no e4m3",
+        "page_size": (
+            "a page is a tile of the kernel, which TMA loads whole; over a latent SGLang's manual "
+            "has 1, which single tokens are to any page"
+        ),
+        "head_dim": "flash_attn.cute, SM100: multiples of 8 up to 128; DeepSeek's 192",
+        "v_head_dim": "as head_dim: 128 beside 192",
+        "kv_lora_rank": "flash_attn.cute's `qv`: 512 beside 64",
+        "qk_rope_head_dim": "as kv_lora_rank",
+    },
     clauses=tuple(
         clause
         for dtype in ("bfloat16", "float16")
         for clause in (
             _mha(dtype, multiple_of(8, most=128), NONE),
-            # DeepSeek's expanded heads.
             _mha(dtype, one_of(192), one_of(128)),
             _mla(dtype),
         )

@@ -9,17 +9,13 @@ from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runti
 def _clause(dtype: str, phase: Condition, *, deterministic: Condition) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
-        # README, "GPU Support": from 7.5 on. 7.5 has no bfloat16 and was not tried.
         version=versions(">=8.0"),
-        # README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1.
         runtime=runtimes("cuda>=12.6"),
         phase=phase,
         kind=one_of("mha"),
         dtype=one_of(dtype),
-        # `is_fa3_backend_supported` sends 8-bit K and V to fa2, which widens them in registers.
         kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
         page_size=ANY,
-        # fa2's instances. K and V of a pool need the same strides (batch_prefill.cu).
         head_dim=one_of(128, 64, 256),
         spec_topk=ANY,
         sliding_window=ANY,
@@ -44,6 +40,15 @@ FLASHINFER = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
+    sources={
+        "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
+        "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',
+        "dtype": "fp16 and bf16: no fp32 instances",
+        "kv_dtype": (
+            "`is_fa3_backend_supported` sends 8-bit K and V to fa2, which widens them in registers"
+        ),
+        "head_dim": "fa2's instances; K and V of a pool need the same strides (batch_prefill.cu)",
+    },
     clauses=(
         *(_clause(dtype, PHASES, deterministic=NONE) for dtype in DTYPES),
         # fa2 takes the tile of an extend step from the mean length of its requests, so that sums

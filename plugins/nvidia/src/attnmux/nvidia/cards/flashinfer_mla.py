@@ -11,23 +11,16 @@ DATACENTER_BLACKWELL = versions(">=10.0,<11")
 def _clause(dtype: str) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
-        # fa2 from SM80 on, fa3 on SM90, cutlass on SM100: `BatchMLAPagedAttentionWrapper`.
         version=versions(">=8.0"),
-        # flashinfer's README, "Supported CUDA Versions".
         runtime=runtimes("cuda>=12.6"),
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
-        # The kernels read K and V in the dtype of Q: 8-bit floats are widened first, so that this
-        # can be the prefill half of backends that decode over them.
         kv_dtype=one_of(dtype, "fp8_e4m3", "fp4_e2m1"),
-        # `kv_indices` are planned as tokens: 0.7 refuses lengths that differ from the indptr's.
         page_size=emulated(1),
         head_dim=ANY,
-        # q_nope [n, H, 512], q_pe [n, H, 64].
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
-        # `plan` knows causal or not, and no mask.
         spec_topk=one_of(1),
         chunked_prefix=ANY,
         graph=ANY,
@@ -44,6 +37,21 @@ FLASHINFER_MLA = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
+    sources={
+        "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90, cutlass SM100",
+        "runtime": 'README, "Supported CUDA Versions"',
+        "dtype": "`BatchMLAPagedAttentionWrapper`: fp16 and bf16",
+        "kv_dtype": (
+            "the kernels read K and V in the dtype of Q: smaller floats are widened first, so "
+            "that this can be the prefill half of backends that decode over them"
+        ),
+        "page_size": (
+            "`kv_indices` are planned as tokens: 0.7 refuses lengths that differ from the indptr's"
+        ),
+        "kv_lora_rank": "q_nope [n, H, 512], q_pe [n, H, 64]",
+        "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "`plan` knows causal or not, and no mask",
+    },
     clauses=tuple(map(_clause, ("bfloat16", "float16"))),
     priors=(
         Prior(

@@ -12,15 +12,24 @@ NSA = BackendCard(
     status="planned",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
+    sources={
+        "version": "`flash_mla_sparse_fwd` is built for SM90 and SM100",
+        "dtype": "`flash_mla_sparse_fwd`: Q in bf16",
+        "kv_dtype": (
+            "SGLang 0.5.23: bf16 or e4m3, the latter in tokens of 656 bytes: 512 values, 4 "
+            "scales, 64 bf16 of rope"
+        ),
+        "page_size": "the FP8 kernel reads blocks of 64; SGLang 0.5.23 takes 64 on NVIDIA",
+        "kv_lora_rank": "`flash_mla_sparse_fwd`: rows of 576, d_v = 512",
+        "qk_rope_head_dim": "as kv_lora_rank",
+    },
     clauses=tuple(
         Clause(
             vendor=one_of("nvidia"),
-            # `flash_mla_sparse_fwd` is built for SM90 and SM100.
             version=versions(version),
             phase=one_of("extend", "decode"),
             kind=one_of("nsa"),
             dtype=one_of("bfloat16"),
-            # e4m3 in tokens of 656 bytes: 512 values, 4 scales, 64 bf16 of rope.
             kv_dtype=one_of("bfloat16", "fp8_e4m3"),
             page_size=one_of(64),
             head_dim=ANY,

@@ -26,13 +26,11 @@ def _clause(version: Condition, dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
         "version": version,
-        # flashinfer's README, "Supported CUDA Versions".
         "runtime": runtimes("cuda>=12.6"),
         "kind": one_of("mha"),
         "dtype": one_of(dtype),
         "page_size": PAGES,
         "head_dim": one_of(128, 64, 256),
-        # Masks of a verify step are rows of a chain; there is none for a tree.
         "spec_topk": one_of(1),
         "sliding_window": ANY,
         "sinks": ANY,
@@ -85,6 +83,22 @@ TRTLLM_MHA = BackendCard(
             summary="scratch memory, zeroed once; 0: 512 MiB",
         ),
     ),
+    sources={
+        "version": "flashinfer 0.6.13: trtllm-gen on SM100, XQA and fmha_v2 on SM90 and SM120",
+        "runtime": "flashinfer's README: CUDA 12.6 and later",
+        "dtype": "jit/xqa.py: fp16 and bf16",
+        "kv_dtype": (
+            "XQA has 4 bits on SM120 alone; of e4m3 `trtllm_fmha_v2_prefill` says that it hangs "
+            "on SM90, and refuses it on SM120"
+        ),
+        "page_size": (
+            "jit/xqa.py: 16, 32, 64, 128; trtllm-gen has 128 for grouped heads of a power of two, "
+            "as SGLang 0.5.23 checks"
+        ),
+        "head_dim": "64, 128 and 256, of the multiples of 16 that jit/xqa.py compiles",
+        "group_size": "as page_size: where a page has 128 tokens on SM100",
+        "spec_topk": "masks of a verify step are rows of a chain; there is none for a tree",
+    },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     priors=(
         Prior(

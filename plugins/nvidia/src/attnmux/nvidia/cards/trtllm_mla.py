@@ -10,7 +10,6 @@ def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
         version=version,
-        # flashinfer's README, "Supported CUDA Versions".
         runtime=runtimes("cuda>=12.6"),
         # Prefill is the companion's.
         phase=one_of(*phases),
@@ -43,8 +42,18 @@ TRTLLM_MLA = BackendCard(
             summary="scratch memory, zeroed once; 0: 128 MiB",
         ),
     ),
+    sources={
+        "version": "flashinfer 0.6.13: trtllm-gen on SM100, XQA on SM120",
+        "runtime": "flashinfer's README: CUDA 12.6 and later",
+        "dtype": "XQA takes bf16 or e4m3; SGLang 0.5.23 passes bf16",
+        "kv_dtype": "SGLang 0.5.23 refuses any but bf16 and e4m3; XQA takes both",
+        "page_size": "SGLang 0.5.23: 32 or 64, else it is set to 64",
+        "num_q_heads": "between 64 and 128 heads trtllm-gen has no kernel",
+        "kv_lora_rank": "`_check_trtllm_gen_mla_shape`: 512 and 64; a smaller pair was not tried",
+        "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "causal over the step's tokens, without a mask",
+    },
     clauses=(
-        # Between 64 and 128 heads trtllm-gen has no kernel.
         _clause(versions(">=10.0,<11"), at_most(64), "decode", "verify", "draft"),
         _clause(versions(">=10.0,<11"), one_of(128), "decode", "verify", "draft"),
         # XQA, which takes one query a request.

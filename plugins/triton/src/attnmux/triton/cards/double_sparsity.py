@@ -45,6 +45,12 @@ DOUBLE_SPARSITY = BackendCard(
             summary="batches whose longest request is shorter are served densely",
         ),
     ),
+    sources={
+        "dtype": "SGLang's kernels: fp16 and bf16",
+        "kv_dtype": "they read K and V in the dtype of Q",
+        "page_size": "they gather by token index",
+        "head_dim": "`sparse_flash_decode_stage1` and `stage2` assert these",
+    },
     clauses=tuple(
         # Nothing here that the triton card does not serve: the last rank then means that only who
         # names it gets an approximation.

@@ -39,13 +39,9 @@ def _clause(dtype: str, **more: Condition) -> Clause:
 
 
 def _clauses(dtype: str) -> Iterator[Clause]:
-    # The masks of trees are laid out by token; SGLang 0.5.23 allows trees over pages, its manual
-    # does not.
     for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
         for stored in (
-            # k_scale and v_scale are the kernels' arguments.
             {"kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2")},
-            # SGLang 0.5.23 refuses 4-bit KV on every device that is not of CUDA.
             {"kv_dtype": one_of("fp4_e2m1"), "vendor": one_of("nvidia")},
         ):
             yield _clause(
@@ -53,8 +49,6 @@ def _clauses(dtype: str) -> Iterator[Clause]:
                 # Images are a prefill without a cache, not causal.
                 phase=one_of("extend", "decode", "verify", "draft", "encoder"),
                 kind=one_of("mha"),
-                # No limit is stated. The largest tiles that SGLang's kernels name have 512 columns
-                # (`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K).
                 head_dim=multiple_of(1, most=512),
                 v_head_dim=multiple_of(1, most=512),
                 sliding_window=ANY,
@@ -104,6 +98,25 @@ TRITON = BackendCard(
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
+    sources={
+        "dtype": "16-bit floats, which tensor cores multiply",
+        "kv_dtype": (
+            "k_scale and v_scale are the kernels' arguments; SGLang 0.5.23 refuses 4-bit KV on "
+            "every device that is not of CUDA"
+        ),
+        "page_size": (
+            "the kernels gather by token index; masks of trees are laid out by token: SGLang "
+            "0.5.23 allows trees over pages, its manual does not"
+        ),
+        "head_dim": (
+            "no limit is stated; the largest tiles that SGLang's kernels name have 512 columns "
+            "(`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K)"
+        ),
+        "v_head_dim": "as head_dim",
+        "kv_lora_rank": "as head_dim",
+        "qk_rope_head_dim": "as head_dim: 64 more of MLA's K",
+        "spec_topk": "as page_size: trees at page 1",
+    },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     priors=(
         Prior(
