@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from math import ceil, lcm
-from typing import TypeVar
+from math import ceil
 
 from attnmux.core.choosing.version_ranges import (
     parsed_requirement,
@@ -17,7 +15,6 @@ from attnmux.core.choosing.version_ranges import (
 )
 
 Value = str | int | float | bool | frozenset[str]
-V = TypeVar("V")
 
 
 class Condition(ABC):
@@ -282,34 +279,3 @@ def versions(specifier: str) -> Condition:
 
 def runtimes(*requirements: str) -> Condition:
     return Runtimes(requirements)
-
-
-def joint_examples(conditions: Iterable[Condition]) -> set[int]:
-    """Numbers such that, if any number meets one condition of each of several backends, one of
-    these does: every example, and the multiples common to any of the steps."""
-    known = set(conditions)
-    ranges = [condition for condition in known if isinstance(condition, Range)]
-    steps = {1}
-    for condition in ranges:
-        steps |= {lcm(step, condition.step) for step in steps}
-    examples = {
-        value for condition in known for value in condition.examples() if isinstance(value, int)
-    }
-    starts = {max(condition.least, 1) for condition in ranges} | {1}
-    firsts = {(ceil(start / step) * step, step) for start in starts for step in steps}
-    return examples.union(*(until_spared(count(first, step), known) for first, step in firsts))
-
-
-def until_spared(values: Iterable[V], conditions: Iterable[Condition]) -> Iterator[V]:
-    """The values up to the first that none of the conditions excludes: whichever of them have to
-    hold, one of these is excluded by none."""
-    left_out = {
-        value
-        for condition in conditions
-        if isinstance(condition, Excluding)
-        for value in condition.values
-    }
-    for value in values:
-        yield value
-        if value not in left_out:
-            return

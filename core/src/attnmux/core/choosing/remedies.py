@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.eligible import Candidate, Opening, eligible, openings
+from attnmux.core.choosing.eligible import Candidate, eligible
 from attnmux.core.choosing.explaining import changed, remedy
 from attnmux.core.choosing.groups import CACHED_LEADS, Group
+from attnmux.core.choosing.openings import Opening, openings
 from attnmux.core.choosing.problem import Problem, Variant
 from attnmux.core.choosing.request import parse_fields
 from attnmux.core.choosing.search import is_compatible

@@ -15,15 +15,15 @@ from itertools import combinations, groupby
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import Value
-from attnmux.core.choosing.eligible import (
+from attnmux.core.choosing.eligible import eligible
+from attnmux.core.choosing.explaining import serving_clause
+from attnmux.core.choosing.groups import CACHED_LEADS
+from attnmux.core.choosing.openings import (
     FALLBACK_KV_DTYPE,
     FALLBACK_PAGE_SIZE,
     Opening,
-    eligible,
     openings,
 )
-from attnmux.core.choosing.explaining import serving_clause
-from attnmux.core.choosing.groups import CACHED_LEADS
 from attnmux.core.choosing.problem import Problem, Questions, Variant
 from attnmux.core.choosing.request import Request
 
