@@ -14,6 +14,7 @@ from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import find_entries
 from attnmux.core.choosing.probe import Detection, pick_platform, survey
+from attnmux.core.choosing.vendors import VENDORS
 from attnmux.core.cli.doctor_examining import Examined, examine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
@@ -120,24 +121,28 @@ def _strangers(plugins: Sequence[Examined]) -> Iterator[str]:
 
 
 def _nothing_runs(plugins: Sequence[Examined], picked: Platform) -> Iterator[str]:
-    """Where each backend for the machine lacks a library: the lines that would make one run."""
+    """Where no backend for the machine is ready: the lines that would make one run."""
     meant = [
         backend
         for plugin in plugins
         for backend in plugin.backends
         if picked.vendor in (backend["vendors"] or [picked.vendor])
     ]
-    lacking = [[reason["code"] for reason in backend["reasons"]] for backend in meant]
-    mendable = [
+    if not plugins or not all(backend["reasons"] for backend in meant):
+        return
+    lines = [
         library["hint"]
-        for backend, codes in zip(meant, lacking, strict=True)
-        if set(codes) == {"LIBRARY"}
+        for backend in meant
+        if {reason["code"] for reason in backend["reasons"]} == {"LIBRARY"}
         for library in backend["libraries"]
         if library["hint"]
     ]
-    if mendable and all(lacking):
-        where = picked.name or str(picked)
-        yield f"no backend runs on {where} yet: {', or '.join(dict.fromkeys(mendable))}"
+    portable = VENDORS["cpu"].distribution
+    if portable not in {plugin.distribution for plugin in plugins}:
+        lines.append(f"pip install {portable}")
+    where = picked.name or str(picked)
+    fix = f": {', or '.join(dict.fromkeys(lines))}" if lines else ""
+    yield f"no backend runs on {where}, as installed and configured{fix}"
 
 
 def _namesakes(plugins: Sequence[Examined]) -> Iterator[str]:
