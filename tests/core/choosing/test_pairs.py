@@ -77,6 +77,15 @@ def test_a_loser_that_is_excluded_is_rejected_for_it(offer, cpu) -> None:
     assert said(solve(Request(), cpu, cards).candidates)["pre", "extend"] == ()
 
 
+def test_an_exclusion_is_told_of_the_other_phase_alone(offer, cpu) -> None:
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), kind=one_of("mla"), excludes=("both",)),
+        offer("both", rank=5, phase=one_of("extend")),
+        offer("gen", rank=5, phase=one_of("decode")),
+    ]
+    assert said(solve(Request(), cpu, cards).candidates)["pre", "extend"] == ("KIND",)
+
+
 def test_an_encoder_reads_no_cache(offer, cpu) -> None:
     cards = [
         offer("see", rank=1, phase=one_of("encoder"), excludes=("gen",)),

@@ -305,6 +305,7 @@ def test_an_unknown_name(offer, cpu, name, said) -> None:
     with pytest.raises(UnknownBackend) as caught:
         solve(Request(), cpu, [offer("flash")], Policy(backend=name), libraries=NO_LIBRARIES)
     assert said in str(caught.value)
+    assert "(it is" not in str(caught.value)
     assert caught.value.name == name
 
 

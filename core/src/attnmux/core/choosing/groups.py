@@ -72,7 +72,8 @@ def _as_named(group: Group, policy: Policy, offers: Sequence[Offer], libraries: 
     try:
         meant = offers_named(name, offers, libraries)
     except UnknownBackend as error:
-        hint = f"{error.hint} (it is {source})" if source else error.hint
+        # Names that the user gave were looked at before
+        hint = f"{error.hint} (it is {source})"
         raise UnknownBackend(name, known=error.known, hint=hint) from None
     companions = tuple(dict.fromkeys(word for offer in meant for word in offer.card.companions))
     if field != "backend" or not companions or any(_declares(o, group.lead) for o in meant):
