@@ -19,18 +19,22 @@ ELSEWHERE = json.loads(
     (Path(__file__).parent / "golden" / "defaults-elsewhere.json").read_text(encoding="utf-8")
 )
 PLATFORMS = (
-    *(f"nvidia:sm{number}" for number in (70, 75, 80, 89, 90, 100, 103, 110, 120, 121)),
+    *(f"nvidia:sm{number}" for number in (70, 75, 80, 86, 89, 90, 100, 103, 110, 120, 121)),
     "nvidia:sm90,cuda=12.2",
     "amd:gfx90a",
     "amd:gfx942",
     "amd:gfx950",
     "amd:gfx1100",
+    "intel:xe1",
     "intel:xe2",
     "ascend:910b",
     "ascend:910_93",
     "cpu:x86_64,features=amx",
     "cpu:x86_64,features=avx2",
     "cpu:aarch64",
+    "apple:m3,device=mps",
+    "mthreads:mp_31,device=musa",
+    "acme:one,device=acme",
 )
 SHAPES = {
     "mha": "num_q_heads=32,num_kv_heads=8,head_dim=128",
@@ -64,7 +68,8 @@ def promised(platform: str, kind: str, topk: int, page: int, flashinfer: bool) -
         return promised_on_nvidia(platform, kind, plain, flashinfer)
     if vendor == "cpu":
         return "intel_amx" if "amx" in platform else "torch_native"
-    return {"amd": "aiter", "intel": "intel_xpu", "ascend": "ascend"}[vendor]
+    made = {"amd": "aiter", "intel": "intel_xpu", "ascend": "ascend"}
+    return made.get(vendor, "triton")
 
 
 def listed(platform: str, kind: str, topk: int, page: int, flashinfer: bool) -> list[int]:

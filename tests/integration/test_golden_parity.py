@@ -21,21 +21,22 @@ PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 GOLDEN = json.loads((FOLDER / "sglang-0.5.23-defaults.json").read_text(encoding="utf-8"))
 FLASHINFER = frozenset({"flashinfer-python"})
 
-MACHINES: dict[str, tuple[str, frozenset[str]]] = {
-    "sm80+fi": ("nvidia:sm80,cuda=12.8", frozenset()),
-    "sm80-nofi": ("nvidia:sm80,cuda=12.8", FLASHINFER),
-    "sm90+fi": ("nvidia:sm90,cuda=12.8", frozenset()),
-    "sm90,cuda<12.3+fi": ("nvidia:sm90,cuda=12.2", frozenset()),
-    "sm100/103+fi": ("nvidia:sm100,cuda=13.0", frozenset()),
-    "sm110+fi": ("nvidia:sm110,cuda=13.0", frozenset()),
-    "sm120/121+fi": ("nvidia:sm120,cuda=13.0", frozenset()),
-    "hip": ("amd:gfx942", frozenset()),
-    "mps": ("apple:m3,device=mps", frozenset()),
-    "xpu": ("intel:xe2", frozenset()),
-    "musa": ("mthreads:mp_31,device=musa", frozenset()),
-    "cpu(arg unset)": ("cpu:x86_64,features=avx2", frozenset()),
-    "oot": ("acme:one,device=acme", frozenset()),
+MACHINES: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "sm80+fi": (("nvidia:sm80,cuda=12.8",), frozenset()),
+    "sm80-nofi": (("nvidia:sm80,cuda=12.8",), FLASHINFER),
+    "sm90+fi": (("nvidia:sm90,cuda=12.8",), frozenset()),
+    "sm90,cuda<12.3+fi": (("nvidia:sm90,cuda=12.2",), frozenset()),
+    "sm100/103+fi": (("nvidia:sm100,cuda=13.0", "nvidia:sm103,cuda=13.0"), frozenset()),
+    "sm110+fi": (("nvidia:sm110,cuda=13.0",), frozenset()),
+    "sm120/121+fi": (("nvidia:sm120,cuda=13.0", "nvidia:sm121,cuda=13.0"), frozenset()),
+    "hip": (("amd:gfx942", "amd:gfx950"), frozenset()),
+    "mps": (("apple:m3,device=mps",), frozenset()),
+    "xpu": (("intel:xe2",), frozenset()),
+    "musa": (("mthreads:mp_31,device=musa",), frozenset()),
+    "cpu(arg unset)": (("cpu:x86_64,features=avx2", "cpu:aarch64"), frozenset()),
+    "oot": (("acme:one,device=acme",), frozenset()),
 }
+"""The machines that a row of SGLang's table stands for, and the libraries that they lack."""
 MHA = "dtype=bf16,num_q_heads=32,num_kv_heads=8,head_dim=128"
 SPECULATING = "phases=extend+decode+verify+draft,spec_draft_tokens=4"
 MLA = (
@@ -69,11 +70,16 @@ def offers() -> tuple[Offer, ...]:
 
 def decided(offers: tuple[Offer, ...], machine: str, column: str) -> str:
     """The backend, as "extend + decode" where the phases differ."""
-    platform, without = MACHINES[machine]
+    platforms, without = MACHINES[machine]
     policy = Policy(hypothetical=True, without=without)
-    found = solve(Request.parse(REQUESTS[column]), Platform.parse(platform), offers, policy)
-    names = dict.fromkeys(found.phases[phase].backend for phase in ("extend", "decode"))
-    return " + ".join(names)
+    request = Request.parse(REQUESTS[column])
+    found = [solve(request, Platform.parse(text), offers, policy) for text in platforms]
+    names = [
+        " + ".join(dict.fromkeys(one.phases[phase].backend for phase in ("extend", "decode")))
+        for one in found
+    ]
+    assert len(set(names)) == 1, f"{names} on {platforms}"
+    return names[0]
 
 
 def same(offers: tuple[Offer, ...], ours: str, theirs: str) -> bool:
