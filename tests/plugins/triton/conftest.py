@@ -18,6 +18,15 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # where there is a Triton
 from triton.runtime import interpreter  # noqa: E402  # as above
 
+FLOATS = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
 patched: set[str] = set()
 launches: list[Callable[[Sequence[torch.Tensor]], None]] = []
 
@@ -33,9 +42,10 @@ library.impl("launch", _launch, "CompositeExplicitAutograd")
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreted() -> Iterator[None]:
-    """A launch is an operation, so that `RecordingGraphs` notes it; and bfloat16 is multiplied.
+    """A launch is an operation, so that `RecordingGraphs` notes it; and floats are as on a device.
 
-    The interpreter keeps bfloat16 as integers and multiplies those.
+    The interpreter keeps bfloat16 as integers and multiplies those. It cuts off what bfloat16
+    cannot hold, and of 8-bit floats it rounds ties up and loses the carry into an odd exponent.
     """
     if not triton.knobs.runtime.interpret:
         pytest.skip("kernels are compiled here: TRITON_INTERPRET=0")
@@ -75,8 +85,16 @@ def interpreted() -> Iterator[None]:
     def multiplied(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(builder, widened(a), widened(b), *rest)
 
+    def converted(values: Any, source: tl.dtype, target: tl.dtype, _rounding: Any) -> Any:
+        # To the nearest, ties to even. What is too large for e4m3 is NaN: a kernel saturates.
+        bits = torch.from_numpy(np.ascontiguousarray(values).view(f"i{values.itemsize}"))
+        floats = bits.view(FLOATS[source]).to(FLOATS[target])
+        words = floats.view(WORDS[floats.itemsize]).numpy()
+        return words.view(f"u{floats.itemsize}")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        patch.setattr(interpreter, "_convert_float", converted)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
         patch.setattr(interpreter.InterpretedFunction, "__call__", inlined)
         # Half of all additions are of indices, and each would be checked in 64 bits.

@@ -91,7 +91,7 @@ class Compiled:
 
 def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """What every case launches: its name, the kernel and the arguments."""
-    from attnmux.triton import call, plans  # noqa: PLC0415  # not in the interpreter's process
+    from attnmux.triton import call, plans, write  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
 
     launched: list[tuple[Any, dict[str, Any]]] = []
@@ -100,6 +100,7 @@ def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         (call, "attend_tiles"),
         (plans, "plan_shares"),
         (plans, "plan_tiles"),
+        (write, "write_kv"),
     ):
         kernel = getattr(module, name)
         setattr(module, name, Compiled(kernel, lambda *what: launched.append(what)))
@@ -172,6 +173,7 @@ def test_every_kernel_compiles_and_fits(arch, tmp_path):
         "attend_tiles",
         "plan_shares",
         "plan_tiles",
+        "write_kv",
     }
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
 

@@ -19,6 +19,7 @@ from attnmux.triton.call import Keys, LayerCall, Results
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import Step
+from attnmux.triton.write import KVWriter
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -47,6 +48,7 @@ class TritonBackend(AttentionBackend):
         self._shares: dict[ShareKey, SharePlan] = {}
         self._tiles: dict[TileKey, TilePlan] = {}
         self._bounds: dict[str, torch.Tensor] = {}
+        self._writers: dict[tuple[int, bool], KVWriter] = {}
         self._step: Step | None = None
         self._max_batch_size = context.max_batch_size
 
@@ -83,6 +85,29 @@ class TritonBackend(AttentionBackend):
                 f"graphs of {max_bs} requests with room for {self._max_batch_size}: build the "
                 "backend with a larger max_batch_size"
             )
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        """In one launch, and raising what the pool's own methods do."""
+        loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
+        second = v if k_rope is None else k_rope
+        if loc is None or second is None:
+            super().save_kv(k, v, layer, batch, k_rope=k_rope)  # which says what is missing
+            return
+        key = layer.layer_id, k_rope is not None
+        writer = self._writers.get(key)
+        if writer is None:
+            pool = self.context.token_to_kv_pool
+            writer = KVWriter.of(pool, layer, loc, k, is_latent=k_rope is not None)
+            self._writers[key] = writer
+        writer.write(layer, loc, k, second)
 
     def forward_decode(
         self,

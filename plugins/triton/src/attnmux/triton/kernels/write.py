@@ -1,0 +1,146 @@
+"""K and V of new tokens to the slots of a pool, rounded to what it stores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 as the bits of an 8-bit float: to the nearest, ties to even, saturated.
+
+    MANTISSA: its bits, 3 in e4m3 and 2 in e5m2. LARGEST: the bits of its largest finite value; NaN
+    is all ones. In integers, since Triton has no cast to these formats for SM80, and where it has
+    one, whether it saturates is the device's choice.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
+    LEAST_NORMAL: tl.constexpr = (128 - BIAS) << 23
+    # Beside it a float32's last bit is worth what the format's is below LEAST_NORMAL.
+    BESIDE: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    bits = values.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    is_odd = (size >> SHIFT) & 1
+    normal = (size - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + is_odd) >> SHIFT
+    beside = (size * 0 + BESIDE).to(tl.float32, bitcast=True)
+    small = (size.to(tl.float32, bitcast=True) + beside).to(tl.int32, bitcast=True) - BESIDE
+    rounded = tl.where(size < LEAST_NORMAL, small, tl.minimum(normal, LARGEST))
+    rounded = tl.where(size > 0x7F800000, 0x7F, rounded)
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def store_part(
+    rows,
+    token_stride,
+    head_stride,
+    column_stride,
+    buffer,
+    slot_stride,
+    token,
+    slot,
+    is_there,
+    column,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    """Columns of rows [T, H, D] to those of buffer [slots, WIDTH]: bits, where MANTISSA says of
+    which 8-bit float, else values."""
+    is_within = is_there[:, None] & (column < WIDTH)[None, :]
+    head = (column // D).to(tl.int64)
+    of_column = head * head_stride + (column % D).to(tl.int64) * column_stride
+    values = tl.load(
+        rows + (token.to(tl.int64) * token_stride)[:, None] + of_column[None, :],
+        mask=is_within,
+        other=0.0,
+    )
+    places = buffer + (slot * slot_stride)[:, None] + column[None, :]
+    if MANTISSA > 0:
+        values = values.to(tl.float32)
+        if IS_SCALED:
+            values = tl.div_rn(values, scale)
+        tl.store(places, round_to_8_bits(values, MANTISSA, LARGEST), mask=is_within)
+    else:
+        tl.store(places, values.to(buffer.dtype.element_ty), mask=is_within)
+
+
+@triton.jit
+def write_kv(
+    first,
+    first_stride,
+    first_head_stride,
+    first_column_stride,
+    second,
+    second_stride,
+    second_head_stride,
+    second_column_stride,
+    first_buffer,
+    first_slot_stride,
+    second_buffer,
+    second_slot_stride,
+    loc,
+    loc_stride,
+    num_tokens,
+    num_slots,
+    first_scale,
+    second_scale,
+    FIRST_D: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr,
+    SECOND_D: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Two tensors of as many tokens, K and V or latent and rotary key, to the same slots.
+
+    Grid: blocks of tokens, blocks of columns. A slot that the pool does not have is left out.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = token < num_tokens
+    slot = tl.load(loc + token.to(tl.int64) * loc_stride, mask=is_token, other=0)
+    is_there = is_token & (slot >= 0) & (slot < num_slots)
+    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    store_part(
+        first,
+        first_stride,
+        first_head_stride,
+        first_column_stride,
+        first_buffer,
+        first_slot_stride,
+        token,
+        slot,
+        is_there,
+        column,
+        first_scale,
+        FIRST_D,
+        FIRST_WIDTH,
+        MANTISSA,
+        LARGEST,
+        IS_SCALED,
+    )
+    store_part(
+        second,
+        second_stride,
+        second_head_stride,
+        second_column_stride,
+        second_buffer,
+        second_slot_stride,
+        token,
+        slot,
+        is_there,
+        column,
+        second_scale,
+        SECOND_D,
+        SECOND_WIDTH,
+        MANTISSA,
+        LARGEST,
+        IS_SCALED,
+    )

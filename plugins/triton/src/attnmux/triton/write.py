@@ -1,0 +1,118 @@
+"""The new tokens' K and V to their slots, in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.kv.pool import check_loc, check_rows
+from attnmux.triton.kernels.write import write_kv
+from attnmux.triton.shapes import next_power_of_2
+
+if TYPE_CHECKING:
+    from attnmux.core.kv import KVPool
+    from attnmux.core.layer import LayerSpec
+
+FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
+"""Of the 8-bit floats: bits of the mantissa, and the largest finite value's."""
+MOST_COLUMNS = 1024
+"""Of a tile."""
+TILE = 2048
+"""Values of a tile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KVWriter:
+    """Where a layer's rows go: the memory of a pool, in the two parts that a call brings."""
+
+    pool: KVPool
+    names: tuple[str, str]
+    """Of the parts, as the pool's own methods call them."""
+    first: torch.Tensor
+    """[slots, H, D]: K's memory, or in MLA the latent's."""
+    second: torch.Tensor
+    """[slots, H, D]: V's memory, or in MLA the rotary key's."""
+    format: tuple[int, int]
+    """One of FORMATS, whose memory is seen as bytes; zeros for values that are stored as such."""
+
+    @classmethod
+    def of(
+        cls,
+        pool: KVPool,
+        layer: LayerSpec,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        *,
+        is_latent: bool,
+    ) -> KVWriter:
+        """For rows like k at slots like loc.
+
+        Raises InvalidInput for what the pool refuses: a layer that it does not store, K and V in
+        a pool of latents or the reverse, dtypes, devices and scales.
+        """
+        check_loc(loc)
+        first, second = pool.get_kv_buffer(layer.layer_id)
+        if is_latent:
+            row, rank = first, second.shape[-1]
+            first, second = row[..., :rank], row[..., rank:]
+        # Of no tokens: the pool's checks alone.
+        none = loc.new_empty(0), k.new_empty(first[:0].shape), k.new_empty(second[:0].shape)
+        if is_latent:
+            pool.set_mla_kv_buffer(layer, *none, layer.k_scale)
+        else:
+            pool.set_kv_buffer(layer, *none, layer.k_scale, layer.v_scale)
+        names = ("k_nope", "k_rope") if is_latent else ("k", "v")
+        known = FORMATS.get(first.dtype)
+        if known is not None:
+            first, second = first.view(torch.uint8), second.view(torch.uint8)
+        return cls(pool=pool, names=names, first=first, second=second, format=known or (0, 0))
+
+    def write(
+        self, layer: LayerSpec, loc: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> None:
+        """What the pool's own method writes: rows [T, H, D] to slots loc [T] int64.
+
+        A slot that the pool does not have is left out. Does not synchronise.
+        Raises InvalidInput, before anything is written, for shapes, dtypes, devices and scales
+        that do not fit.
+        """
+        num_tokens = check_loc(loc)
+        for name, rows, buffer in zip(
+            self.names, (first, second), (self.first, self.second), strict=True
+        ):
+            check_rows(name, rows, (num_tokens, *buffer.shape[1:]), loc)
+        scales = self.pool.read_scales(layer.k_scale, layer.v_scale)
+        slots = self.pool.translate(loc, layer.layer_id)
+        if not num_tokens:
+            return
+        mantissa, largest = self.format
+        widths = first.shape[1] * first.shape[2], second.shape[1] * second.shape[2]
+        block_w = min(next_power_of_2(max(widths)), MOST_COLUMNS)
+        block_t = TILE // block_w
+        write_kv[(-(-num_tokens // block_t), -(-max(widths) // block_w))](
+            first,
+            *first.stride(),
+            second,
+            *second.stride(),
+            self.first,
+            self.first.stride(0),
+            self.second,
+            self.second.stride(0),
+            slots,
+            slots.stride(0),
+            num_tokens,
+            self.first.shape[0],
+            *scales,
+            FIRST_D=first.shape[2],
+            FIRST_WIDTH=widths[0],
+            SECOND_D=second.shape[2],
+            SECOND_WIDTH=widths[1],
+            MANTISSA=mantissa,
+            LARGEST=largest,
+            IS_SCALED=scales != (1.0, 1.0),
+            BLOCK_T=block_t,
+            BLOCK_W=block_w,
+            num_warps=4,
+        )

@@ -1,0 +1,347 @@
+"""What the backend writes is what the pool's own methods write, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import InvalidInput
+from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES
+from attnmux.core.layer import LayerSpec
+from attnmux.core.testing import make_world, prepare_step
+from attnmux.core.testing.cases import Case, decode
+
+pytest.importorskip("triton")
+
+from attnmux.triton.backend import TritonBackend  # where there is a Triton
+from attnmux.triton.write import KVWriter  # as above
+
+PAGE_SIZE = 4
+NUM_SLOTS = 36
+ANY_SCALE = st.sampled_from([None, 1.0, 0.37, 2.5])
+
+
+def mha(dtype: torch.dtype, layer_id: int = 5, heads: int = 3, dims: Any = (10, 7)) -> KVPool:
+    return MHATokenToKVPool(
+        size=NUM_SLOTS - PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        layer_ids=[layer_id],
+        num_kv_heads=heads,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        device="cpu",
+    )
+
+
+def mla(dtype: torch.dtype, layer_id: int = 5, dims: Any = (12, 5)) -> KVPool:
+    return MLATokenToKVPool(
+        size=NUM_SLOTS - PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        layer_ids=[layer_id],
+        kv_lora_rank=dims[0],
+        qk_rope_head_dim=dims[1],
+        device="cpu",
+    )
+
+
+def layer_of(pool: KVPool, layer_id: int = 5, **changes: Any) -> LayerSpec:
+    k, v = pool.get_kv_buffer(layer_id)
+    is_latent = k.data_ptr() == v.data_ptr()
+    made = LayerSpec(
+        layer_id=layer_id,
+        tp_q_head_num=k.shape[1],
+        tp_k_head_num=k.shape[1],
+        tp_v_head_num=k.shape[1],
+        qk_head_dim=k.shape[2],
+        v_head_dim=v.shape[2],
+        scaling=1.0,
+        kind="mla" if is_latent else "mha",
+    )
+    return replace(made, **changes)
+
+
+def rows_of(layer: LayerSpec, num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of all magnitudes, with what no format holds among them."""
+    heads, rope = layer.tp_k_head_num, layer.qk_rope_head_dim
+    made = []
+    for width in (layer.qk_head_dim - rope, rope or layer.v_head_dim):
+        rows = torch.randn(num_tokens, heads, width) * 2.0 ** torch.randint(
+            -14, 18, (num_tokens, heads, width)
+        )
+        odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 448.0, 464.0, 1e5])
+        picked = odd[torch.randint(0, len(odd), rows.shape)]
+        made.append(torch.where(torch.rand(rows.shape) < 0.1, picked, rows).to(dtype))
+    return made
+
+
+def as_the_pool_does(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: Any) -> None:
+    if layer.kind == "mla":
+        pool.set_mla_kv_buffer(layer, loc, *rows, layer.k_scale)
+    else:
+        pool.set_kv_buffer(layer, loc, *rows, layer.k_scale, layer.v_scale)
+
+
+def in_one_launch(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: Any) -> None:
+    writer = KVWriter.of(pool, layer, loc, rows[0], is_latent=layer.kind == "mla")
+    writer.write(layer, loc, *rows)
+
+
+def bits(buffer: torch.Tensor) -> torch.Tensor:
+    """As integers, every NaN as the same one."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.itemsize]
+    return buffer.view(word).masked_fill(buffer.float().isnan(), 0x7F)
+
+
+def assert_same(pool: KVPool, expected: KVPool, layer_id: int = 5) -> None:
+    """Beyond slot 0, which is padding's."""
+    for ours, theirs in zip(
+        pool.get_kv_buffer(layer_id), expected.get_kv_buffer(layer_id), strict=True
+    ):
+        assert torch.equal(bits(ours[1:]), bits(theirs[1:]))
+
+
+def slots(num_tokens: int) -> torch.Tensor:
+    return 1 + torch.randperm(NUM_SLOTS - 1)[:num_tokens]
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+@pytest.mark.parametrize("stored", STORABLE_DTYPES)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES)
+@settings(max_examples=4, deadline=None)
+@given(num_tokens=st.integers(0, NUM_SLOTS - 1), k_scale=ANY_SCALE, v_scale=ANY_SCALE)
+def test_every_dtype(make, stored, dtype, num_tokens, k_scale, v_scale):
+    pool, expected = make(stored), make(stored)
+    layer = layer_of(pool, k_scale=k_scale, v_scale=v_scale)
+    loc, rows = slots(num_tokens), rows_of(layer, num_tokens, dtype)
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected)
+
+
+@pytest.mark.parametrize("stored", FP8_DTYPES)
+def test_ties_and_the_whole_range(stored):
+    """Between all neighbours of the format, and at its ends."""
+    values = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    values = values[values.isfinite()].unique()
+    between = (values[1:] + values[:-1]) / 2
+    largest = values.max()
+    ends = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e38, -1e38, 1e-38])
+    every = torch.cat([values, between, between.nextafter(largest), largest + between, ends])
+    rows = torch.zeros(30, 3, 17)
+    rows.view(-1)[: every.numel()] = every
+    given_rows = [rows[..., :10], rows[..., 10:]]
+    for scale in (None, 3.0):
+        pool, expected = mha(stored), mha(stored)
+        layer = layer_of(pool, k_scale=scale, v_scale=scale)
+        in_one_launch(pool, layer, torch.arange(1, 31), given_rows)
+        as_the_pool_does(expected, layer, torch.arange(1, 31), given_rows)
+        assert_same(pool, expected)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [(1, (1, 1)), (2, (1100, 3)), (24, (16, 64))])
+def test_any_width(heads, dims):
+    """More columns than a tile has, and fewer tokens or more."""
+    pool, expected = (mha(torch.bfloat16, heads=heads, dims=dims) for _ in range(2))
+    layer = layer_of(pool)
+    loc, rows = slots(9), rows_of(layer, 9, torch.float32)
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected)
+
+
+def as_slices(rows: torch.Tensor) -> torch.Tensor:
+    """Of one projection: tokens are far apart."""
+    room = torch.full((rows.shape[0], 2, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+    room[:, 1] = rows
+    return room[:, 1]
+
+
+def heads_first(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def columns_apart(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+@pytest.mark.parametrize("spread", [as_slices, heads_first, columns_apart])
+def test_any_strides(make, spread):
+    pool, expected = make(torch.float8_e4m3fn), make(torch.float8_e4m3fn)
+    layer = layer_of(pool, k_scale=0.5)
+    loc, rows = slots(7), rows_of(layer, 7, torch.bfloat16)
+    every_other = torch.stack([loc, loc - 1], 1)[:, 0]
+    in_one_launch(pool, layer, every_other, [spread(part) for part in rows])
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected)
+
+
+def test_what_requires_a_gradient():
+    pool, expected = mha(torch.float32), mha(torch.float32)
+    layer = layer_of(pool)
+    loc, rows = slots(3), [part.requires_grad_() for part in rows_of(layer, 3, torch.float32)]
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected)
+    assert not any(buffer.requires_grad for buffer in pool.get_kv_buffer(5))
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+@pytest.mark.parametrize("layer_id", [5, 6])
+def test_a_pool_that_translates_slots(make, layer_id):
+    def pools() -> SWAKVPool:
+        made = SWAKVPool(full=make(torch.float16, 5), swa=make(torch.float16, 6))
+        pages = torch.arange(1, NUM_SLOTS // PAGE_SIZE)
+        made.pair(pages, pages.flip(0))
+        return made
+
+    pool, expected = pools(), pools()
+    layer = layer_of(pool, layer_id)
+    loc, rows = slots(11), rows_of(layer, 11, torch.float16)
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc, rows)
+    for stored in (5, 6):
+        assert_same(pool, expected, stored)
+
+
+def test_slots_that_there_are_not():
+    """They are left out, whatever lies behind the pool; and padding's slot takes what it gets."""
+    room = torch.zeros(NUM_SLOTS + 8, 3, 10)
+    pool, expected = mha(torch.float32), mha(torch.float32)
+    pool._k[0] = room[4:-4]
+    layer = layer_of(pool)
+    rows = rows_of(layer, 6, torch.float32)
+    loc = torch.tensor([7, -1, NUM_SLOTS, 0, 2**40, 0])
+    in_one_launch(pool, layer, loc, rows)
+    as_the_pool_does(expected, layer, loc[:1], [part[:1] for part in rows])
+    assert_same(pool, expected)
+    assert not room[:4].any()
+    assert not room[-4:].any()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, and launches among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def backend_of(**changes: Any) -> tuple[TritonBackend, Any]:
+    """A backend, and a decode step that it is given."""
+    case = Case(name="a step", steps=(decode(9, 2),), **changes)
+    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    return TritonBackend(world.context, {}, compute_units=3), prepare_step(world, case.steps[0])
+
+
+LATENT = {
+    "kind": "mla",
+    "num_kv_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_dtype": "fp8_e4m3"}, LATENT])
+def test_one_launch_and_nothing_else(changes):
+    backend, step = backend_of(**changes)
+    pool = backend.context.token_to_kv_pool
+    for call in step.inputs:
+        for _ in range(2):  # the first asks the pool whether it stores such a layer
+            for buffer in pool.get_kv_buffer(call.layer.layer_id):
+                buffer.view(torch.uint8).zero_()
+            with Launches() as seen:
+                backend.save_kv(call.k, call.v, call.layer, step.batch, k_rope=call.k_rope)
+        assert seen.names == ["attnmux_interpreted.launch.default"]
+        k, _ = pool.get_kv_buffer(call.layer.layer_id)
+        assert k[step.batch.out_cache_loc].float().any(-1).all()
+
+
+def refusal(save: Callable[[], None]) -> tuple[str, str]:
+    with pytest.raises(InvalidInput) as caught:
+        save()
+    return caught.value.argument, str(caught.value)
+
+
+BAD: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "no V": lambda call: {"v": None},
+    "V of K's width": lambda call: {"v": call.k},
+    "too few tokens": lambda call: {"k": call.k[:1]},
+    "tokens that are too many": lambda call: {"v": torch.cat([call.v, call.v])},
+    "a dtype of none": lambda call: {"k": call.k.double()},
+    "a dtype of none in V": lambda call: {"v": call.v.int()},
+    "another device": lambda call: {"v": call.v.to("meta")},
+    "a latent": lambda call: {"v": None, "k_rope": call.k},
+    "a latent beside V": lambda call: {"k_rope": call.k},
+    "an unknown layer": lambda call: {"layer": replace(call.layer, layer_id=77)},
+    "cross attention without slots": lambda call: {
+        "layer": replace(call.layer, is_cross_attention=True)
+    },
+    "a scale below 0": lambda call: {"layer": replace(call.layer, k_scale=-1.0)},
+    "a scale of 0 in V": lambda call: {"layer": replace(call.layer, v_scale=0.0)},
+}
+
+
+@pytest.mark.parametrize("has_written", [False, True])
+@pytest.mark.parametrize("what", BAD)
+def test_refuses_what_the_pool_does(what, has_written):
+    backend, step = backend_of(kv_dtype="fp8_e5m2", head_dim=16, v_head_dim=12)
+    call = step.inputs[0]
+    given = {"k": call.k, "v": call.v, "layer": call.layer, "k_rope": None, "batch": step.batch}
+    if has_written:
+        backend.save_kv(**given)
+    memory = backend.context.token_to_kv_pool.get_kv_buffer(call.layer.layer_id)
+    before = [bits(buffer) for buffer in memory]
+    given |= BAD[what](call)
+    ours = refusal(lambda: backend.save_kv(**given))
+    theirs = refusal(lambda: super(TritonBackend, backend).save_kv(**given))
+    assert ours == theirs
+    assert all(map(torch.equal, before, map(bits, memory)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: {"k_rope": call.k_rope[..., :3]},
+        lambda call: {"k": torch.cat([call.k, call.k], -1)},
+        lambda call: {"k_rope": None, "v": call.k},
+        lambda call: {"layer": replace(call.layer, k_scale=0.0)},
+    ],
+)
+def test_refuses_what_a_pool_of_latents_does(change):
+    backend, step = backend_of(kv_dtype="fp8_e4m3", **LATENT)
+    call = step.inputs[0]
+    given = {"k": call.k, "v": None, "layer": call.layer, "k_rope": call.k_rope}
+    given |= {"batch": step.batch} | change(call)
+    ours = refusal(lambda: backend.save_kv(**given))
+    assert ours == refusal(lambda: super(TritonBackend, backend).save_kv(**given))
+
+
+@pytest.mark.parametrize(
+    "loc", [torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[3, 4]]), torch.tensor(3)]
+)
+def test_refuses_slots_that_are_no_vector(loc):
+    backend, step = backend_of()
+    call, batch = step.inputs[0], replace(step.batch, out_cache_loc=loc)
+    ours = refusal(lambda: backend.save_kv(call.k, call.v, call.layer, batch))
+    theirs = refusal(
+        lambda: super(TritonBackend, backend).save_kv(call.k, call.v, call.layer, batch)
+    )
+    assert ours == theirs
