@@ -1,0 +1,195 @@
+"""From lengths and the request table to what attention kernels read."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_lens(
+    lens,
+    factors,
+    factor,
+    result,
+    result_stride,
+    batch_size,
+    PAGE: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """result [B + 1]: 0 and the running sums of lens in pages, times `factors` or `factor`.
+
+    One program: what it adds up is a batch's, and short.
+    """
+    tl.store(result, 0)
+    before = tl.load(lens, mask=False, other=0)
+    for first in range(0, batch_size, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        is_request = request < batch_size
+        terms = tl.load(lens + request, mask=is_request, other=0)
+        if PAGE > 1:
+            terms = (terms + PAGE - 1) // PAGE
+        if HAS_FACTORS:
+            terms = terms * tl.load(factors + request, mask=is_request, other=0)
+        else:
+            terms = terms * factor
+        sums = before + tl.cumsum(terms, 0)
+        tl.store(result + (request + 1).to(tl.int64) * result_stride, sums, mask=is_request)
+        before += tl.sum(terms, 0)
+
+
+@triton.jit
+def gather_slots(
+    table,
+    table_width,
+    table_cells,
+    rows,
+    indptr,
+    starts,
+    more_starts,
+    result,
+    result_stride,
+    length,
+    batch_size,
+    search_steps,
+    PAGE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_MORE_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """result [length]: the table's slot, or its page, at every PAGE-th column of each request.
+
+    Programs share the places of the result, not the requests, so that lengths need not be equal.
+    search_steps: bits of batch_size.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_place = place < length
+    # The first request that ends behind the place; B where none does.
+    low = place * 0
+    high = low + batch_size
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        is_open = low < high
+        end = tl.load(indptr + 1 + middle, mask=is_place & is_open, other=0)
+        is_behind = is_open & (end <= place)
+        low = tl.where(is_behind, middle + 1, low)
+        high = tl.where(is_behind, high, middle)
+    is_used = is_place & (low < batch_size)
+    column = (place - tl.load(indptr + low, mask=is_used, other=0)) * PAGE
+    if HAS_STARTS:
+        column += tl.load(starts + low, mask=is_used, other=0)
+    if HAS_MORE_STARTS:
+        column += tl.load(more_starts + low, mask=is_used, other=0)
+    row = tl.load(rows + low, mask=is_used, other=0)
+    cell = row * table_width + column
+    slot = tl.load(table + cell, mask=is_used & (cell >= 0) & (cell < table_cells), other=0)
+    tl.store(
+        result + place.to(tl.int64) * result_stride,
+        (slot // PAGE).to(result.dtype.element_ty),
+        mask=is_place,
+    )
+
+
+@triton.jit
+def fill_page_table(
+    table,
+    table_width,
+    rows,
+    lens,
+    starts,
+    result,
+    result_stride,
+    result_column_stride,
+    width,
+    PAGE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """result [B, width]: the pages of each request's keys, then 0. Grid: requests, columns."""
+    request = tl.program_id(0)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_place = place < width
+    column = place * PAGE
+    is_used = is_place & (column < tl.load(lens + request))
+    if HAS_STARTS:
+        column += tl.load(starts + request)
+    is_used = is_used & (column >= 0) & (column < table_width)
+    row = tl.load(rows + request)
+    slot = tl.load(table + row * table_width + column, mask=is_used, other=0)
+    tl.store(
+        result + request.to(tl.int64) * result_stride + place.to(tl.int64) * result_column_stride,
+        slot // PAGE,
+        mask=is_place,
+    )
+
+
+@triton.jit
+def fill_last_page_lens(
+    lens, result, result_stride, batch_size, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """result [B]: keys in the last page, PAGE where there are none."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = request < batch_size
+    rest = tl.load(lens + request, mask=is_request, other=0) % PAGE
+    tl.store(
+        result + request.to(tl.int64) * result_stride,
+        tl.where(rest == 0, PAGE, rest),
+        mask=is_request,
+    )
+
+
+@triton.jit
+def fill_splits(
+    lens,
+    result,
+    result_stride,
+    batch_size,
+    tile_size,
+    max_splits,
+    HAS_MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """result [B]: tiles of the keys, 1 to max_splits."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = request < batch_size
+    num_keys = tl.load(lens + request, mask=is_request, other=0)
+    splits = tl.maximum((num_keys + tile_size - 1) // tile_size, 1)
+    if HAS_MOST:
+        splits = tl.minimum(splits, max_splits)
+    tl.store(result + request.to(tl.int64) * result_stride, splits, mask=is_request)
+
+
+@triton.jit
+def view_windows(
+    lens,
+    q_lens,
+    num_queries,
+    starts,
+    view_lens,
+    view_lens_stride,
+    view_starts,
+    view_starts_stride,
+    batch_size,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_Q_LENS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """view_lens, view_starts [B]: the keys from the page of the first that any query sees."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = request < batch_size
+    num_keys = tl.load(lens + request, mask=is_request, other=0)
+    first = request * 0
+    if WINDOW >= 0:
+        if HAS_Q_LENS:
+            queries = tl.load(q_lens + request, mask=is_request, other=0)
+        else:
+            queries = first + num_queries
+        first = tl.maximum(num_keys - queries - WINDOW, 0)
+        first = first // PAGE * PAGE
+    tl.store(view_lens + request.to(tl.int64) * view_lens_stride, num_keys - first, mask=is_request)
+    if HAS_STARTS:
+        first += tl.load(starts + request, mask=is_request, other=0)
+    tl.store(view_starts + request.to(tl.int64) * view_starts_stride, first, mask=is_request)
