@@ -13,7 +13,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.core.indices import cu_seqlens, mask_indptr
 from attnmux.triton.call import Keys, LayerCall, Results
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
@@ -46,6 +46,8 @@ class TritonBackend(AttentionBackend):
         groups = (call.slot_group for call in self._calls.values())
         self._tables = SlotTables(frozenset(group for group in groups if group), context)
         self._shares: dict[ShareKey, SharePlan] = {}
+        self._share_of: dict[tuple[int, int], SharePlan] = {}
+        """By layer and by new tokens a request."""
         self._tiles: dict[TileKey, TilePlan] = {}
         self._bounds: dict[str, torch.Tensor] = {}
         self._writers: dict[tuple[int, bool], KVWriter] = {}
@@ -55,7 +57,16 @@ class TritonBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Note the step's shape; nothing is launched."""
+        """Note the step's shape; nothing is launched.
+
+        Raises InvalidInput for more requests than the context was made for.
+        """
+        if batch.batch_size > self._max_batch_size:
+            raise InvalidInput(
+                "batch_size",
+                came=batch.batch_size,
+                expected=f"at most the context's max_batch_size, {self._max_batch_size}",
+            )
         self._step = None if batch.forward_mode is ForwardMode.IDLE else Step.of(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -75,8 +86,8 @@ class TritonBackend(AttentionBackend):
                     self._bounds["queries"], batch.batch_size, batch.num_tokens
                 )
             return
-        for share_key in dict.fromkeys(self._share_key(call, step.queries) for call in stored):
-            self._share_plan(share_key).fill(step)
+        for plan in dict.fromkeys(self._share_plan(call, step.queries) for call in stored):
+            plan.fill(step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Plans have room for the context's largest batch from the first."""
@@ -161,8 +172,7 @@ class TritonBackend(AttentionBackend):
             return results.out
         call = self._calls[layer.layer_id]
         if in_call is None and step.queries is not None:
-            key = self._share_key(call, step.queries)
-            plan = self._share_plan(key)
+            plan = self._share_plan(call, step.queries)
             slots = self._tables.of(call.required_group(), batch)
             call.attend_shares(
                 q,
@@ -181,10 +191,25 @@ class TritonBackend(AttentionBackend):
         call.attend_tiles(q, q_rope, in_call, step, slots_or_none, tiles, self._bounds, results)
         return results.out
 
-    def _share_key(self, call: LayerCall, queries: int) -> ShareKey:
-        return call.share_key(queries, self._splitting(call, queries))
+    def _share_plan(self, call: LayerCall, queries: int) -> SharePlan:
+        layer_id = call.layer.layer_id
+        plan = self._share_of.get((layer_id, queries))
+        if plan is None:
+            key = call.share_key(queries, self._splitting(call, queries))
+            plan = self._shares.get(key)
+            if plan is None:
+                plan = self._shares[key] = SharePlan(
+                    key,
+                    self._max_batch_size,
+                    self._units,
+                    self.context.device,
+                    part_dtype=self._part_dtype(key),
+                )
+            self._share_of[layer_id, queries] = plan
+        return plan
 
     def _splitting(self, call: LayerCall, queries: int) -> Splitting | None:
+        """How keys are split where the batch must not matter, or where an option says so."""
         most = cast("int", self.options.get("num_kv_splits", 0))
         tokens = cast("int", self.options.get("split_tile_size", 0))
         if not (most or tokens or self.context.request.deterministic):
@@ -193,18 +218,6 @@ class TritonBackend(AttentionBackend):
         return Splitting(
             blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
         )
-
-    def _share_plan(self, key: ShareKey) -> SharePlan:
-        plan = self._shares.get(key)
-        if plan is None:
-            plan = self._shares[key] = SharePlan(
-                key,
-                self._max_batch_size,
-                self._units,
-                self.context.device,
-                part_dtype=self._part_dtype(key),
-            )
-        return plan
 
     def _tile_plan(self, key: TileKey) -> TilePlan:
         plan = self._tiles.get(key)
