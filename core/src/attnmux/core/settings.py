@@ -6,7 +6,6 @@ A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[to
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import ORIGINS
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.choosing.values import FALSE, TRUE
 from attnmux.core.errors import SettingsError
 
@@ -217,7 +217,7 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
     if name not in READERS:
-        near = difflib.get_close_matches(name, READERS, n=1)
-        guess = f"did you mean {near[0]}?" if near else f"known: {', '.join(READERS)}"
+        near = nearest(name, READERS)
+        guess = f"did you mean {near}?" if near else f"known: {', '.join(READERS)}"
         raise SettingsError(f"{where}: no setting has this name; {guess}")
     return READERS[name](value, where)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.libraries import Libraries, installed_version
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.errors import InvalidInput, UnknownBackend
 
 KNOWN = Path(__file__).with_name("known_backends.json")
@@ -77,8 +77,7 @@ def unknown_backend(
     sources = _sources()
     offered = sorted({word for o in offers for word in (o.card.name, o.address, *o.card.aliases)})
     bare = name.rpartition("/")[2]
-    near = difflib.get_close_matches(name, [*offered, *sources], n=1)
-    meant = bare if bare in sources else (near[0] if near else "")
+    meant = bare if bare in sources else nearest(name, [*offered, *sources])
     parts = [f"did you mean {meant!r}?"] if meant and meant != name else []
     if meant in sources and meant not in offered:
         parts.append(_how_to_get(meant, sources[meant], libraries))

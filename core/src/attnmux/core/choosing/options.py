@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from attnmux.core.choosing.card import BackendCard, Offer, Option, OptionValue
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.libraries import Libraries, installed_version
 from attnmux.core.choosing.naming import offers_named
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.choosing.values import FALSE, TRUE
 from attnmux.core.errors import InvalidInput
 
@@ -48,9 +48,9 @@ def _option(card: BackendCard, name: str) -> Option | None:
 
 def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:
     names = sorted({option.name for offer in meant for option in offer.card.options})
-    near = difflib.get_close_matches(name, names, n=1)
+    near = nearest(name, names)
     expected = f"an option of {backend} ({', '.join(names) or 'it has none'})"
-    guess = f"; did you mean {near[0]!r}?" if near else ""
+    guess = f"; did you mean {near!r}?" if near else ""
     return InvalidInput("option", came=repr(name), expected=expected + guess)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.choosing.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 
@@ -78,8 +78,8 @@ def _pairs(text: str, pairs: list[str]) -> dict[str, str]:
 
 
 def _vendors(vendor: str) -> str:
-    near = difflib.get_close_matches(vendor.lower(), VENDORS, n=1)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(vendor.lower(), VENDORS)
+    guess = f" (did you mean {near!r}?)" if near else ""
     return f"a vendor of {', '.join(VENDORS)}{guess}, or device=TYPE for another vendor"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as replace_fields
@@ -11,6 +10,7 @@ from typing import Any
 
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.model_config import read_model
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.choosing.values import PHASES, READERS
 from attnmux.core.errors import InvalidInput
 
@@ -194,5 +194,5 @@ def parse_fields(text: str) -> dict[str, str]:
 
 def _names(wrong: str) -> str:
     """The fields there are: the one that was probably meant, or all of them."""
-    near = difflib.get_close_matches(wrong, READERS, n=1)
-    return f"a field such as {near[0]!r}" if near else f"a field of {', '.join(READERS)}"
+    near = nearest(wrong, READERS)
+    return f"a field such as {near!r}" if near else f"a field of {', '.join(READERS)}"

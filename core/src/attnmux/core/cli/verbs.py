@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import io
@@ -15,6 +14,7 @@ import click
 import importlib_metadata
 
 from attnmux.core.choosing.libraries import entry_points, identity
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -165,9 +165,9 @@ def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Comma
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, {*VERBS, *_outside(), *ELSEWHERE}, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near and near[0] != name else ""
-    meant = near[0] if near else name
+    near = nearest(name, {*VERBS, *_outside(), *ELSEWHERE})
+    guess = f" Did you mean {near!r}?" if near not in ("", name) else ""
+    meant = near or name
     if meant in ELSEWHERE and meant not in _outside():
         guess += f" {meant!r} comes with {ELSEWHERE[meant]}: pip install {ELSEWHERE[meant]}"
     return f"No such verb {name!r}.{guess}"
