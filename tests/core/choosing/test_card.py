@@ -62,6 +62,12 @@ def test_when() -> None:
         ({"contract": "one"}, "contract: expected a range"),
         ({"requires": ("torch >> 2",)}, "requires: expected a PEP 508 requirement"),
         ({"requires": (("torch", "a b"),)}, "requires: expected a PEP 508 requirement"),
+        ({"requires": (("torch", 2),)}, "requires: expected a PEP 508 requirement, got 2"),
+        ({"requires": ("torch", ())}, "requires: expected at least one alternative"),
+        (
+            {"options": tuple(Option(name="a", type=int, default=n) for n in (1, 2))},
+            "options: expected each name once, got ['a', 'a']",
+        ),
         ({"factory": "module.Class"}, '"module:attribute"'),
         ({"factory": None}, "planned"),
     ],

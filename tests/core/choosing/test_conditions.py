@@ -21,6 +21,7 @@ from attnmux.core.choosing.conditions import (
     versions,
 )
 from attnmux.core.choosing.openings import joint_examples
+from attnmux.core.errors import InvalidInput
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,32 @@ def test_joint_examples_find_a_common_value_where_there_is_one(conditions) -> No
     common = any(all(c.admits(value) for c in conditions) for value in range(1, 400))
     found = any(all(c.admits(value) for c in conditions) for value in joint_examples(conditions))
     assert found or not common
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        (one_of, ([16],), "one_of: expected words or numbers, each as an argument, got [16]"),
+        (one_of, ((16, 32),), "each as an argument, got (16, 32)"),
+        (one_of, (16, None), "each as an argument, got None"),
+        (anything_but, ([1],), "anything_but: expected words or numbers"),
+        (emulated, ("1",), "emulated: expected page sizes, each as an argument, got '1'"),
+        (multiple_of, (0,), "in steps of 0"),
+        (multiple_of, (-8,), "in steps of -8"),
+        (at_most, ("16",), "expected numbers, got '16'"),
+        (at_most, (-1,), "a range that some number is in"),
+        (at_least, (True,), "expected numbers, got True"),
+        (between, (9, 3), "got 9 to 3"),
+        (includes, (5,), "names of features, each as an argument, got 5"),
+        (versions, (9.0,), 'such as ">=9.0,<10", got 9.0'),
+        (runtimes, (12,), 'such as "cuda>=12.3", got 12'),
+    ],
+)
+def test_what_could_not_be_asked_is_refused_when_it_is_written(make, given, said) -> None:
+    """Else one plugin's slip would stop every question to all of them."""
+    with pytest.raises(InvalidInput) as caught:
+        make(*given)
+    assert said in str(caught.value)
 
 
 def test_bad_ranges_are_refused_at_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from attnmux.core.choosing import libraries
 from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.errors import InvalidInput
 
 GOOD = """
 from attnmux.core.choosing.card import BackendCard
@@ -200,6 +201,12 @@ def test_allow_and_deny(install, allow, deny, names) -> None:
     loaded = load_plugins(allow, deny)
     assert [offer.card.name for offer in loaded.offers()] == names
     assert not loaded.failures
+
+
+@pytest.mark.parametrize("argument", ["allow", "deny"])
+def test_a_bare_name_is_no_list_of_them(argument) -> None:
+    with pytest.raises(InvalidInput, match=f"{argument}: expected several names, in a list, got"):
+        load_plugins(**{argument: "attnmux-cpu"})
 
 
 def test_what_is_denied_is_not_imported(install, tmp_path) -> None:

@@ -114,6 +114,13 @@ def test_what_is_not_there_cannot_be_picked(empty) -> None:
         pick_platform(detect(Plugins(), root=empty), "nvidia")
 
 
+@pytest.mark.parametrize("wanted", ["nvidia", "NVIDIA:sm90"])
+def test_what_cannot_be_picked_for_want_of_its_plugin_says_so(empty, wanted) -> None:
+    node(empty, "dev/nvidia0")
+    with pytest.raises(InvalidInput, match="pip install attnmux-nvidia"):
+        pick_platform(detect(Plugins(), root=empty), wanted)
+
+
 @pytest.mark.parametrize(
     ("probe", "said"),
     [

@@ -224,15 +224,18 @@ class BackendCard:
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_names()
         try:
             SpecifierSet(self.contract)
         except InvalidSpecifier:
             raise self._refusal("contract", self.contract, "a range such as >=1,<2") from None
         for alternatives in self.requirements():
+            if not alternatives:
+                raise self._refusal("requires", (), "at least one alternative")
             for text in alternatives:
                 try:
                     parsed_requirement(text)
-                except InvalidRequirement:
+                except (InvalidRequirement, TypeError):
                     raise self._refusal("requires", text, "a PEP 508 requirement") from None
         if self.status not in get_args(Status):
             raise self._refusal("status", self.status, f"one of {', '.join(get_args(Status))}")
@@ -250,9 +253,14 @@ class BackendCard:
             if not isinstance(value, tuple) or not all(isinstance(item, kinds) for item in value):
                 said = " or ".join(kind.__name__ for kind in kinds)
                 raise self._refusal(field, value, f"a tuple of {said}")
+
+    def _check_names(self) -> None:
         for name in (self.name, *self.aliases):
             if not NAME.fullmatch(name):
                 raise self._refusal("name", name, "letters, digits, _ and -")
+        options = [option.name for option in self.options]
+        if len(set(options)) < len(options):
+            raise self._refusal("options", options, "each name once")
         if not isinstance(self.sources, Mapping):
             raise self._refusal("sources", self.sources, "a mapping from axes to text")
         for axis, source in self.sources.items():

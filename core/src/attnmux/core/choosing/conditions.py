@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -13,6 +13,7 @@ from attnmux.core.choosing.version_ranges import (
     specifiers,
     within,
 )
+from attnmux.core.errors import InvalidInput
 
 Value = str | int | float | bool | frozenset[str]
 
@@ -97,12 +98,26 @@ class Nothing(Condition):
 ANY = Anything()
 NONE = Nothing()
 
+VALUES = (str, int, float, bool, frozenset)
+TEXT = (str,)
+
+
+def _check(condition: str, given: Iterable[object], types: Sequence[type], expected: str) -> None:
+    """A condition that cannot be asked is the fault of the plugin that states it, not of whoever
+    asks all plugins."""
+    for value in given:
+        if type(value) not in types:
+            raise InvalidInput(condition, came=repr(value), expected=expected)
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OneOf(Condition):
     """Exactly these values, the preferred one first."""
 
     values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        _check("one_of", self.values, VALUES, "words or numbers, each as an argument")
 
     def admits(self, value: Value) -> bool:
         return value in self.values
@@ -128,6 +143,9 @@ class Excluding(Condition):
 
     values: tuple[Value, ...]
 
+    def __post_init__(self) -> None:
+        _check("anything_but", self.values, VALUES, "words or numbers, each as an argument")
+
     def admits(self, value: Value) -> bool:
         return value not in self.values
 
@@ -142,6 +160,14 @@ class Range(Condition):
     least: int = 0
     most: int | None = None
     step: int = 1
+
+    def __post_init__(self) -> None:
+        ends = (self.least, self.step) if self.most is None else (self.least, self.most, self.step)
+        _check("range", ends, (int, float), "numbers")
+        if self.step < 1 or (self.most is not None and self.most < self.least):
+            came = f"{self.least} to {self.most} in steps of {self.step}"
+            expected = "a range that some number is in, in steps from 1"
+            raise InvalidInput("range", came=came, expected=expected)
 
     def admits(self, value: Value) -> bool:
         if not isinstance(value, (int, float)):
@@ -193,6 +219,9 @@ class Includes(Condition):
 
     members: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        _check("includes", self.members, TEXT, "names of features, each as an argument")
+
     def admits(self, value: Value) -> bool:
         return isinstance(value, frozenset) and value.issuperset(self.members)
 
@@ -207,6 +236,7 @@ class Versions(Condition):
     specifier: str
 
     def __post_init__(self) -> None:
+        _check("versions", (self.specifier,), TEXT, 'a range in text, such as ">=9.0,<10"')
         specifiers(self.specifier)
 
     def admits(self, value: Value) -> bool:
@@ -227,6 +257,7 @@ class Runtimes(Condition):
     requirements: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        _check("runtimes", self.requirements, TEXT, 'names with ranges, such as "cuda>=12.3"')
         for requirement in self.requirements:
             parsed_requirement(requirement)
 
@@ -266,6 +297,7 @@ def multiple_of(step: int, *, most: int | None = None) -> Condition:
 
 def emulated(*native: int) -> Condition:
     """Any page size: `native` ones by the kernel, the others by token indices."""
+    _check("emulated", native, (int,), "page sizes, each as an argument")
     return Emulated(one_of(*native))
 
 

@@ -16,7 +16,7 @@ from attnmux.core.choosing.card import BackendCard, Offer
 from attnmux.core.choosing.failures import PluginFailure, Stage, failure_of
 from attnmux.core.choosing.libraries import entry_points, identity
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import PluginError
+from attnmux.core.errors import InvalidInput, PluginError
 
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
@@ -170,7 +170,13 @@ class Entry:
 def find_entries(
     allow: Iterable[str] | None = None, deny: Iterable[str] = ()
 ) -> tuple[Sequence[Entry], Sequence[PluginFailure]]:
-    """The plugins that are installed and admitted, and those that cannot be read. Imports none."""
+    """The plugins that are installed and admitted, and those that cannot be read. Imports none.
+
+    Raises InvalidInput for a bare text instead of several names.
+    """
+    for argument, names in (("allow", allow), ("deny", deny)):
+        if isinstance(names, str):
+            raise InvalidInput(argument, came=repr(names), expected="several names, in a list")
     allowed = None if allow is None else set(map(canonicalize_name, allow))
     denied = set(map(canonicalize_name, deny))
     points, unreadable = entry_points(GROUP)
@@ -188,7 +194,7 @@ def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -
 
     `allow` (None: all) and `deny` name plugins or distributions; a plugin that is not allowed is
     not imported. A plugin that raises, exits, or shares its name with another is a failure in the
-    result, never an exception.
+    result, never an exception. Raises InvalidInput for a bare text instead of several names.
     """
     entries, unreadable = find_entries(allow, deny)
     return load_entries(entries, among=entries, failures=unreadable)

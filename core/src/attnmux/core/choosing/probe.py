@@ -167,8 +167,9 @@ def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
     )
     if matching:
         return _only(matching)
+    vendor = name.partition(":")[0]
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
-    notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == name)
+    notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
     raise InvalidInput("platform", came=repr(wanted), expected=f"one of {present}{notes}")
 
 
