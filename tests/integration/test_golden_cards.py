@@ -294,6 +294,24 @@ cpu/flex_attention nvidia:sm80 decode gqa head_dim=512|8 HEAD_DIM
 cpu/flex_attention nvidia:sm75 decode gqa head_dim=128 VERSION
 cpu/flex_attention nvidia:sm80 decode gqa graph=1,page_size=8 GRAPH
 cpu/flex_attention cpu:x86_64,features=avx2 decode gqa head_dim=128 FEATURES
+nvidia/fa3 nvidia:sm90 decode gqa kv_dtype=fp8_e4m3 served
+nvidia/fa3 nvidia:sm90 extend gqa dtype=fp16,kv_dtype=fp8_e4m3 served
+nvidia/fa4 nvidia:sm100 extend gqa kv_dtype=fp4_e2m1 served
+nvidia/fa4 nvidia:sm100 extend mla kv_dtype=fp4_e2m1 served
+nvidia/flashinfer nvidia:sm80 extend gqa kv_dtype=fp8_e4m3|fp8_e5m2 served
+nvidia/flashinfer nvidia:sm80 extend gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2 served
+nvidia/flashinfer_mla nvidia:sm80 extend mla kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/flashinfer_mla nvidia:sm80 extend mla dtype=fp16,kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/flashmla nvidia:sm90 decode mla dtype=fp16,kv_dtype=fp8_e4m3 served
+nvidia/trtllm_mha nvidia:sm100 extend gqa kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/trtllm_mha nvidia:sm120 decode gqa kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/trtllm_mha nvidia:sm90 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
+nvidia/trtllm_mla nvidia:sm120 decode mla kv_dtype=fp8_e4m3 served
+nvidia/nsa nvidia:sm100 decode nsa kv_dtype=fp8_e4m3 served
+triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
+triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3 served
+triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
+nvidia/fa3 amd:gfx942 decode gqa head_dim=128 VENDOR
 """
 """A card, a machine, a phase, what is asked (a shape and what else), and the codes of the refusal:
 the limits whose sources stand in the cards. "64|96" is a row for each."""
