@@ -135,6 +135,19 @@ def test_an_exclusion_that_holds_at_one_page_size_alone_moves_the_page(offer, cp
     assert verdict.verdict == "coerced"
 
 
+def test_what_is_excluded_after_a_coercion_too_is_rejected(offer, cpu) -> None:
+    cards = [
+        offer("pre", rank=1, phase=one_of("extend"), page_size=one_of(64), excludes=("gen",)),
+        offer("gen", phase=one_of("decode")),
+        offer("old", phase=one_of("extend"), page_size=one_of(16)),
+    ]
+    decision = solve(Request().replace(origin="default", page_size=16), cpu, cards)
+    assert chosen(decision) == {"extend": "old", "decode": "gen"}
+    (verdict,) = [v for v in decision.candidates if (v.backend, v.phase) == ("pre", "extend")]
+    assert verdict.verdict == "rejected"
+    assert [reason.code for reason in verdict.reasons] == ["PAGE_SIZE", "EXCLUDED"]
+
+
 def test_rules_on_speculation_in_a_hybrid_are_clauses(offer, clause, cpu) -> None:
     """Decode asks for the breadth of the drafts, whichever backend verifies; extend if it does."""
     paged = clause(phase=ALL, spec_topk=at_most(1))

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend, BackendContext
     from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
     from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+    from attnmux.core.choosing.decision import Decision
     from attnmux.core.choosing.platform import Platform
     from attnmux.core.choosing.plugins import hookimpl, load_plugins
+    from attnmux.core.choosing.policy import Policy
     from attnmux.core.choosing.probe import detect, pick_platform
     from attnmux.core.choosing.request import Request
-    from attnmux.core.choosing.solver import Decision, Policy, solve
+    from attnmux.core.choosing.solver import solve
     from attnmux.core.compose import HybridAttnBackend
     from attnmux.core.compose.building import build
     from attnmux.core.compose.fallback import make_first
@@ -28,7 +30,7 @@ _MODULES = {
     "BackendCard": "choosing.card",
     "BackendContext": "backend",
     "Clause": "choosing.card",
-    "Decision": "choosing.solver",
+    "Decision": "choosing.decision",
     "ForwardBatch": "batch",
     "ForwardMode": "batch",
     "HybridAttnBackend": "compose",
@@ -36,7 +38,7 @@ _MODULES = {
     "MultiItem": "batch",
     "Option": "choosing.card",
     "Platform": "choosing.platform",
-    "Policy": "choosing.solver",
+    "Policy": "choosing.policy",
     "Prior": "choosing.card",
     "RadixAttention": "radix_attention",
     "Request": "choosing.request",

@@ -14,8 +14,8 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 
 if TYPE_CHECKING:
+    from attnmux.core.choosing.decision import Choice, Decision
     from attnmux.core.choosing.request import Request
-    from attnmux.core.choosing.solver import Choice, Decision
     from attnmux.core.layer import LayerSpec
 
 
