@@ -148,6 +148,16 @@ fa4: prefill alone
 cutlass_mla: 128
     nvidia:sm100 | mla,page_size=64 | base=cutlass_mla | refused: page_size=128
     nvidia:sm100 | mla              | base=cutlass_mla | decode=cutlass_mla page=128
+chunked prefix: served, by a companion where the backend only decodes
+    nvidia:sm90  | mla,chunked_prefix=1 | base=fa3            | all=fa3_mla
+    nvidia:sm90  | mla,chunked_prefix=1 | base=flashinfer_mla | all=flashinfer_mla
+    nvidia:sm90  | mla,chunked_prefix=1 | base=flashmla       | extend=flashinfer_mla
+    nvidia:sm100 | mla,chunked_prefix=1 | base=trtllm_mla     | extend=flashinfer_mla
+    nvidia:sm100 | mla,chunked_prefix=1 | base=cutlass_mla    | extend=flashinfer_mla
+chunked prefix: not these
+    nvidia:sm90  | mla,chunked_prefix=1 | base=triton | refused: chunked_prefix=none
+    nvidia:sm100 | mla,chunked_prefix=1 | prefill=fa4 | refused: chunked_prefix=none
+    ascend:910b  | mla,chunked_prefix=1 | base=ascend | refused: chunked_prefix=none
 aiter: no RDNA
     amd:gfx1100 | gqa | base=aiter | refused: arch
 triton: no encoder-decoder
