@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from attnmux.core.choosing.card import Clause, Offer
+from attnmux.core.choosing.checking import check
 from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import load_plugins
 from attnmux.core.choosing.request import Request, parse_fields
-from attnmux.core.choosing.solver import Policy, check, solve
+from attnmux.core.choosing.solver import Policy, solve
 
 try:
     import tomllib

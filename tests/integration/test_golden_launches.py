@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import load_plugins
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Decision, Policy, solve
+from attnmux.core.choosing.solver import Policy, solve
 from attnmux.core.errors import NoBackend
 
 MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"

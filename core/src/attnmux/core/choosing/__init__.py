@@ -1,7 +1,8 @@
 """Choosing a backend: plain data in, a Decision out. Nothing below here imports torch.
 
 Asked       `request` (its values are read in `values`; `model_config` reads a model's),
-            `platform` (`platform_text`, `vendors`; found by `probe`), `policy`
+            `platform` (`platform_text`, `vendors`; found by `probe`), `policy` (the backends
+            that it names are found by `naming`, their settings by `options`)
 Offered     `card` with the `conditions` of its clauses, brought by `plugins`
 One card    `axes` puts a request to a clause; `explaining` says why not, and what would help;
             `libraries` what is not installed; `checking` makes a verdict of it

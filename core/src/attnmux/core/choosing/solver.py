@@ -8,12 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from attnmux.core.choosing.card import Offer, OptionValue
-from attnmux.core.choosing.checking import (
-    Ranking,
-    check,
-    prior_rank,
-    standing,
-)
+from attnmux.core.choosing.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.decision import Choice, Decision
 from attnmux.core.choosing.deferred import Deferred
 from attnmux.core.choosing.explaining import shortcomings
@@ -33,7 +28,7 @@ from attnmux.core.choosing.verdict import Coercion, Reason, Verdict
 from attnmux.core.choosing.verdicts import verdicts
 from attnmux.core.errors import InvalidInput
 
-__all__ = ["Choice", "Decision", "Policy", "check", "solve"]
+__all__ = ["Policy", "solve"]
 
 
 def solve(
