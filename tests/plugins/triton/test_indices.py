@@ -212,7 +212,7 @@ def test_more_requests_and_keys_than_a_program_takes():
     indptr = assert_same("cu_seqlens", lens)
     assert_same("kv_indices", table, rows, indptr)
     assert_same("page_table", table, rows[:9], lens[:9], max_len=3100)
-    assert_same("out_cache_loc", table, rows, lens, lens // 2)
+    assert_same("out_cache_loc", table, rows, lens // 2, lens // 2)
     assert_same("mask_indptr", lens, lens)
     assert_same("kv_last_page_len", lens, 16)
     assert_same("num_kv_splits", lens, tile_size=7)

@@ -139,9 +139,10 @@ def test_ties_and_the_whole_range(stored):
     ends = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e38, -1e38, 1e-38])
     every = torch.cat([values, between, between.nextafter(largest), largest + between, ends])
     rows = torch.zeros(30, 3, 17)
-    rows.view(-1)[: every.numel()] = every
-    given_rows = [rows[..., :10], rows[..., 10:]]
-    for scale in (None, 3.0):
+    # Times 41 and divided by it they are themselves; times 1 / 41 they are not.
+    for scale, factor in ((None, 1.0), (3.0, 1.0), (41.0, 41.0)):
+        rows.view(-1)[: every.numel()] = every * factor
+        given_rows = [rows[..., :10], rows[..., 10:]]
         pool, expected = mha(stored), mha(stored)
         layer = layer_of(pool, k_scale=scale, v_scale=scale)
         in_one_launch(pool, layer, torch.arange(1, 31), given_rows)
