@@ -13,7 +13,7 @@ from rich.text import Text
 from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.cli.doctor import Diagnosis
 from attnmux.core.cli.doctor_examining import Examined
-from attnmux.core.cli.render import WIDTH, render_platforms
+from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 
 HERE = {
     "CONTRACT": "other contract",
@@ -59,15 +59,8 @@ def report(diagnosis: Diagnosis) -> None:
         console.print(Text("no problems", style="green"))
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _plugins(diagnosis: Diagnosis) -> Table:
-    table = _table("plugin", "from", "state", "devices", "backends")
+    table = plain_table("plugin", "from", "state", "devices", "backends")
     for plugin in diagnosis.plugins:
         table.add_row(
             plugin.plugin,
@@ -86,7 +79,7 @@ def _state(plugin: Examined) -> str:
 
 
 def _backends(diagnosis: Diagnosis) -> Table:
-    table = _table("backend", "here", "libraries")
+    table = plain_table("backend", "here", "libraries")
     present = {platform.vendor for platform in diagnosis.detection.platforms}
     for plugin in diagnosis.plugins:
         for backend in plugin.backends:

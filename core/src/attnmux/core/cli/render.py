@@ -31,7 +31,8 @@ def _console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """Columns without lines between them."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -43,7 +44,7 @@ def _print_table(table: Table) -> None:
 
 
 def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
-    table = _table("", "platform", "name", "count", "memory", "cores", "runtime", "features")
+    table = plain_table("", "platform", "name", "count", "memory", "cores", "runtime", "features")
     for platform in platforms:
         table.add_row(
             "*" if str(platform) == picked else "",
@@ -59,7 +60,7 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
 
 
 def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
-    table = _table("backend", "plugin", "from", "here", "summary")
+    table = plain_table("backend", "plugin", "from", "here", "summary")
     for offer, reasons in rows:
         table.add_row(
             offer.card.name,
@@ -209,7 +210,7 @@ def _print_rows(
             console.print(Text(" ".join(filter(None, row[:-1])), style=style))
             console.print(Padding(Text(row[-1], style=style), (0, 0, 0, 2)))
         return
-    table = _table()
+    table = plain_table()
     for name, width in zip(columns, widths, strict=False):
         table.add_column(name, width=width)
     table.add_column(columns[-1], overflow="fold")
