@@ -297,8 +297,16 @@ cpu/flex_attention nvidia:sm80 decode gqa graph=1,page_size=8 GRAPH
 cpu/flex_attention cpu:x86_64,features=avx2 decode gqa head_dim=128 FEATURES
 nvidia/fa3 nvidia:sm90 decode gqa kv_dtype=fp8_e4m3 served
 nvidia/fa3 nvidia:sm90 extend gqa dtype=fp16,kv_dtype=fp8_e4m3 served
-nvidia/fa4 nvidia:sm100 extend gqa kv_dtype=fp4_e2m1 served
-nvidia/fa4 nvidia:sm100 extend mla kv_dtype=fp4_e2m1 served
+nvidia/fa4 nvidia:sm100 extend gqa kv_dtype=fp4_e2m1,dtype=bf16|fp16 served
+nvidia/fa4 nvidia:sm100 extend mla kv_dtype=fp4_e2m1,dtype=bf16|fp16 served
+nvidia/fa4 nvidia:sm100 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 served
+nvidia/fa3 nvidia:sm90 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=128,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm120 decode gqa page_size=128,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm120 extend gqa page_size=64,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm90 extend gqa page_size=64,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=16|32|64 served
+nvidia/trtllm_mha nvidia:sm90 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
 nvidia/flashinfer nvidia:sm80 extend gqa kv_dtype=fp8_e4m3|fp8_e5m2 served
 nvidia/flashinfer nvidia:sm80 extend gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2 served
 nvidia/flashinfer_mla nvidia:sm80 extend mla kv_dtype=fp8_e4m3|fp4_e2m1 served
@@ -313,6 +321,21 @@ triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
 triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3 served
 triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
 nvidia/fa3 amd:gfx942 decode gqa head_dim=128 VENDOR
+nvidia/fa3_mla nvidia:sm90 verify mla spec_topk=4,page_size=1,dtype=bf16|fp16 served
+nvidia/fa3_mla nvidia:sm90 verify mla spec_topk=1,page_size=64,dtype=bf16|fp16 served
+nvidia/fa3_mla nvidia:sm90 verify mla spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
+triton/triton nvidia:sm80 verify mla spec_topk=4,page_size=1,dtype=bf16|fp16 served
+triton/triton nvidia:sm80 verify mla spec_topk=1,page_size=64,dtype=bf16|fp16 served
+triton/triton nvidia:sm80 verify mla spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
+triton/triton amd:gfx90a verify gqa spec_topk=4,page_size=1,dtype=bf16|fp16 served
+triton/triton amd:gfx90a verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
+triton/triton amd:gfx90a verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
+amd/aiter amd:gfx942 verify mla spec_topk=4,page_size=1,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify mla spec_topk=1,page_size=64,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify mla spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
+amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=1,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
 """
 """A card, a machine, a phase, what is asked (a shape and what else), and the codes of the refusal:
 the limits whose sources stand in the cards. "64|96" is a row for each."""
