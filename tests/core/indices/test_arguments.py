@@ -7,6 +7,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import (
+    KVView,
     chunk_batches,
     cu_seqlens,
     extend_positions,
@@ -100,3 +101,24 @@ def test_page_table_of_a_strided_buffer():
     part = page_table(table, ROWS, LENS, max_len=5, out=buffer[:, ::2])
     assert part.tolist() == [[9, 10, 11, 0, 0], [17, 18, 19, 20, 21]]
     assert buffer[:2, 1].tolist() == [9, 9]
+
+
+def test_a_window_view_refuses_a_short_buffer_before_it_writes_to_the_other():
+    lens = torch.tensor([5, 9, 2], dtype=torch.int32)
+    view = KVView(torch.full((3,), -7, dtype=torch.int32), torch.empty(2, dtype=torch.int32))
+    with pytest.raises(InvalidInput, match="at least 3"):
+        window_view(lens, 4, out=view)
+    assert view.kv_lens.tolist() == [-7, -7, -7]
+
+
+def test_a_start_of_another_batch_is_refused_where_slots_are_read_back():
+    lens = torch.tensor([2, 3], dtype=torch.int32)
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="kv_start"):
+        out_cache_loc(
+            table,
+            torch.tensor([1, 2]),
+            lens,
+            lens,
+            kv_start=torch.tensor([1], dtype=torch.int32),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import front
+from attnmux.core.indices.args import front
 
 
 def lay_out(

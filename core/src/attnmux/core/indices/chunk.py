@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import segment_of_place
+from attnmux.core.indices.args import check_lens
 from attnmux.core.indices.ragged import cu_seqlens
 from attnmux.core.sizes import check_positive
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, check_table
 from attnmux.core.indices._pages import page_counts, page_numbers
 from attnmux.core.indices._segments import lay_out, store
+from attnmux.core.indices.args import check_lens, check_table
 from attnmux.core.indices.ragged import cu_seqlens
 from attnmux.core.sizes import check_positive
 
@@ -76,7 +76,10 @@ def out_cache_loc(
     total: T, the sum of extend_lens. out: int64; without total all of it is written, with 0,
     padding's slot, past the last token.
     """
-    check_lens("prefix_lens", prefix_lens, check_lens("extend_lens", extend_lens))
+    batch_size = check_lens("extend_lens", extend_lens)
+    check_lens("prefix_lens", prefix_lens, batch_size)
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
     start = prefix_lens if kv_start is None else prefix_lens + kv_start
     slots = _gather(
         req_to_token,

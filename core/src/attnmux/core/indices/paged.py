@@ -7,8 +7,8 @@ import math
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices._args import check_lens, check_table
 from attnmux.core.indices._pages import page_numbers
+from attnmux.core.indices.args import check_lens, check_table
 from attnmux.core.sizes import check_positive
 
 
@@ -36,7 +36,7 @@ def page_table(
     check_lens("kv_lens", kv_lens, batch_size)
     check_positive("page_size", page_size)
     check_positive("width_multiple", width_multiple)
-    width = _width(kv_lens, page_size, max_len, width_multiple, out)
+    width = table_width(kv_lens, page_size, max_len, width_multiple, out)
     if kv_start is None:
         table = _leading_pages(req_to_token, req_pool_indices, width, page_size)
     else:
@@ -79,13 +79,14 @@ def whole_page_lens(lens: torch.Tensor, page_size: int) -> torch.Tensor:
     return lens - lens % page_size
 
 
-def _width(
+def table_width(
     kv_lens: torch.Tensor,
     page_size: int,
     max_len: int | None,
     width_multiple: int,
     out: torch.Tensor | None,
 ) -> int:
+    """Columns of `page_table`'s result. Raises InvalidInput for a buffer that has too few."""
     if out is not None and (
         out.dtype != torch.int32 or out.dim() != 2 or out.shape[0] < kv_lens.shape[0]
     ):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens, front
 from attnmux.core.indices._segments import lay_out, store
+from attnmux.core.indices.args import check_lens, front
 from attnmux.core.sizes import check_positive
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import store
+from attnmux.core.indices.args import check_lens
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr
 from attnmux.core.sizes import check_positive
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.indices._args import check_lens
 from attnmux.core.indices._segments import store
+from attnmux.core.indices.args import check_lens, front
 from attnmux.core.sizes import check_positive
 
 
@@ -45,13 +45,18 @@ def window_view(
     check_positive("page_size", page_size)
     if isinstance(q_lens, torch.Tensor):
         check_lens("q_lens", q_lens, batch_size)
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
+    lens_out = start_out = None
+    if out is not None:
+        lens_out = front(out.kv_lens, batch_size, seq_lens)
+        start_out = front(out.kv_start, batch_size, seq_lens)
     if sliding_window_size < 0:
         start = torch.zeros_like(seq_lens)
     else:
         start = (seq_lens - q_lens - sliding_window_size).clamp_(min=0)
         start -= start % page_size
-    kv_lens = store(seq_lens - start, None if out is None else out.kv_lens, torch.int32)
+    kv_lens = store(seq_lens - start, lens_out, torch.int32)
     if kv_start is not None:
-        check_lens("kv_start", kv_start, batch_size)
         start += kv_start
-    return KVView(kv_lens, store(start, None if out is None else out.kv_start, torch.int32))
+    return KVView(kv_lens, store(start, start_out, torch.int32))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.indices import KVView
-from attnmux.core.indices._args import check_lens, check_table, front
-from attnmux.core.indices.paged import _width
+from attnmux.core.indices.args import check_lens, check_table, front
+from attnmux.core.indices.paged import table_width
 from attnmux.core.sizes import check_positive
 from attnmux.triton.kernels.indices import (
     fill_last_page_lens,
@@ -135,7 +135,7 @@ def page_table(
     check_positive("width_multiple", width_multiple)
     if kv_start is not None:
         check_lens("kv_start", kv_start, batch_size)
-    width = _width(kv_lens, page_size, max_len, width_multiple, out)
+    width = table_width(kv_lens, page_size, max_len, width_multiple, out)
     if out is None:
         result = torch.empty((batch_size, width), dtype=torch.int32, device=kv_lens.device)
     else:
