@@ -49,7 +49,7 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     """
     if not card.clauses:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
-    undeclared = _undeclared(card, question.demands)
+    undeclared = [] if knows(card, question.demands) else _undeclared(card, question.demands)
     clause, failed = _nearest(card, question)
     told = {} if undeclared else _hints(failed, _changes(clause, question, failed))
     return undeclared + [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnmux.core.choosing.card import Offer
@@ -28,8 +28,16 @@ class _Changed:
     variant: Variant
     candidates: list[list[Candidate]]
     """For each group, the offers that serve it."""
-    openings: list[Opening]
-    """Where all groups are served."""
+    found: list[Opening]
+    rest: Iterator[Opening]
+    """Where all groups are served, as far as it was looked for, and the others."""
+
+    def openings(self) -> Iterator[Opening]:
+        """Mostly the first will do: the others are not worked out before somebody needs them."""
+        yield from self.found
+        for opening in self.rest:
+            self.found.append(opening)
+            yield opening
 
 
 class Remedies:
@@ -71,7 +79,9 @@ class Remedies:
                 ways = self._ways_to(group, changes)
                 helping = dict.fromkeys(ways[address] for address in wanted if address in ways)
                 return any(self._further(lead, offer, changes, way) for way in helping if way)
-        return any(_is_open(after.problem, opening.fitting, allowed) for opening in after.openings)
+        return any(
+            _is_open(after.problem, opening.fitting, allowed) for opening in after.openings()
+        )
 
     def _wanted(self, group: Group, lead: str, offer: Offer) -> Mapping[str, Offer]:
         """By address, the offers that may serve a group where `offer` serves that of `lead`."""
@@ -127,8 +137,8 @@ class Remedies:
             problem = replace(original, request=request, groups=groups, barred=barred)
             variant = problem.plain()
             candidates = eligible(problem, variant.questions)
-            found = list(openings(problem, variant, candidates))
-            self._after[changes] = _Changed(problem, variant, candidates, found)
+            rest = openings(problem, variant, candidates)
+            self._after[changes] = _Changed(problem, variant, candidates, [], rest)
         return self._after[changes]
 
 
