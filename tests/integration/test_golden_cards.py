@@ -321,7 +321,10 @@ triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
 triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3 served
 triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
 nvidia/fa3 amd:gfx942 decode gqa head_dim=128 VENDOR
-nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=16|32|64|128|256|512|1024,page_size=128 served
+nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=16|32|64|128|256,page_size=128 served
+nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=512|1024,page_size=128 served
+nvidia/trtllm_mha nvidia:sm90 verify gqa kv_dtype=fp8_e4m3,spec_topk=1,page_size=32 served
+intel/intel_xpu intel:xe2 decode gqa sinks=1,head_dim=64,dtype=bf16|fp16 served
 nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=8|24|2048,page_size=128 PAGE_SIZE
 cpu/torch_native cpu:aarch64 extend gqa custom_mask=1,multi_item=1,sinks=1,logit_cap=30,lse=1 served
 cpu/torch_native cpu:aarch64 extend gqa cross_attention=1,attention_chunk=64,deterministic=1 served
