@@ -330,7 +330,8 @@ cpu/torch_native cpu:aarch64 extend gqa custom_mask=1,multi_item=1,sinks=1,logit
 cpu/torch_native cpu:aarch64 extend gqa cross_attention=1,attention_chunk=64,deterministic=1 served
 cpu/torch_native cpu:aarch64 decode gqa sliding_window=127 served
 cpu/torch_native cpu:aarch64 decode gqa graph=1 GRAPH
-cpu/flex_attention nvidia:sm80 extend gqa custom_mask=1,multi_item=1,sinks=1,logit_cap=30,lse=1 served
+cpu/flex_attention nvidia:sm80 extend gqa custom_mask=1,sinks=1,logit_cap=30,lse=1 served
+cpu/flex_attention nvidia:sm80 extend gqa multi_item=1 served
 cpu/flex_attention nvidia:sm80 extend gqa cross_attention=1,attention_chunk=64 served
 cpu/flex_attention nvidia:sm80 decode gqa sliding_window=127,dtype=bf16|fp16|fp32 served
 cpu/flex_attention nvidia:sm80 decode gqa graph=1,page_size=16,dtype=bf16|fp16|fp32 served
