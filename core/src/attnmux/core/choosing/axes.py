@@ -229,10 +229,19 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-def failing(clause: Clause, question: Question) -> list[Demand]:
-    """The demands that `clause` does not meet; empty where it serves the question."""
+def asking(questions: Iterable[Question]) -> dict[Demand, list[str]]:
+    """What any of the questions asks, in the order of the axes: by demand, the phases."""
+    found: dict[Demand, list[str]] = {}
+    for question in questions:
+        for demand in question.demands:
+            found.setdefault(demand, []).append(question.phase)
+    return {demand: found[demand] for demand in sorted(found, key=lambda one: AXES.index(one[0]))}
+
+
+def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
+    """Those of the demands that `clause` does not meet."""
     failed = []
-    for demand in question.demands:
+    for demand in demands:
         axis, value = demand
         condition = getattr(clause, axis.name)
         if condition is not ANY and not condition.admits(value):

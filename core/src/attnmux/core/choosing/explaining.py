@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from attnmux.core.choosing.axes import Demand, Question, admits, failing, meets
+from attnmux.core.choosing.axes import Demand, Question, admits, asking, failing, meets
 from attnmux.core.choosing.card import CONTRACTS, BackendCard, Clause
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.verdict import Reason
@@ -47,10 +47,47 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     asks for a change of what the engine can do without (a page size, not the breadth of a draft).
     All have a hint, or none has: following some of them would not make the card serve.
     """
-    if not card.clauses:
+    failures = [(clause, failing(clause, question.demands)) for clause in card.clauses]
+    return _told(card, question, failures, known=knows(card, question.demands))
+
+
+class Explainer:
+    """The questions of one request, by phase. Most demands are those of several phases, and each
+    clause is asked once for all of them."""
+
+    def __init__(self, questions: Mapping[str, Question]) -> None:
+        self._questions = questions
+        self._asking = asking(questions.values())
+
+    def shortcomings(self, card: BackendCard) -> dict[str, list[Reason]]:
+        """`shortcomings` of the card, by phase."""
+        failures: dict[str, list[Failure]] = {phase: [] for phase in self._questions}
+        for clause in card.clauses:
+            failed: dict[str, list[Demand]] = {phase: [] for phase in failures}
+            for demand in failing(clause, self._asking):
+                for phase in self._asking[demand]:
+                    failed[phase].append(demand)
+            for phase, found in failures.items():
+                found.append((clause, failed[phase]))
+        known = knows(card, self._asking)
+        return {
+            phase: _told(card, question, failures[phase], known=known)
+            for phase, question in self._questions.items()
+        }
+
+
+Failure = tuple[Clause, list[Demand]]
+"""A clause, and what it does not meet."""
+
+
+def _told(
+    card: BackendCard, question: Question, failures: Sequence[Failure], *, known: bool
+) -> list[Reason]:
+    """The reasons, from what each clause fails; `known`: no axis is younger than the contract."""
+    if not failures:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
-    undeclared = [] if knows(card, question.demands) else _undeclared(card, question.demands)
-    clause, failed = _nearest(card, question)
+    undeclared = [] if known else _undeclared(card, question.demands)
+    clause, failed = _nearest(failures)
     told = {} if undeclared else _hints(failed, _changes(clause, question, failed))
     return undeclared + [
         axis.reason(clause, value, told.get(axis.name, "")) for axis, value in failed
@@ -62,13 +99,12 @@ def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
     None where no change makes it."""
     if not card.clauses or not knows(card, question.demands):
         return None
-    clause, failed = _nearest(card, question)
+    clause, failed = _nearest([(one, failing(one, question.demands)) for one in card.clauses])
     return _changes(clause, question, failed) or None if failed else {}
 
 
-def _nearest(card: BackendCard, question: Question) -> tuple[Clause, list[Demand]]:
-    """The clause that comes nearest, and the demands that it does not meet."""
-    failures = [(clause, failing(clause, question)) for clause in card.clauses]
+def _nearest(failures: Sequence[Failure]) -> Failure:
+    """That of the clause that comes nearest."""
     return min(failures, key=lambda pair: _distance(pair[1]))
 
 
@@ -112,7 +148,7 @@ def _changes(clause: Clause, question: Question, failed: Sequence[Demand]) -> di
             return {}
         changes.update((axis.name, axis.remedy(clause, value)) for axis, value in failed)
         request = changed(question.request, tuple(changes.items()))
-        failed = failing(clause, replace(question, request=request))
+        failed = failing(clause, replace(question, request=request).demands)
     return changes
 
 

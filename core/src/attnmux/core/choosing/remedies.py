@@ -49,13 +49,13 @@ class Remedies:
         self._held: dict[tuple[str, str, Changes], bool] = {}
         self._ways: dict[tuple[str, Changes], Mapping[str, Changes]] = {}
 
-    def told(
-        self, group: Group, offer: Offer, standing: Sequence[Reason], short: Sequence[Reason]
-    ) -> list[Reason]:
-        """The reasons that keep an offer from a phase of the group, `standing` whatever is asked
-        and `short` of what is; without hints where following them all would not lead to a decision
-        in which the offer serves the group."""
-        reasons = [*standing, *short]
+    def told(self, group: Group, offer: Offer, short: Sequence[Reason]) -> list[Reason]:
+        """The reasons that keep an offer from a phase of the group: those that bar it whatever is
+        asked, and `short` of what is; without hints where following them all would not lead to a
+        decision in which the offer serves the group."""
+        reasons = [*self._original.barred(offer), *short]
+        if not reasons:
+            return []
         if not all(reason.hint for reason in reasons):
             return without_hints(reasons)
         changes = tuple(parse_fields(",".join(reason.hint for reason in short)).items())

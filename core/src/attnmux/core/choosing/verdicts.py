@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.checking import verdict
-from attnmux.core.choosing.explaining import shortcomings
+from attnmux.core.choosing.explaining import Explainer
 from attnmux.core.choosing.groups import CACHED_LEADS, Group
 from attnmux.core.choosing.problem import Problem, Questions, Variant
 from attnmux.core.choosing.refusal import excluded_reason, joint_reason, together_reason
@@ -29,13 +29,16 @@ def verdicts(
         any(problem.serves(offer, plain, group.phases) for offer in group.offers)
         for group in problem.groups
     )
-    remedies = Remedies(problem)
-    found = [
-        _verdict(problem, remedies, variants, point, group, phase, offer, conflict=conflict)
-        for group in problem.groups
-        for phase in group.phases
-        for offer in problem.offers
-    ]
+    remedies, explainer = Remedies(problem), Explainer(plain)
+    found = []
+    for offer in problem.offers:
+        short = explainer.shortcomings(offer.card)
+        for group in problem.groups:
+            for phase in group.phases:
+                reasons = remedies.told(group, offer, short[phase])
+                found.append(
+                    _verdict(problem, variants, point, group, phase, offer, reasons, conflict)
+                )
 
     def order(said: Verdict) -> tuple[int, int, str, str]:
         rank = LAST if said.rank is None else said.rank
@@ -46,18 +49,16 @@ def verdicts(
 
 def _verdict(
     problem: Problem,
-    remedies: Remedies,
     variants: Sequence[Variant],
     point: Point | None,
     group: Group,
     phase: str,
     offer: Offer,
-    *,
+    reasons: list[Reason],
     conflict: bool,
 ) -> Verdict:
+    """`reasons` keep the offer from the phase alone."""
     plain = variants[0].questions
-    standing, short = problem.barred(offer), shortcomings(offer.card, plain[phase])
-    reasons = remedies.told(group, offer, standing, short) if standing or short else []
     if reasons and not reasons[0].hint:
         reasons += _excluded(problem, plain, group, offer)
     if not reasons:
