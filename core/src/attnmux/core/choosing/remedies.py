@@ -18,6 +18,9 @@ from attnmux.core.choosing.verdict import Reason, without_hints
 Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""
 
+Addresses = Mapping[str, None]
+"""Of offers, in their order."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Changed:
@@ -45,6 +48,10 @@ class Remedies:
 
     def __init__(self, problem: Problem) -> None:
         self._original = problem
+        self._addresses = {
+            group.lead: dict.fromkeys(offer.address for offer in group.offers)
+            for group in problem.groups
+        }
         self._after: dict[Changes, _Changed] = {}
         self._held: dict[tuple[str, str, Changes], bool] = {}
         self._ways: dict[tuple[str, Changes], Mapping[str, Changes]] = {}
@@ -83,13 +90,13 @@ class Remedies:
             _is_open(after.problem, opening.fitting, allowed) for opening in after.openings()
         )
 
-    def _wanted(self, group: Group, lead: str, offer: Offer) -> Mapping[str, Offer]:
-        """By address, the offers that may serve a group where `offer` serves that of `lead`."""
+    def _wanted(self, group: Group, lead: str, offer: Offer) -> Addresses:
+        """The offers that may serve a group where `offer` serves that of `lead`."""
         if group.lead == lead:
-            return {offer.address: offer}
-        offers = self._group(group.lead).offers
+            return {offer.address: None}
         apart = self._original.opponents(offer, lead) if group.lead in CACHED_LEADS else ()
-        return {one.address: one for one in offers if one.address not in apart}
+        addresses = self._addresses[group.lead]
+        return {one: None for one in addresses if one not in apart} if apart else addresses
 
     def _group(self, lead: str) -> Group:
         return next(group for group in self._original.groups if group.lead == lead)
@@ -143,11 +150,11 @@ class Remedies:
 
 
 def _is_open(
-    problem: Problem, fitting: Sequence[Sequence[Offer]], allowed: Sequence[Mapping[str, Offer]]
+    problem: Problem, fitting: Sequence[Sequence[Offer]], allowed: Sequence[Addresses]
 ) -> bool:
     """Whether those that are allowed serve all groups here, without two that exclude each other."""
     left = [
         [offer for offer in offers if offer.address in wanted]
         for offers, wanted in zip(fitting, allowed, strict=True)
     ]
-    return all(left) and is_compatible(problem, left)
+    return all(left) and (not problem.opposed or is_compatible(problem, left))
