@@ -16,7 +16,8 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.core.indices import cu_seqlens, mask_indptr
 from attnmux.triton.call import Keys, LayerCall, Results
-from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
+from attnmux.triton.launch import share_launch
+from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TilePlan
 from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import Step
 from attnmux.triton.write import KVWriter
@@ -43,12 +44,15 @@ class TritonBackend(AttentionBackend):
         super().__init__(context, options)
         self._units = compute_units
         self._calls = {layer.layer_id: LayerCall.of(layer, context) for layer in context.layers}
-        groups = (call.slot_group for call in self._calls.values())
+        self._stored = [call for call in self._calls.values() if call.slot_group is not None]
+        """Layers that attend over the pool."""
+        groups = (call.slot_group for call in self._stored)
         self._tables = SlotTables(frozenset(group for group in groups if group), context)
         self._shares: dict[ShareKey, SharePlan] = {}
         self._share_of: dict[tuple[int, int], SharePlan] = {}
         """By layer and by new tokens a request."""
-        self._tiles: dict[TileKey, TilePlan] = {}
+        keys = (call.tile_key for call in self._calls.values())
+        self._tiles = {key: TilePlan(key, context.device) for key in dict.fromkeys(keys)}
         self._bounds: dict[str, torch.Tensor] = {}
         self._writers: dict[tuple[int, bool], KVWriter] = {}
         self._step: Step | None = None
@@ -75,19 +79,15 @@ class TritonBackend(AttentionBackend):
         if step is None:
             return
         self._bounds = {}
-        stored = [call for call in self._calls.values() if call.slot_group is not None]
-        if stored:
-            self._tables.fill(batch, step.key_lens())
+        self._tables.fill(step)
         if step.queries is None or step.mask is not None:
             self._bound(step)
         if step.queries is None:
-            for key in dict.fromkeys(call.tile_key for call in self._calls.values()):
-                self._tile_plan(key).fill(
-                    self._bounds["queries"], batch.batch_size, batch.num_tokens
-                )
+            for tiles in self._tiles.values():
+                tiles.fill(self._bounds["queries"], batch.batch_size, batch.num_tokens)
             return
-        for plan in dict.fromkeys(self._share_plan(call, step.queries) for call in stored):
-            plan.fill(step)
+        for shares in dict.fromkeys(self._share_plan(call, step.queries) for call in self._stored):
+            shares.fill(step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Plans have room for the context's largest batch from the first."""
@@ -187,7 +187,7 @@ class TritonBackend(AttentionBackend):
         slots_or_none = None
         if in_call is None:
             slots_or_none = self._tables.of(call.required_group(), batch)
-        tiles = self._tile_plan(call.tile_key)
+        tiles = self._tiles[call.tile_key]
         call.attend_tiles(q, q_rope, in_call, step, slots_or_none, tiles, self._bounds, results)
         return results.out
 
@@ -214,16 +214,10 @@ class TritonBackend(AttentionBackend):
         tokens = cast("int", self.options.get("split_tile_size", 0))
         if not (most or tokens or self.context.request.deterministic):
             return None
-        block_n = call.share_key(queries, None).launch.block_n
+        block_n = share_launch(call.shape, queries, call.arch).block_n
         return Splitting(
             blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
         )
-
-    def _tile_plan(self, key: TileKey) -> TilePlan:
-        plan = self._tiles.get(key)
-        if plan is None:
-            plan = self._tiles[key] = TilePlan(key, self.context.device)
-        return plan
 
     def _bound(self, step: Step) -> None:
         """[B + 1] int32 each: where requests' queries, encoder tokens and masks begin."""

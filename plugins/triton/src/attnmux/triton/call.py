@@ -10,6 +10,7 @@ import torch
 
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import AttnmuxError
+from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
 from attnmux.triton.kernels.shares import attend_shares
 from attnmux.triton.kernels.tiles import attend_tiles
@@ -43,6 +44,12 @@ class Keys:
     k_rope: torch.Tensor | None = None
     """[rows, 1, rope], where K does not hold it."""
 
+    @classmethod
+    def of(cls, pool: KVPool, layer: LayerSpec) -> Keys:
+        """What the pool stores of a layer."""
+        k, v = pool.get_kv_buffer(layer.layer_id)
+        return cls(k=k, v=v)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerCall:
@@ -52,6 +59,7 @@ class LayerCall:
     shape: Shape
     arch: str
     """As `Platform.arch`."""
+    tiles: TileLaunch
     slot_group: SlotGroup | None
     """None for a layer whose K and V come with the call alone."""
     keys: Keys | None
@@ -62,31 +70,18 @@ class LayerCall:
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> LayerCall:
         """Raises InvalidInput for a layer beyond the kernels' dims."""
-        shape = Shape.of(layer)
-        pool = context.token_to_kv_pool
+        shape, arch, pool = Shape.of(layer), context.platform.arch, context.token_to_kv_pool
         is_encoders = not layer.is_causal and not layer.is_cross_attention
-        if is_encoders or layer.layer_id not in pool.layer_ids:
-            return cls(
-                layer=layer,
-                shape=shape,
-                arch=context.platform.arch,
-                slot_group=None,
-                keys=None,
-                scales=(1.0, 1.0),
-            )
-        k, v = pool.get_kv_buffer(layer.layer_id)
+        is_stored = not is_encoders and layer.layer_id in pool.layer_ids
         return cls(
             layer=layer,
             shape=shape,
-            arch=context.platform.arch,
-            slot_group=SlotGroup.of(layer, context),
-            keys=Keys(k=k, v=v),
-            scales=pool.read_scales(layer.k_scale, layer.v_scale),
+            arch=arch,
+            tiles=tile_launch(shape, arch),
+            slot_group=SlotGroup.of(layer, context) if is_stored else None,
+            keys=Keys.of(pool, layer) if is_stored else None,
+            scales=pool.read_scales(layer.k_scale, layer.v_scale) if is_stored else (1.0, 1.0),
         )
-
-    @property
-    def tiles(self) -> TileLaunch:
-        return tile_launch(self.shape, self.arch)
 
     @property
     def tile_key(self) -> TileKey:

@@ -10,6 +10,7 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.indices import page_table
 from attnmux.core.layer import LayerSpec
+from attnmux.triton.step import Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +66,16 @@ class SlotTables:
             if group.pool_group
         }
 
-    def fill(self, batch: ForwardBatch, key_lens: torch.Tensor) -> None:
-        """Translate the request table for the groups that need it; key_lens [B] int32."""
+    def fill(self, step: Step) -> None:
+        """Translate the request table for the groups that need it."""
+        batch = step.batch
         pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
         for group, own in self._own.items():
+            lens = batch.encoder_lens if group.is_cross else None
             pages = page_table(
                 table,
                 batch.req_pool_indices,
-                key_lens
-                if not group.is_cross or batch.encoder_lens is None
-                else batch.encoder_lens,
+                step.key_lens() if lens is None else lens,
                 page_size=self._page_size,
                 kv_start=None if group.is_cross else batch.encoder_lens,
                 max_len=self._context.max_context_len,

@@ -39,6 +39,60 @@ def load_rows(
 
 
 @triton.jit
+def take(values, index, wanted):
+    """[len(wanted)]: the value at each wanted index, 0 where there is none. index: of values."""
+    return tl.sum(tl.where(index[None, :] == wanted[:, None], values[None, :], 0), 1)
+
+
+@triton.jit
+def tile_of_queries(
+    q,
+    q_stride,
+    q_head_stride,
+    q_tail,
+    q_tail_stride,
+    q_tail_head_stride,
+    first_row,
+    num_queries,
+    first_token,
+    kv_head,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    REAL_D: tl.constexpr,
+    TAIL: tl.constexpr,
+    REAL_TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """BLOCK_M rows of a request's queries from first_row on: whether each is real, its token among
+    the request's and among the step's, its head, and Q in two parts.
+
+    Rows behind the last are copies of it, so that they ask for no other keys.
+    """
+    row = first_row + tl.arange(0, BLOCK_M)
+    is_real = row < num_queries * GROUP
+    row = tl.minimum(row, num_queries * GROUP - 1)
+    order = row // GROUP
+    token = first_token + order
+    head = kv_head * GROUP + row % GROUP
+    tokens = token.to(tl.int64)
+    heads = head.to(tl.int64)
+    tile = load_rows(q, tokens * q_stride + heads * q_head_stride, 1, is_real, D, REAL_D, False)
+    tail = tile
+    if TAIL > 0:
+        rows = tokens * q_tail_stride + heads * q_tail_head_stride
+        tail = load_rows(q_tail, rows, 1, is_real, TAIL, REAL_TAIL, False)
+    return is_real, order, token, head, tile, tail
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, DV: tl.constexpr):
+    """The running softmax before the first key: see `attend_blocks`."""
+    acc = tl.zeros([ROWS, DV], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    return acc, top, tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
 def visible_range(
     position,
     num_keys,

@@ -11,16 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.triton.kernels.blocks import attend_blocks, load_rows, store_rows, visible_range
+from attnmux.triton.kernels.blocks import (
+    attend_blocks,
+    nothing_seen,
+    store_rows,
+    take,
+    tile_of_queries,
+    visible_range,
+)
 
 STATE = tl.constexpr(8)
 """int32 values that a program begins with; see `plan_shares`."""
-
-
-@triton.jit
-def take(values, request, owner):
-    """values[owner], where both are tensors: 0 for an owner that is no request."""
-    return tl.sum(tl.where(request[None, :] == owner[:, None], values[None, :], 0), 1)
 
 
 @triton.jit
@@ -114,9 +115,7 @@ def merge_parts(
     """The softmax over the parts of an item: what `attend_blocks` would have for all its keys."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, DV)
-    acc = tl.zeros([ROWS, DV], tl.float32)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    acc, top, mass = nothing_seen(ROWS, DV)
     for done in range(0, num_parts, PARTS):
         part = first_part + done + tl.arange(0, PARTS)
         is_part = part < first_part + num_parts
@@ -240,21 +239,26 @@ def attend_shares(
         if HAS_ENCODER:
             keys_base += tl.load(encoder_lens + request)
 
-        tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        is_real = tile_rows < QUERIES * GROUP
-        tile_rows = tl.minimum(tile_rows, QUERIES * GROUP - 1)
-        order = tile_rows // GROUP
-        head = kv_head * GROUP + tile_rows % GROUP
-        token = request * QUERIES + order
+        is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
+            q,
+            q_stride,
+            q_head_stride,
+            q_tail,
+            q_tail_stride,
+            q_tail_head_stride,
+            tile * BLOCK_M,
+            QUERIES,
+            request * QUERIES,
+            kv_head,
+            GROUP,
+            D,
+            REAL_D,
+            TAIL,
+            REAL_TAIL,
+            BLOCK_M,
+        )
         position = cached + order
         first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
-        heads = head.to(tl.int64)
-        q_rows = token.to(tl.int64) * q_stride + heads * q_head_stride
-        q_tile = load_rows(q, q_rows, 1, is_real, D, REAL_D, False)
-        tail_tile = q_tile
-        if TAIL > 0:
-            tail_rows = token.to(tl.int64) * q_tail_stride + heads * q_tail_head_stride
-            tail_tile = load_rows(q_tail, tail_rows, 1, is_real, TAIL, REAL_TAIL, False)
         mask_rows = mask
         if HAS_MASK:
             mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
@@ -267,9 +271,7 @@ def attend_shares(
         k_tail_base = k_tail
         if TAIL > 0:
             k_tail_base = k_tail + kv_head.to(tl.int64) * k_tail_head_stride
-        acc = tl.zeros([BLOCK_M, DV], tl.float32)
-        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc, top, mass = nothing_seen(BLOCK_M, DV)
         acc, top, mass = attend_blocks(
             acc,
             top,

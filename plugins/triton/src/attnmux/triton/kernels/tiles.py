@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.triton.kernels.blocks import attend_blocks, load_rows, store_rows, visible_range
+from attnmux.triton.kernels.blocks import (
+    attend_blocks,
+    nothing_seen,
+    store_rows,
+    take,
+    tile_of_queries,
+    visible_range,
+)
 
 
 @triton.jit
@@ -34,7 +41,7 @@ def plan_tiles(
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     # Requests without tiles stop where the one before them does.
     owner = tl.sum((stop[None, :] <= tile[:, None]).to(tl.int32), 1)
-    start = tl.sum(tl.where(request[None, :] == owner[:, None], (stop - tiles)[None, :], 0), 1)
+    start = take(stop - tiles, request, owner)
     is_tile = tile < num_tiles
     tl.store(tile_request + tile, tl.where(owner <= batch_size, owner, -1), mask=is_tile)
     tl.store(tile_row + tile, (tile - start) * BLOCK_M, mask=is_tile)
@@ -133,42 +140,40 @@ def attend_tiles(
         if HAS_ENCODER:
             keys_base += tl.load(encoder_lens + request, mask=is_request, other=0)
 
-    tile_rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    is_real = tile_rows < q_len * GROUP
-    # Rows behind the last are copies of it, so that they ask for no other keys.
-    tile_rows = tl.minimum(tile_rows, q_len * GROUP - 1)
-    order = tile_rows // GROUP
-    head = kv_head * GROUP + tile_rows % GROUP
-    token = q_begin + order
+    is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
+        q,
+        q_stride,
+        q_head_stride,
+        q_tail,
+        q_tail_stride,
+        q_tail_head_stride,
+        tl.load(tile_row + tile),
+        q_len,
+        q_begin,
+        kv_head,
+        GROUP,
+        D,
+        REAL_D,
+        TAIL,
+        REAL_TAIL,
+        BLOCK_M,
+    )
     position = cached + order
     first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
-
-    heads = head.to(tl.int64)
-    q_rows = token.to(tl.int64) * q_stride + heads * q_head_stride
-    q_tile = load_rows(q, q_rows, 1, is_real, D, REAL_D, False)
-    tail_tile = q_tile
-    if TAIL > 0:
-        tail_rows = token.to(tl.int64) * q_tail_stride + heads * q_tail_head_stride
-        tail_tile = load_rows(q_tail, tail_rows, 1, is_real, TAIL, REAL_TAIL, False)
-
     mask_rows = mask
     if HAS_MASK:
         mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
     shared_end = position
     item_start = position
     if HAS_ITEMS:
-        shared_end = position * 0 + tl.load(
-            shared_lens + request, mask=request < batch_size, other=0
-        )
+        shared_end = position * 0 + tl.load(shared_lens + request, mask=is_request, other=0)
         item_start = position - tl.load(token_pos_in_items + token)
 
     k += kv_head.to(tl.int64) * k_head_stride
     if TAIL > 0:
         k_tail += kv_head.to(tl.int64) * k_tail_head_stride
     v += kv_head.to(tl.int64) * v_head_stride
-    acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, mass = nothing_seen(BLOCK_M, DV)
     low = tl.min(first, 0) // BLOCK_N * BLOCK_N
     high = tl.max(end, 0)
     # Between these every row sees every key.
