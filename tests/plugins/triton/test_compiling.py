@@ -79,6 +79,7 @@ class Compiled:
 
     def __init__(self, kernel: Any, note: Callable[[Any, dict[str, Any]], None]) -> None:
         self._kernel, self._note = kernel, note
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def launched(*args: Any, **given: Any) -> None:
@@ -91,7 +92,7 @@ class Compiled:
 
 def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """What every case launches: its name, the kernel and the arguments."""
-    from attnmux.triton import call, plans, write  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton import call, plans, sums, write  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
 
     launched: list[tuple[Any, dict[str, Any]]] = []
@@ -100,6 +101,7 @@ def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         (call, "attend_tiles"),
         (plans, "plan_shares"),
         (plans, "plan_tiles"),
+        (sums, "sum_lens"),
         (write, "write_kv"),
     ):
         kernel = getattr(module, name)
@@ -173,6 +175,7 @@ def test_every_kernel_compiles_and_fits(arch, tmp_path):
         "attend_tiles",
         "plan_shares",
         "plan_tiles",
+        "sum_lens",
         "write_kv",
     }
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []

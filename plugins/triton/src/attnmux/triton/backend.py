@@ -14,12 +14,13 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.core.indices import cu_seqlens, mask_indptr
 from attnmux.triton.call import Keys, LayerCall, Results
 from attnmux.triton.launch import share_launch
+from attnmux.triton.launching import Launcher
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TilePlan
-from attnmux.triton.slots import SlotTables
+from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import Step
+from attnmux.triton.sums import RunningSums
 from attnmux.triton.write import KVWriter
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ class TritonBackend(AttentionBackend):
         """
         super().__init__(context, options)
         self._units = compute_units
-        self._calls = {layer.layer_id: LayerCall.of(layer, context) for layer in context.layers}
+        self.launcher = Launcher()
+        """Of all that this backend launches."""
+        self._calls = {
+            layer.layer_id: LayerCall.of(layer, context, self.launcher) for layer in context.layers
+        }
         self._stored = [call for call in self._calls.values() if call.slot_group is not None]
         """Layers that attend over the pool."""
         groups = (call.slot_group for call in self._stored)
@@ -52,8 +57,13 @@ class TritonBackend(AttentionBackend):
         self._share_of: dict[tuple[int, int], SharePlan] = {}
         """By layer and by new tokens a request."""
         keys = (call.tile_key for call in self._calls.values())
-        self._tiles = {key: TilePlan(key, context.device) for key in dict.fromkeys(keys)}
+        self._tiles = {
+            key: TilePlan(key, context.device, self.launcher) for key in dict.fromkeys(keys)
+        }
+        self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._bounds: dict[str, torch.Tensor] = {}
+        self._slots: dict[int, Slots] = {}
+        """By layer, of this step."""
         self._writers: dict[tuple[int, bool], KVWriter] = {}
         self._step: Step | None = None
         self._max_batch_size = context.max_batch_size
@@ -78,10 +88,9 @@ class TritonBackend(AttentionBackend):
         step = self._step
         if step is None:
             return
-        self._bounds = {}
+        self._bounds = self._sums.of(step)
         self._tables.fill(step)
-        if step.queries is None or step.mask is not None:
-            self._bound(step)
+        self._slots.clear()
         if step.queries is None:
             for tiles in self._tiles.values():
                 tiles.fill(self._bounds["queries"], batch.batch_size, batch.num_tokens)
@@ -116,7 +125,9 @@ class TritonBackend(AttentionBackend):
         writer = self._writers.get(key)
         if writer is None:
             pool = self.context.token_to_kv_pool
-            writer = KVWriter.of(pool, layer, loc, k, is_latent=k_rope is not None)
+            writer = KVWriter.of(
+                pool, layer, loc, k, is_latent=k_rope is not None, launcher=self.launcher
+            )
             self._writers[key] = writer
         writer.write(layer, loc, k, second)
 
@@ -170,25 +181,20 @@ class TritonBackend(AttentionBackend):
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
         if not q.shape[0]:
             return results.out
-        call = self._calls[layer.layer_id]
-        if in_call is None and step.queries is not None:
-            plan = self._share_plan(call, step.queries)
-            slots = self._tables.of(call.required_group(), batch)
-            call.attend_shares(
-                q,
-                q_rope,
-                step,
-                slots,
-                plan,
-                self._bounds.get("mask"),
-                results,
-            )
-            return results.out
-        slots_or_none = None
+        layer_id = layer.layer_id
+        call = self._calls[layer_id]
+        slots = None
         if in_call is None:
-            slots_or_none = self._tables.of(call.required_group(), batch)
+            slots = self._slots.get(layer_id)
+            if slots is None:
+                slots = self._slots[layer_id] = self._tables.of(call.required_group(), batch)
+        if slots is not None and step.queries is not None:
+            plan = self._share_plan(call, step.queries)
+            mask_indptr = self._bounds.get("mask")
+            call.attend_shares(q, q_rope, step, slots, plan, mask_indptr, results)
+            return results.out
         tiles = self._tiles[call.tile_key]
-        call.attend_tiles(q, q_rope, in_call, step, slots_or_none, tiles, self._bounds, results)
+        call.attend_tiles(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
         return results.out
 
     def _share_plan(self, call: LayerCall, queries: int) -> SharePlan:
@@ -204,6 +210,7 @@ class TritonBackend(AttentionBackend):
                     self._units,
                     self.context.device,
                     part_dtype=self._part_dtype(key),
+                    launcher=self.launcher,
                 )
             self._share_of[layer_id, queries] = plan
         return plan
@@ -218,20 +225,6 @@ class TritonBackend(AttentionBackend):
         return Splitting(
             blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
         )
-
-    def _bound(self, step: Step) -> None:
-        """[B + 1] int32 each: where requests' queries, encoder tokens and masks begin."""
-        batch, spec = step.batch, step.batch.spec_info
-        if step.queries is None:
-            self._bounds["queries"] = cu_seqlens(step.new_lens())
-            if batch.encoder_lens is not None:
-                self._bounds["encoder"] = cu_seqlens(batch.encoder_lens)
-        if spec is not None and spec.custom_mask is not None:
-            given = spec.mask_indptr
-            if given is None:
-                queries = step.new_lens() if step.queries is None else step.queries
-                given = mask_indptr(queries, step.key_lens())
-            self._bounds["mask"] = given
 
     def _part_dtype(self, key: ShareKey) -> torch.dtype:
         in_fp32 = key.splitting is None or bool(self.options.get("reduce_in_fp32", False))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +16,53 @@ from attnmux.core.layer import LayerSpec
 from attnmux.triton.kernels.shares import attend_shares
 from attnmux.triton.kernels.tiles import attend_tiles
 from attnmux.triton.launch import TileLaunch, share_launch, tile_launch
+from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.shapes import Shape, next_power_of_2
 from attnmux.triton.slots import SlotGroup, Slots
 from attnmux.triton.step import Step
 
 LOG2_E = math.log2(math.e)
+
+QUERIES = "q", "q_tail", "out", "lse"
+"""Tensors that every call brings, and how far their rows are apart."""
+STRIDES = (
+    "q_stride",
+    "q_head_stride",
+    "q_tail_stride",
+    "q_tail_head_stride",
+    "out_stride",
+    "lse_stride",
+    "slots_stride",
+)
+KEY_STRIDES = (
+    "k_stride",
+    "k_head_stride",
+    "k_tail_stride",
+    "k_tail_head_stride",
+    "v_stride",
+    "v_head_stride",
+)
+SHARE_TENSORS = (*QUERIES, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr")
+TILE_TENSORS = (
+    *QUERIES,
+    "k",
+    "k_tail",
+    "v",
+    "slots",
+    "rows",
+    "cached_lens",
+    "encoder_lens",
+    "encoder_indptr",
+    "q_indptr",
+    "tile_request",
+    "tile_row",
+    "mask",
+    "mask_indptr",
+    "shared_lens",
+    "token_pos_in_items",
+)
+TILE_COUNTS = "batch_size", "num_tokens", "num_tiles"
 
 T = TypeVar("T")
 
@@ -66,9 +108,13 @@ class LayerCall:
     """The pool's memory."""
     scales: tuple[float, float]
     """What K and V of the pool are multiplied by."""
+    launcher: Launcher = field(default_factory=Launcher)
+    _bound: dict[Hashable, BoundKernel] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, layer: LayerSpec, context: BackendContext) -> LayerCall:
+    def of(
+        cls, layer: LayerSpec, context: BackendContext, launcher: Launcher | None = None
+    ) -> LayerCall:
         """Raises InvalidInput for a layer beyond the kernels' dims."""
         shape, arch, pool = Shape.of(layer), context.platform.arch, context.token_to_kv_pool
         is_encoders = not layer.is_causal and not layer.is_cross_attention
@@ -81,6 +127,7 @@ class LayerCall:
             slot_group=SlotGroup.of(layer, context) if is_stored else None,
             keys=Keys.of(pool, layer) if is_stored else None,
             scales=pool.read_scales(layer.k_scale, layer.v_scale) if is_stored else (1.0, 1.0),
+            launcher=launcher or Launcher(),
         )
 
     @property
@@ -123,41 +170,38 @@ class LayerCall:
         results: Results,
     ) -> None:
         """Few new tokens a request, over the pool."""
-        key, launch = plan.key, plan.key.launch
+        key = plan.key
         has_mask = step.mask is not None and not key.is_cross
-        attend_shares[(plan.programs,)](
-            *self._queries(q, q_rope),
-            *self._keys(self.required_keys()),
-            *_outputs(results),
-            self.layer.sinks,
-            slots.table,
-            slots.table.stride(0),
-            slots.rows,
-            step.lens,
-            step.batch.encoder_lens,
-            _bytes(step.mask) if has_mask else None,
-            mask_indptr if has_mask else None,
-            plan.stops,
-            plan.unit_blocks,
-            plan.starts,
-            plan.share,
-            plan.partial,
-            plan.partial_lse,
-            plan.arrivals,
-            *self._factors(in_call=False),
-            **self._constants(results, has_mask=has_mask),
-            KV_HEADS=self.shape.kv_heads,
-            QUERIES=key.queries,
-            LENS_SHIFT=step.lens_shift,
-            PAGE=slots.page_size,
-            HAS_ENCODER=slots.begins_with_encoder and not key.is_cross,
-            IS_FIXED=key.splitting is not None,
-            BLOCK_M=launch.block_m,
-            BLOCK_N=launch.block_n,
-            PART_ROWS=key.part_rows,
-            PARTS=launch.parts,
-            STAGES=launch.num_stages,
-            num_warps=launch.num_warps,
+        has_encoder = slots.begins_with_encoder and not key.is_cross
+        variant = (
+            plan,
+            step.lens_shift,
+            slots.page_size,
+            slots.rows is None,
+            has_encoder,
+            has_mask,
+            results.lse is None,
+        )
+        bound = self._bound.get(variant)
+        if bound is None:
+            bound = self._bound[variant] = self._bind_shares(plan, step, slots, results)
+        tail = self._tail(q, q_rope)
+        bound(
+            (plan.programs, 1, 1),
+            (
+                q,
+                tail,
+                results.out,
+                results.lse,
+                slots.table,
+                slots.rows,
+                step.lens,
+                step.batch.encoder_lens if has_encoder or key.is_cross else None,
+                _bytes(step.mask) if has_mask else None,
+                mask_indptr if has_mask else None,
+            ),
+            _strides(q, tail, results, slots),
+            dtypes=q.dtype,
         )
 
     def attend_tiles(
@@ -172,60 +216,129 @@ class LayerCall:
         results: Results,
     ) -> None:
         """Many new tokens a request, over the pool or over the call's own K and V."""
-        launch, batch, is_cross = self.tiles, step.batch, self.layer.is_cross_attention
+        batch, is_cross = step.batch, self.layer.is_cross_attention
         keys = self.required_keys() if in_call is None else in_call
         has_mask = step.mask is not None and not is_cross
         items = None if is_cross else batch.multi_item
-        attend_tiles[(self.shape.kv_heads, plan.num_tiles)](
-            *self._queries(q, q_rope),
-            *self._keys(keys),
-            *_outputs(results),
-            self.layer.sinks,
-            None if slots is None else slots.table,
-            0 if slots is None else slots.table.stride(0),
-            None if slots is None else slots.rows,
-            step.lens,
-            batch.encoder_lens,
-            bounds.get("encoder"),
-            bounds["queries"],
-            plan.request,
-            plan.row,
-            _bytes(step.mask) if has_mask else None,
-            bounds.get("mask") if has_mask else None,
-            None if items is None else items.prefix_lens,
-            None if items is None else items.token_pos_in_items,
-            batch.batch_size,
-            q.shape[0],
-            plan.num_tiles,
-            *self._factors(in_call=in_call is not None),
-            **self._constants(results, has_mask=has_mask),
-            HAS_ITEMS=items is not None,
-            PAGE=1 if slots is None else slots.page_size,
-            IN_CALL=in_call is not None,
-            HAS_ENCODER=slots is not None and slots.begins_with_encoder and not is_cross,
-            BLOCK_M=launch.block_m,
-            BLOCK_N=launch.block_n,
-            STAGES=launch.num_stages,
+        has_encoder = slots is not None and slots.begins_with_encoder and not is_cross
+        needs_encoder = has_encoder or is_cross
+        variant = (
+            in_call is None,
+            None if slots is None else (slots.page_size, slots.rows is None),
+            has_encoder,
+            has_mask,
+            items is None,
+            results.lse is None,
+        )
+        bound = self._bound.get(variant)
+        if bound is None:
+            bound = self._bound[variant] = self._bind_tiles(in_call, step, slots, results)
+        tail, key_tail = self._tail(q, q_rope), self._tail(keys.k, keys.k_rope)
+        bound(
+            (self.shape.kv_heads, plan.num_tiles, 1),
+            (
+                q,
+                tail,
+                results.out,
+                results.lse,
+                keys.k,
+                key_tail,
+                keys.v,
+                None if slots is None else slots.table,
+                None if slots is None else slots.rows,
+                None if in_call is not None else step.lens,
+                batch.encoder_lens if needs_encoder else None,
+                bounds["encoder"] if is_cross else None,
+                bounds["queries"],
+                plan.request,
+                plan.row,
+                _bytes(step.mask) if has_mask else None,
+                bounds["mask"] if has_mask else None,
+                None if items is None else items.prefix_lens,
+                None if items is None else items.token_pos_in_items,
+            ),
+            (*_strides(q, tail, results, slots), *_key_strides(keys, key_tail)),
+            (batch.batch_size, q.shape[0], plan.num_tiles),
+            (q.dtype, keys.k.dtype, keys.v.dtype),
+        )
+
+    def _bind_shares(
+        self, plan: SharePlan, step: Step, slots: Slots, results: Results
+    ) -> BoundKernel:
+        key, launch, keys = plan.key, plan.key.launch, self.required_keys()
+        tail = self._tail(keys.k, keys.k_rope)
+        has_mask = step.mask is not None and not key.is_cross
+        return BoundKernel(
+            self.launcher,
+            attend_shares,
+            {
+                "k": keys.k,
+                "k_tail": tail,
+                "v": keys.v,
+                **dict(zip(KEY_STRIDES, _key_strides(keys, tail), strict=True)),
+                "sinks": self.layer.sinks,
+                "stops": plan.stops,
+                "unit_blocks": plan.unit_blocks,
+                "starts": plan.starts,
+                "share": plan.share,
+                "partial": plan.partial,
+                "partial_lse": plan.partial_lse,
+                "arrivals": plan.arrivals,
+                **self._factors(in_call=False),
+                **self._constants(results, has_mask=has_mask),
+                "KV_HEADS": self.shape.kv_heads,
+                "QUERIES": key.queries,
+                "LENS_SHIFT": step.lens_shift,
+                "PAGE": slots.page_size,
+                "HAS_ENCODER": slots.begins_with_encoder and not key.is_cross,
+                "IS_FIXED": key.splitting is not None,
+                "BLOCK_M": launch.block_m,
+                "BLOCK_N": launch.block_n,
+                "PART_ROWS": key.part_rows,
+                "PARTS": launch.parts,
+                "STAGES": launch.num_stages,
+            },
+            tensors=SHARE_TENSORS,
+            numbers=STRIDES,
             num_warps=launch.num_warps,
         )
 
-    def _queries(self, q: torch.Tensor, q_rope: torch.Tensor | None) -> tuple[object, ...]:
-        tail = q_rope
-        if tail is None and self.shape.real_tail:
-            tail = q[:, :, self.shape.real_d :]
-        return *_strided(q), *_strided(tail)
+    def _bind_tiles(
+        self, in_call: Keys | None, step: Step, slots: Slots | None, results: Results
+    ) -> BoundKernel:
+        launch, is_cross = self.tiles, self.layer.is_cross_attention
+        has_encoder = slots is not None and slots.begins_with_encoder
+        return BoundKernel(
+            self.launcher,
+            attend_tiles,
+            {
+                "sinks": self.layer.sinks,
+                **self._factors(in_call=in_call is not None),
+                **self._constants(results, has_mask=step.mask is not None and not is_cross),
+                "HAS_ITEMS": step.batch.multi_item is not None and not is_cross,
+                "PAGE": 1 if slots is None else slots.page_size,
+                "IN_CALL": in_call is not None,
+                "HAS_ENCODER": has_encoder and not is_cross,
+                "BLOCK_M": launch.block_m,
+                "BLOCK_N": launch.block_n,
+                "STAGES": launch.num_stages,
+            },
+            tensors=TILE_TENSORS,
+            numbers=(*STRIDES, *KEY_STRIDES),
+            counts=TILE_COUNTS,
+            num_warps=launch.num_warps,
+        )
 
-    def _keys(self, keys: Keys) -> tuple[object, ...]:
-        k, v, tail = keys.k, keys.v, keys.k_rope
+    def _tail(self, rows: torch.Tensor, tail: torch.Tensor | None) -> torch.Tensor | None:
+        """The columns of Q or K that a power of 2 leaves over."""
         if tail is None and self.shape.real_tail:
-            tail = k[:, :, self.shape.real_d :]
-        return *_strided(k), *_strided(tail), *_strided(v)
+            return rows[:, :, self.shape.real_d :]
+        return tail
 
-    def _factors(self, *, in_call: bool) -> tuple[float, float, float]:
+    def _factors(self, *, in_call: bool) -> dict[str, float]:
         k_scale, v_scale = (1.0, 1.0) if in_call else self.scales
-        scale = self.layer.scaling * k_scale
-        cap = self.layer.logit_cap
-        return scale if cap else scale * LOG2_E, cap, v_scale
+        scale, cap = self.layer.scaling * k_scale, self.layer.logit_cap
+        return {"scale": scale if cap else scale * LOG2_E, "cap": cap, "v_scale": v_scale}
 
     def _constants(self, results: Results, *, has_mask: bool) -> dict[str, Any]:
         layer, is_cross = self.layer, self.layer.is_cross_attention
@@ -251,14 +364,30 @@ def _stored(value: T | None, layer: LayerSpec) -> T:
     return value
 
 
-def _strided(rows: torch.Tensor | None) -> tuple[torch.Tensor | None, int, int]:
-    """[T, H, D] with the distances of its tokens and heads."""
-    return (None, 0, 0) if rows is None else (rows, rows.stride(0), rows.stride(1))
-
-
-def _outputs(results: Results) -> tuple[object, ...]:
+def _strides(
+    q: torch.Tensor, tail: torch.Tensor | None, results: Results, slots: Slots | None
+) -> tuple[int, ...]:
+    """In the order of STRIDES."""
     lse = results.lse
-    return results.out, results.out.stride(0), lse, 0 if lse is None else lse.stride(0)
+    return (
+        q.stride(0),
+        q.stride(1),
+        *((0, 0) if tail is None else (tail.stride(0), tail.stride(1))),
+        results.out.stride(0),
+        0 if lse is None else lse.stride(0),
+        0 if slots is None else slots.table.stride(0),
+    )
+
+
+def _key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
+    """In the order of KEY_STRIDES."""
+    return (
+        keys.k.stride(0),
+        keys.k.stride(1),
+        *((0, 0) if tail is None else (tail.stride(0), tail.stride(1))),
+        keys.v.stride(0),
+        keys.v.stride(1),
+    )
 
 
 def _bytes(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.kv.pool import check_loc, check_rows
 from attnmux.triton.kernels.write import write_kv
+from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class KVWriter:
     """[slots, H, D]: V's memory, or in MLA the rotary key's."""
     format: tuple[int, int]
     """One of FORMATS, whose memory is seen as bytes; zeros for values that are stored as such."""
+    launcher: Launcher = field(default_factory=Launcher)
+    _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
+    """By scales."""
 
     @classmethod
     def of(
@@ -46,6 +50,7 @@ class KVWriter:
         k: torch.Tensor,
         *,
         is_latent: bool,
+        launcher: Launcher | None = None,
     ) -> KVWriter:
         """For rows like k at slots like loc.
 
@@ -67,7 +72,14 @@ class KVWriter:
         known = FORMATS.get(first.dtype)
         if known is not None:
             first, second = first.view(torch.uint8), second.view(torch.uint8)
-        return cls(pool=pool, names=names, first=first, second=second, format=known or (0, 0))
+        return cls(
+            pool=pool,
+            names=names,
+            first=first,
+            second=second,
+            format=known or (0, 0),
+            launcher=launcher or Launcher(),
+        )
 
     def write(
         self, layer: LayerSpec, loc: torch.Tensor, first: torch.Tensor, second: torch.Tensor
@@ -87,32 +99,64 @@ class KVWriter:
         slots = self.pool.translate(loc, layer.layer_id)
         if not num_tokens:
             return
+        bound = self._bound.get(scales)
+        if bound is None:
+            bound = self._bound[scales] = self._bind(scales)
+        block_t, block_w, widest = self._blocks()
+        bound(
+            (-(-num_tokens // block_t), -(-widest // block_w), 1),
+            (first, second, slots),
+            (*first.stride(), *second.stride(), slots.stride(0)),
+            (num_tokens,),
+            (first.dtype, second.dtype),
+        )
+
+    def _widths(self) -> tuple[int, int]:
+        """Values of a slot."""
+        first, second = self.first.shape, self.second.shape
+        return first[1] * first[2], second[1] * second[2]
+
+    def _blocks(self) -> tuple[int, int, int]:
+        """Tokens and columns of a tile, and all columns."""
+        widest = max(self._widths())
+        block_w = min(next_power_of_2(widest), MOST_COLUMNS)
+        return TILE // block_w, block_w, widest
+
+    def _bind(self, scales: tuple[float, float]) -> BoundKernel:
         mantissa, largest = self.format
-        widths = first.shape[1] * first.shape[2], second.shape[1] * second.shape[2]
-        block_w = min(next_power_of_2(max(widths)), MOST_COLUMNS)
-        block_t = TILE // block_w
-        write_kv[(-(-num_tokens // block_t), -(-max(widths) // block_w))](
-            first,
-            *first.stride(),
-            second,
-            *second.stride(),
-            self.first,
-            self.first.stride(0),
-            self.second,
-            self.second.stride(0),
-            slots,
-            slots.stride(0),
-            num_tokens,
-            self.first.shape[0],
-            *scales,
-            FIRST_D=first.shape[2],
-            FIRST_WIDTH=widths[0],
-            SECOND_D=second.shape[2],
-            SECOND_WIDTH=widths[1],
-            MANTISSA=mantissa,
-            LARGEST=largest,
-            IS_SCALED=scales != (1.0, 1.0),
-            BLOCK_T=block_t,
-            BLOCK_W=block_w,
+        block_t, block_w, _ = self._blocks()
+        widths = self._widths()
+        return BoundKernel(
+            self.launcher,
+            write_kv,
+            {
+                "first_buffer": self.first,
+                "first_slot_stride": self.first.stride(0),
+                "second_buffer": self.second,
+                "second_slot_stride": self.second.stride(0),
+                "num_slots": self.first.shape[0],
+                "first_scale": scales[0],
+                "second_scale": scales[1],
+                "FIRST_D": self.first.shape[2],
+                "FIRST_WIDTH": widths[0],
+                "SECOND_D": self.second.shape[2],
+                "SECOND_WIDTH": widths[1],
+                "MANTISSA": mantissa,
+                "LARGEST": largest,
+                "IS_SCALED": scales != (1.0, 1.0),
+                "BLOCK_T": block_t,
+                "BLOCK_W": block_w,
+            },
+            tensors=("first", "second", "loc"),
+            numbers=(
+                "first_stride",
+                "first_head_stride",
+                "first_column_stride",
+                "second_stride",
+                "second_head_stride",
+                "second_column_stride",
+                "loc_stride",
+            ),
+            counts=("num_tokens",),
             num_warps=4,
         )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"], do_not_specialize_on_alignment=["lens"])
 def sum_lens(
     lens,
     factors,

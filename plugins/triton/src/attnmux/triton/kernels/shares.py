@@ -24,7 +24,10 @@ STATE = tl.constexpr(8)
 """int32 values that a program begins with; see `plan_shares`."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size"],
+    do_not_specialize_on_alignment=["lens", "encoder_lens", "rows"],
+)
 def plan_shares(
     lens,
     encoder_lens,
@@ -142,7 +145,7 @@ def merge_parts(
     return acc, top, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"])
 def attend_shares(
     q,
     q_stride,

@@ -15,7 +15,10 @@ from attnmux.triton.kernels.blocks import (
 )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
+    do_not_specialize_on_alignment=["q_indptr"],
+)
 def plan_tiles(
     q_indptr,
     tile_request,
@@ -47,7 +50,18 @@ def plan_tiles(
     tl.store(tile_row + tile, (tile - start) * BLOCK_M, mask=is_tile)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "cached_lens",
+        "encoder_lens",
+        "mask",
+        "mask_indptr",
+        "shared_lens",
+        "token_pos_in_items",
+    ],
+)
 def attend_tiles(
     q,
     q_stride,

@@ -1,0 +1,232 @@
+"""Launches whose arguments are bound once: what a call does not change is not looked at again.
+
+Triton's own launch binds every argument, looks up what each lets the compiler assume and asks the
+driver about every pointer: tens of microseconds for kernels like these. The first call of a kind
+goes that way; what it compiled is kept, and later calls hand it the same list of values with what
+has changed put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import BaseBackend
+from triton.compiler import make_backend
+from triton.errors import TritonError
+from triton.runtime import driver
+
+from attnmux.core.errors import BackendFailed, in_brief
+
+ALIGNMENT = 16
+"""Bytes: what the compiler assumes of an address that is a multiple of it."""
+MOST_VARIANTS = 64
+"""Kept of one bound kernel: strides that never come back must not fill the memory."""
+
+Grid = tuple[int, int, int]
+Tensors = Sequence[torch.Tensor | None]
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Variant:
+    """What Triton compiled for some arguments, loaded on a device."""
+
+    compiled: Any
+    """A `triton.compiler.CompiledKernel`."""
+    run: Callable[..., None]
+    values: list[object]
+    """All arguments in the kernel's order, tensors as their addresses."""
+    device: int
+    assumed: Callable[..., str] | None
+    """What a Triton backend lets its compiler assume of a tensor, beyond its alignment."""
+    of_tensors: tuple[str, ...]
+    """What it assumed of each that calls bring."""
+    misaligned: tuple[int, ...]
+    """Bits that no address of each may have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rehearsed:
+    """A launch that did not take place."""
+
+    bound: BoundKernel
+    key: Key
+    values: list[object]
+    tensors: Tensors
+
+
+class Launcher:
+    """What the launches of a backend share: whether they take place or are only noted."""
+
+    def __init__(self) -> None:
+        self.notes: list[Rehearsed] | None = None
+
+    def rehearse(self, steps: Callable[[], None]) -> list[Rehearsed]:
+        """What `steps` would launch."""
+        notes: list[Rehearsed] = []
+        self.notes = notes
+        try:
+            steps()
+        finally:
+            self.notes = None
+        return notes
+
+
+class BoundKernel:
+    """A kernel with the arguments that no call changes."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        kernel: Any,  # noqa: ANN401  # a JITFunction or what interprets one, which Triton does not type
+        fixed: Mapping[str, object],
+        *,
+        tensors: Sequence[str],
+        numbers: Sequence[str] = (),
+        counts: Sequence[str] = (),
+        num_warps: int,
+    ) -> None:
+        """fixed: values by name. tensors, numbers, counts: the names of what calls bring.
+
+        A number is what the compiler may know something about, such as a stride. A count is
+        declared as `do_not_specialize`: any value is the same to it.
+        """
+        self.kernel, self.options = kernel, {"num_warps": num_warps}
+        self._launcher = launcher
+        names = list(kernel.arg_names)
+        self._fixed = [fixed.get(name) for name in names]
+        self._tensors = [names.index(name) for name in tensors]
+        self._numbers = [names.index(name) for name in numbers]
+        self._counts = [names.index(name) for name in counts]
+        self._variants: dict[Key, Variant] = {}
+
+    def __call__(
+        self,
+        grid: Grid,
+        tensors: Tensors,
+        numbers: tuple[int, ...] = (),
+        counts: tuple[int, ...] = (),
+        dtypes: Hashable = None,
+    ) -> None:
+        """Launch on the current stream of the tensors' device.
+
+        dtypes: of those tensors whose dtype may change. Which of them are None may not.
+        Raises BackendFailed where what is launched for the first time does not compile.
+        """
+        variant = self._variants.get((dtypes, *numbers))
+        values = None if variant is None else self._values(variant, tensors, counts)
+        if variant is None or values is None:
+            self._launch_unbound(grid, tensors, numbers, counts, dtypes)
+            return
+        index, compiled, active = variant.device, variant.compiled, driver.active
+        stream = active.get_current_stream(index)
+        function, metadata = compiled.function, compiled.packed_metadata
+        if active.get_current_device() == index:
+            variant.run(*grid, stream, function, metadata, None, None, None, *values)
+            return
+        with torch.get_device_module().device(index):
+            variant.run(*grid, stream, function, metadata, None, None, None, *values)
+
+    def keep(self, key: Key, compiled: Any, values: list[object], tensors: Tensors) -> None:  # noqa: ANN401  # as Triton
+        """Launch what is like this with `compiled` from now on.
+
+        Not where a tensor is less aligned than an allocator's: calls of the same key may bring
+        others.
+        """
+        misaligned = tuple(
+            0 if self.kernel.params[place].do_not_specialize_on_alignment else ALIGNMENT - 1
+            for place in self._tensors
+        )
+        given = [(t, bits) for t, bits in zip(tensors, misaligned, strict=True) if t is not None]
+        devices = {tensor.get_device() for tensor, _ in given}
+        if len(devices) > 1 or any(tensor.data_ptr() & bits for tensor, bits in given):
+            return
+        triton_backend = make_backend(compiled.metadata.target)
+        assumed = triton_backend.get_tensor_specialization
+        if assumed is BaseBackend.get_tensor_specialization:
+            assumed = None
+        if len(self._variants) >= MOST_VARIANTS:
+            self._variants.clear()
+        self._variants[key] = Variant(
+            compiled=compiled,
+            run=compiled.run,
+            values=[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values],
+            device=devices.pop(),
+            assumed=assumed,
+            of_tensors=tuple(_assumption(assumed, tensor) for tensor in tensors),
+            misaligned=misaligned,
+        )
+
+    def _values(
+        self, variant: Variant, tensors: Tensors, counts: tuple[int, ...]
+    ) -> list[object] | None:
+        """The arguments of a call; None where the variant does not serve it."""
+        values, index = variant.values.copy(), variant.device
+        for place, tensor, bits in zip(self._tensors, tensors, variant.misaligned, strict=True):
+            if tensor is not None:
+                address = tensor.data_ptr()
+                if address & bits or tensor.get_device() != index:
+                    return None
+                values[place] = address
+        for place, count in zip(self._counts, counts, strict=True):
+            values[place] = count
+        if variant.assumed is not None:
+            now = (_assumption(variant.assumed, tensor) for tensor in tensors)
+            if tuple(now) != variant.of_tensors:
+                return None
+        hooks = knobs.runtime
+        # A profiler is told of a launch by Triton's own way of launching.
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            return None
+        return None if self._launcher.notes is not None else values
+
+    def _launch_unbound(
+        self,
+        grid: Grid,
+        tensors: Tensors,
+        numbers: tuple[int, ...],
+        counts: tuple[int, ...],
+        dtypes: Hashable,
+    ) -> None:
+        """As Triton does it, which compiles what is new."""
+        values = self._fixed.copy()
+        for places, given in (
+            (self._tensors, tensors),
+            (self._numbers, numbers),
+            (self._counts, counts),
+        ):
+            for place, value in zip(places, given, strict=True):
+                values[place] = value
+        key = dtypes, *numbers
+        notes = self._launcher.notes
+        if notes is not None:
+            notes.append(Rehearsed(bound=self, key=key, values=values, tensors=tensors))
+            return
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        with _current(device):
+            try:
+                compiled = self.kernel[grid](*values, **self.options)
+            except TritonError as error:
+                raise failure_of(self.kernel, error) from error
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self.keep(key, compiled, values, tensors)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def failure_of(kernel: Any, error: BaseException) -> BackendFailed:  # noqa: ANN401  # as above
+    """Of a kernel that does not compile or load."""
+    return BackendFailed("triton", f"{kernel.__name__} does not compile: {in_brief(error)}")
+
+
+def _assumption(assumed: Callable[..., str] | None, tensor: torch.Tensor | None) -> str:
+    return "" if assumed is None or tensor is None else assumed(tensor, align=True)

@@ -1,0 +1,95 @@
+"""The steps that every engine takes, gone through without a launch: what to compile ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.dtypes import torch_dtype
+from attnmux.triton.plans import LEAST_BATCH
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import BackendContext
+    from attnmux.core.layer import LayerSpec
+    from attnmux.triton.backend import TritonBackend
+
+
+def rehearse(backend: TritonBackend, context: BackendContext) -> None:
+    """Every layer's decode and extend, at each batch size that plans are compiled for.
+
+    Not what a later request may bring: LSE, masks, items, or more tokens a request in verification.
+    """
+    is_encoder = not context.layers[0].is_causal
+    modes = (ForwardMode.EXTEND,) if is_encoder else (ForwardMode.DECODE, ForwardMode.EXTEND)
+    for mode in modes:
+        for size in _batch_sizes(context.max_batch_size):
+            batch = _batch(mode, size, context)
+            backend.init_forward_metadata_out_graph(batch)
+            backend.init_forward_metadata_in_graph(batch)
+            if size == 1:
+                for layer in context.layers:
+                    _call(backend, layer, batch, context)
+    # So that no step is prepared.
+    backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
+
+
+def _batch_sizes(most: int) -> Iterator[int]:
+    """One of each that is planned in a block of its own: see `plans.batch_block`."""
+    size = 1
+    while size <= most:
+        yield size
+        size = max(2 * size, LEAST_BATCH)
+
+
+def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatch:
+    """Of one token a request, in the rows and slots that are reserved for padding."""
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=context.device)
+
+    has_encoder = any(layer.is_cross_attention for layer in context.layers)
+    extends = mode is ForwardMode.EXTEND
+    ones = zeros(torch.int32) + 1
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=zeros(torch.int64),
+        seq_lens=ones,
+        out_cache_loc=zeros(torch.int64),
+        positions=zeros(torch.int64),
+        extend_seq_lens=ones if extends else None,
+        extend_prefix_lens=zeros(torch.int32) if extends else None,
+        extend_num_tokens=size if extends else None,
+        encoder_lens=ones if has_encoder else None,
+        encoder_out_cache_loc=zeros(torch.int64) if has_encoder else None,
+    )
+
+
+def _call(
+    backend: TritonBackend, layer: LayerSpec, batch: ForwardBatch, context: BackendContext
+) -> None:
+    pool = context.token_to_kv_pool
+    dtype = torch.bfloat16 if context.request.dtype is None else torch_dtype(context.request.dtype)
+
+    def rows(heads: int, width: int) -> torch.Tensor:
+        return torch.zeros((1, heads, width), dtype=dtype, device=context.device)
+
+    rope = layer.qk_rope_head_dim
+    q = rows(layer.tp_q_head_num, layer.qk_head_dim - rope)
+    k = rows(layer.tp_k_head_num, layer.qk_head_dim - rope)
+    v = None if rope else rows(layer.tp_v_head_num, layer.v_head_dim)
+    q_rope = rows(layer.tp_q_head_num, rope) if rope else None
+    k_rope = rows(1, rope) if rope else None
+    is_stored = layer.is_causal and layer.layer_id in pool.layer_ids
+    if is_stored:
+        backend.save_kv(k, v, layer, batch, k_rope=k_rope)
+    if batch.forward_mode.is_decode():
+        if is_stored:
+            backend.forward_decode(q, k, v, layer, batch, q_rope=q_rope)
+        return
+    backend.forward_extend(
+        q, k, v, layer, batch, save_kv_cache=is_stored, q_rope=q_rope, k_rope=k_rope
+    )
