@@ -9,7 +9,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 
 pytest.importorskip("triton")
 
-from attnmux.triton.launch import ShareLaunch
+from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.step import Step
 

@@ -15,7 +15,7 @@ from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.triton.call import Keys, LayerCall, Results
-from attnmux.triton.launch import share_launch
+from attnmux.triton.launch import Launches
 from attnmux.triton.launching import Launcher
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TilePlan
 from attnmux.triton.slots import Slots, SlotTables
@@ -36,9 +36,15 @@ class TritonBackend(AttentionBackend):
     """MHA, GQA and absorbed MLA on whatever Triton generates code for."""
 
     def __init__(
-        self, context: BackendContext, options: Mapping[str, object], *, compute_units: int
+        self,
+        context: BackendContext,
+        options: Mapping[str, object],
+        *,
+        compute_units: int,
+        launches: Launches | None = None,
     ) -> None:
-        """compute_units: SMs or CUs of the device, which decode's keys are shared among.
+        """compute_units: SMs or CUs of the device, which decode's keys are shared among. launches:
+        the tables, if this machine has entries of its own.
 
         Raises InvalidInput for layers that the kernels do not serve.
         """
@@ -47,7 +53,8 @@ class TritonBackend(AttentionBackend):
         self.launcher = Launcher()
         """Of all that this backend launches."""
         self._calls = {
-            layer.layer_id: LayerCall.of(layer, context, self.launcher) for layer in context.layers
+            layer.layer_id: LayerCall.of(layer, context, self.launcher, launches)
+            for layer in context.layers
         }
         self._stored = [call for call in self._calls.values() if call.slot_group is not None]
         """Layers that attend over the pool."""
@@ -221,7 +228,7 @@ class TritonBackend(AttentionBackend):
         tokens = cast("int", self.options.get("split_tile_size", 0))
         if not (most or tokens or self.context.request.deterministic):
             return None
-        block_n = share_launch(call.shape, queries, call.arch).block_n
+        block_n = call.share_launch(queries).block_n
         return Splitting(
             blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
         )

@@ -15,7 +15,8 @@ from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
 from attnmux.triton.kernels.shares import attend_shares
 from attnmux.triton.kernels.tiles import attend_tiles
-from attnmux.triton.launch import TileLaunch, share_launch, tile_launch
+from attnmux.triton.launch import Launches
+from attnmux.triton.launch_types import ShareLaunch, TileLaunch
 from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.shapes import Shape, next_power_of_2
@@ -108,14 +109,22 @@ class LayerCall:
     """The pool's memory."""
     scales: tuple[float, float]
     """What K and V of the pool are multiplied by."""
+    page_size: int = 1
+    """Of the pool."""
+    launches: Launches = field(default_factory=Launches)
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[Hashable, BoundKernel] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
-        cls, layer: LayerSpec, context: BackendContext, launcher: Launcher | None = None
+        cls,
+        layer: LayerSpec,
+        context: BackendContext,
+        launcher: Launcher | None = None,
+        launches: Launches | None = None,
     ) -> LayerCall:
         """Raises InvalidInput for a layer beyond the kernels' dims."""
+        launches = launches or Launches()
         shape, arch, pool = Shape.of(layer), context.platform.arch, context.token_to_kv_pool
         is_encoders = not layer.is_causal and not layer.is_cross_attention
         is_stored = not is_encoders and layer.layer_id in pool.layer_ids
@@ -123,10 +132,12 @@ class LayerCall:
             layer=layer,
             shape=shape,
             arch=arch,
-            tiles=tile_launch(shape, arch),
+            tiles=launches.tiles(shape, arch, pool.page_size),
             slot_group=SlotGroup.of(layer, context) if is_stored else None,
             keys=Keys.of(pool, layer) if is_stored else None,
             scales=pool.read_scales(layer.k_scale, layer.v_scale) if is_stored else (1.0, 1.0),
+            page_size=pool.page_size,
+            launches=launches,
             launcher=launcher or Launcher(),
         )
 
@@ -134,8 +145,11 @@ class LayerCall:
     def tile_key(self) -> TileKey:
         return TileKey(group=self.shape.group, block_m=self.tiles.block_m)
 
+    def share_launch(self, queries: int) -> ShareLaunch:
+        return self.launches.shares(self.shape, queries, self.arch, self.page_size)
+
     def share_key(self, queries: int, splitting: Splitting | None) -> ShareKey:
-        launch = share_launch(self.shape, queries, self.arch)
+        launch = self.share_launch(queries)
         layer = self.layer
         is_cross = layer.is_cross_attention
         return ShareKey(

@@ -8,7 +8,7 @@ import torch
 
 from attnmux.triton.kernels.shares import STATE, plan_shares
 from attnmux.triton.kernels.tiles import plan_tiles
-from attnmux.triton.launch import ShareLaunch
+from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.step import Step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +35,13 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
     backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
 
 
-def _batch_sizes(most: int) -> Iterator[int]:
-    """One of each that is planned in a block of its own: see `plans.batch_block`."""
-    size = 1
-    while size <= most:
-        yield size
-        size = max(2 * size, LEAST_BATCH)
+def _batch_sizes(most: int) -> list[int]:
+    """At least one of each that is planned in a block of its own: see `plans.batch_block`."""
+    sizes, size = {1, most}, LEAST_BATCH
+    while size < most:
+        sizes.add(size)
+        size *= 2
+    return sorted(sizes)
 
 
 def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatch:
