@@ -21,24 +21,26 @@ def compile_ahead(launches: Sequence[Rehearsed], device: torch.device) -> None:
     has.
     """
 
-    def begin() -> None:
-        torch.get_device_module(device).set_device(device)  # a thread's own
+    module = torch.get_device_module(device)
+    with module.device(device), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        # Which device is current, each thread has to be told.
+        index = module.current_device()
 
-    with (
-        torch.get_device_module(device).device(device),
-        ThreadPoolExecutor(max_workers=os.cpu_count() or 1, initializer=begin) as threads,
-    ):
+        def load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # no types of Triton's
+            with module.device(index):
+                _load(launch, compiled)
+
         # What fails is asked for below: an error would leave the mode on.
         with AsyncCompileMode(threads, ignore_errors=True):
             begun = [
                 launch.bound.kernel.warmup(*launch.values, grid=(1,), **launch.bound.options)
                 for launch in launches
             ]
-        for _ in threads.map(_load, launches, begun):
+        for _ in threads.map(load, launches, begun):
             pass
 
 
-def _load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # Triton's types have none
+def _load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # as above
     """compiled: a CompiledKernel, or one that will be."""
     bound = launch.bound
     try:

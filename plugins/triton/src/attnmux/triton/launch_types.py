@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.triton.shapes import Shape
 
 Width = Literal["narrow", "wide", "latent"]
@@ -14,6 +15,8 @@ Width = Literal["narrow", "wide", "latent"]
 PORTABLE = "portable"
 """The kernels that Triton compiles for anything. Others are for the architectures of their
 entries."""
+
+NOTHING_MORE: FrozenMapping[int] = FrozenMapping()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,8 @@ class TileLaunch:
     num_warps: int
     num_stages: int
     """Of the loop over blocks: the slots of a block are loaded half of them ahead of its keys."""
+    more: FrozenMapping[int] = NOTHING_MORE
+    """What another kernel than the portable one is told besides, by its names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,8 @@ class ShareLaunch:
     """Blocks that a program takes at least: below it, merging costs more than waiting."""
     parts: int
     """Partial results that are merged at a time."""
+    more: FrozenMapping[int] = NOTHING_MORE
+    """As `TileLaunch.more`."""
 
 
 L = TypeVar("L", TileLaunch, ShareLaunch)

@@ -89,14 +89,15 @@ class BoundKernel:
         tensors: Sequence[str],
         numbers: Sequence[str] = (),
         counts: Sequence[str] = (),
-        num_warps: int,
+        **options: int,
     ) -> None:
-        """fixed: values by name. tensors, numbers, counts: the names of what calls bring.
+        """fixed: values by name. tensors, numbers, counts: the names of what calls bring. options:
+        the compiler's, such as num_warps.
 
         A number is what the compiler may know something about, such as a stride. A count is
         declared as `do_not_specialize`: any value is the same to it.
         """
-        self.kernel, self.options = kernel, {"num_warps": num_warps}
+        self.kernel, self.options = kernel, options
         self._launcher = launcher
         names = list(kernel.arg_names)
         self._fixed = [fixed.get(name) for name in names]

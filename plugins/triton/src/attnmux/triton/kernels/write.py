@@ -69,7 +69,7 @@ def store_part(
         tl.store(places, values.to(buffer.dtype.element_ty), mask=is_within)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["loc"])
+@triton.jit(do_not_specialize=["num_tokens", "loc_stride"], do_not_specialize_on_alignment=["loc"])
 def write_kv(
     first,
     first_stride,
