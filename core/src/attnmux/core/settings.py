@@ -48,6 +48,10 @@ class Settings:
     configuration file, relative to that."""
     no_measurements: bool = False
     """Choose as if nothing had been measured."""
+    launches: str | None = None
+    """The file of launches that were tuned on this machine, as `measurements` is."""
+    no_launches: bool = False
+    """Launch as if nothing had been tuned."""
     debug: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
     """By backend; from the file alone."""
@@ -82,15 +86,21 @@ class Settings:
 
     def measurements_file(self) -> Path | None:
         """Where measurements of this machine are kept; None where they are not to be used."""
-        if self.no_measurements:
-            return None
-        if self.measurements is not None:
-            path = Path(self.measurements).expanduser()
-            source = self.sources.get("measurements", PREFIX)
+        return None if self.no_measurements else self._kept("measurements", self.measurements)
+
+    def launches_file(self) -> Path | None:
+        """Where launches that were tuned on this machine are kept; None where they are not to be
+        used."""
+        return None if self.no_launches else self._kept("launches", self.launches)
+
+    def _kept(self, name: str, given: str | None) -> Path:
+        if given is not None:
+            path = Path(given).expanduser()
+            source = self.sources.get(name, PREFIX)
             return path if source.startswith(PREFIX) else Path(source).parent / path
         import platformdirs  # noqa: PLC0415  # off the path of who needs no file of ours
 
-        return platformdirs.user_cache_path("attnmux", appauthor=False) / "measurements.json"
+        return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of what the user gave (None: nothing), else what was configured.
@@ -210,6 +220,8 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "allow_coercion": _flag,
     "measurements": _word,
     "no_measurements": _flag,
+    "launches": _word,
+    "no_launches": _flag,
     "debug": _flag,
     "options": _options,
 }

@@ -12,5 +12,6 @@ All cards   `solver`: `groups` (phases that one backend serves together, and who
 Answered    `decision`; `verdicts` on all candidates, made when they are read (`deferred`), their
             hints tried out by `remedies`; `refusal` where nothing fits; `outcomes` for people;
             `agreement` of another process
-Measured    `measurement`, `measurement_file`, and the ranking of `tuning`
+Measured    `measurement`, `measurement_file`, and the ranking of `tuning`; `trials` of a backend's
+            launches, and the `launches` that won; `record_file` keeps both
 """

@@ -187,8 +187,8 @@ class BackendCard:
 
     Raises InvalidInput for a field of another type (a list or a bare string instead of a tuple
     too), for a name that cannot be typed, a version range or a requirement that cannot be read, a
-    factory that is not "module:attribute", a source of what is no axis, and an available card
-    without a factory.
+    factory or tuner that is not "module:attribute", a source of what is no axis, and an available
+    card without a factory.
     """
 
     name: str
@@ -201,6 +201,8 @@ class BackendCard:
     """Other names that a user may give; a name shared by several cards means whichever fits."""
     factory: str | None = None
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
+    tuner: str | None = None
+    """"module:attribute", a `Tuner` that tries out the backend's launches; None: it has none."""
     status: Status = "available"
     """A planned card can be asked about for another machine, and never runs."""
     contract: str = ">=1,<2"
@@ -239,8 +241,10 @@ class BackendCard:
                     raise self._refusal("requires", text, "a PEP 508 requirement") from None
         if self.status not in get_args(Status):
             raise self._refusal("status", self.status, f"one of {', '.join(get_args(Status))}")
-        if self.factory is not None and self.factory.count(":") != 1:
-            raise self._refusal("factory", self.factory, '"module:attribute"')
+        for field in ("factory", "tuner"):
+            named = getattr(self, field)
+            if named is not None and (not isinstance(named, str) or named.count(":") != 1):
+                raise self._refusal(field, named, '"module:attribute"')
         if self.factory is None and self.status == "available":
             raise self._refusal("factory", None, 'one, unless the status is "planned"')
 

@@ -56,6 +56,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "status": card.status,
         "summary": card.summary,
         "factory": card.factory,
+        "tuner": card.tuner,
         "contract": card.contract,
         "requires": [list(alternatives) for alternatives in card.requirements()],
         "extra": card.extra,

@@ -35,6 +35,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here, what not, and why."),
     "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
+    "tune": ("attnmux.core.cli.tune:tune", "Try out launches here, and keep the fastest."),
     "verify": ("attnmux.core.cli.verify:verify", "Run the conformance suite on a backend."),
 }
 

@@ -1,0 +1,56 @@
+"""Progress and result of `attnmux tune` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import track as rich_track
+from rich.table import Table
+from rich.text import Text
+
+from attnmux.core.choosing.launches import Value
+from attnmux.core.choosing.trials import Trial, by_subject, winner
+
+
+def track(trials: Iterable[Trial], name: str) -> Iterator[Trial]:
+    """The trials, counted on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    yield from rich_track(
+        trials,
+        description=f"{name} tries",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def report(tuned: Sequence[tuple[str, str, Sequence[Trial]]]) -> None:
+    """What each backend tried on which platform, the fastest first."""
+    console = Console(highlight=False)
+    for name, platform, trials in tuned:
+        for subject, tried in by_subject(trials).items():
+            console.print(_table(f"{name} on {platform}: {said(subject)}", tried))
+
+
+def _table(title: str, trials: Sequence[Trial]) -> Table:
+    table = Table("launch", "us", "of today's", "", title=title, title_justify="left", box=None)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    today = [trial.median_us for trial in trials if trial.is_current and trial.median_us]
+    best = winner(trials)
+    never = float("inf")
+    for trial in sorted(trials, key=lambda trial: trial.median_us or never):
+        time, share, note = "", "", trial.error
+        if trial.median_us is not None:
+            time = f"{trial.median_us:.1f}"
+            share = f"{trial.median_us / today[0]:.3f}" if today else ""
+        if trial is best:
+            note = "won"
+        elif trial.is_current:
+            note = "today's"
+        table.add_row(Text(said(trial.values)), time, share, Text(note))
+    return table
+
+
+def said(values: Mapping[str, Value]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
