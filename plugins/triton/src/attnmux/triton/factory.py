@@ -11,6 +11,7 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.compiling import compile_ahead
+from attnmux.triton.own_launches import own_launches
 from attnmux.triton.rehearsal import rehearse
 
 
@@ -20,13 +21,18 @@ def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBack
     Raises InvalidInput for layers that the kernels do not serve, BackendFailed where this Triton
     cannot drive the device or a kernel does not compile for it.
     """
-    backend = TritonBackend(context, options, compute_units=_compute_units(context))
+    backend = TritonBackend(
+        context,
+        options,
+        compute_units=compute_units(context),
+        launches=own_launches(context.platform),
+    )
     if not library.knobs.runtime.interpret:
         compile_ahead(backend.launcher.rehearse(lambda: rehearse(backend, context)), context.device)
     return backend
 
 
-def _compute_units(context: BackendContext) -> int:
+def compute_units(context: BackendContext) -> int:
     """Of the platform, where it says so, else of what Triton drives."""
     units = context.platform.core_count
     if not library.knobs.runtime.interpret:

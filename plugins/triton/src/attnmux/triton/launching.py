@@ -66,7 +66,7 @@ class Launcher:
     def __init__(self) -> None:
         self.notes: list[Rehearsed] | None = None
 
-    def rehearse(self, steps: Callable[[], None]) -> list[Rehearsed]:
+    def rehearse(self, steps: Callable[[], object]) -> list[Rehearsed]:
         """What `steps` would launch."""
         notes: list[Rehearsed] = []
         self.notes = notes

@@ -98,6 +98,7 @@ TRITON = BackendCard(
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
+    tuner="attnmux.triton.tuning:tune",
     sources={
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
