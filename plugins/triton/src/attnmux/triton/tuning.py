@@ -24,7 +24,7 @@ from attnmux.triton.call import LayerCall
 from attnmux.triton.compiling import compile_ahead
 from attnmux.triton.factory import compute_units
 from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import Entry, ShareLaunch, TileLaunch, dims_of
+from attnmux.triton.launch_types import PORTABLE, Entry, ShareLaunch, TileLaunch, dims_of
 from attnmux.triton.own_launches import own_launches
 from attnmux.triton.shapes import Shape
 from attnmux.triton.tuning_batches import Load, Setup, make_setup
