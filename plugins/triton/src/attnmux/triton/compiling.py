@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton import AsyncCompileMode
 
-from attnmux.triton.launching import Rehearsed, failure_of
+from attnmux.triton.launching import Rehearsed, current, failure_of
 
 
 def compile_ahead(launches: Sequence[Rehearsed], device: torch.device) -> None:
@@ -21,13 +21,11 @@ def compile_ahead(launches: Sequence[Rehearsed], device: torch.device) -> None:
     has.
     """
 
-    module = torch.get_device_module(device)
-    with module.device(device), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        # Which device is current, each thread has to be told.
-        index = module.current_device()
+    with current(device), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        here = _with_index(device)
 
         def load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # no types of Triton's
-            with module.device(index):
+            with current(here):  # each thread has to be told
                 _load(launch, compiled)
 
         # What fails is asked for below: an error would leave the mode on.
@@ -38,6 +36,12 @@ def compile_ahead(launches: Sequence[Rehearsed], device: torch.device) -> None:
             ]
         for _ in threads.map(load, launches, begun):
             pass
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def _load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # as above

@@ -209,7 +209,7 @@ class BoundKernel:
             notes.append(Rehearsed(bound=self, key=key, values=values, tensors=tensors))
             return
         device = next(tensor.device for tensor in tensors if tensor is not None)
-        with _current(device):
+        with current(device):
             try:
                 compiled = self.kernel[grid](*values, **self.options)
             except TritonError as error:
@@ -219,8 +219,8 @@ class BoundKernel:
             self.keep(key, compiled, values, tensors)
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Where Triton loads and launches."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 

@@ -1,0 +1,128 @@
+"""What is compiled when the backend is made, by a Triton whose device launches nothing.
+
+The tests run this file as a script: the interpreter and the compiler cannot share a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import BackendFailed
+from attnmux.core.testing import make_world, prepare_step
+from attnmux.core.testing.cases import Case, decode, extend
+
+pytest.importorskip("triton")
+
+CASE = Case(name="plain", steps=(extend((0, 5), (0, 33)), decode(6, 34)), windows=(None,))
+
+
+class Driver:
+    """An SM90 with as much shared memory as is said."""
+
+    def __init__(self, shared: int) -> None:
+        self.utils, self.shared = self, shared
+        self.launched: list[str] = []
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # not the interpreter's
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return -1  # what a tensor of the CPU says
+
+    def get_current_stream(self, index: int) -> int:
+        return 0
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"max_shared_mem": self.shared, "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, *given: object) -> tuple[object, str, int, int, int]:
+        return None, name, 0, 0, 1024
+
+    def launcher_cls(self, *given: object) -> Callable[..., None]:
+        return lambda *args: self.launched.append(args[4])
+
+
+def main(what: str) -> None:
+    """Make the backend, take the steps, and print what happened."""
+    from triton.runtime import driver  # noqa: PLC0415  # as above
+
+    from attnmux.triton import launching  # noqa: PLC0415  # not in the interpreter's process
+    from attnmux.triton.factory import triton as made  # noqa: PLC0415  # as above
+
+    device = Driver(232448 if what == "fits" else 4096)
+    if what != "no driver":
+        driver.set_active(device)
+    platform = replace(Platform.parse("nvidia:sm90,cuda=13.0"), core_count=3)
+    world = make_world(CASE, platform, "cpu")
+    try:
+        backend = made(world.context, {})
+    except BackendFailed as failure:
+        print(json.dumps({"failed": failure.reason}))
+        return
+    bound: list[str] = []
+    as_triton_does = launching.BoundKernel._launch_unbound
+
+    def noted(self: Any, *given: Any) -> None:
+        bound.append(self.kernel.__name__)
+        as_triton_does(self, *given)
+
+    launching.BoundKernel._launch_unbound = noted  # type: ignore[method-assign]  # to look on
+    for step in CASE.steps:
+        made_step = prepare_step(world, step)
+        backend.init_forward_metadata(made_step.batch)
+        for given in made_step.inputs:
+            backend.forward(given.q, given.k, given.v, given.layer, made_step.batch)
+    print(json.dumps({"bound": bound, "launched": device.launched}))
+
+
+@pytest.fixture
+def run(tmp_path):
+    def ran(what: str) -> dict[str, Any]:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, what],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ran
+
+
+def test_no_step_waits_for_a_compiler(run):
+    found = run("fits")
+    assert found["bound"] == []
+    assert found["launched"] == [
+        *("sum_lens", "plan_tiles", "write_kv", "attend_tiles"),
+        *("plan_shares", "write_kv", "attend_shares"),
+    ]
+
+
+def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_made(run):
+    assert "out of resource: shared memory" in run("does not fit")["failed"]
+
+
+def test_a_triton_that_drives_no_device_fails_too(run):
+    assert "drives no device here" in run("no driver")["failed"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
