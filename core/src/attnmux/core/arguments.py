@@ -26,12 +26,17 @@ def check_fields(batch: ForwardBatch) -> None:
     _check_vector("positions", batch.positions, torch.int64, batch.num_tokens)
     _check_vector("encoder_out_cache_loc", batch.encoder_out_cache_loc, torch.int64)
     for field in _OF_REQUESTS:
-        _check_vector(field, getattr(batch, field), torch.int32, size)
+        values = getattr(batch, field)
+        if values is not None:
+            _check_vector(field, values, torch.int32, size)
     for field in _MIRRORS:
         mirror = getattr(batch, field)
-        _check_vector(field, mirror, torch.int32, size)
-        if mirror is not None and mirror.device.type != "cpu":
-            raise InvalidInput(field, came=f"a tensor on {mirror.device}", expected="one on cpu")
+        if mirror is not None:
+            _check_vector(field, mirror, torch.int32, size)
+            if not mirror.is_cpu:
+                raise InvalidInput(
+                    field, came=f"a tensor on {mirror.device}", expected="one on cpu"
+                )
     items = batch.multi_item
     if items is not None:
         _check_vector("multi_item.prefix_lens", items.prefix_lens, torch.int32, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -68,8 +68,7 @@ TILE_COUNTS = "batch_size", "num_tokens", "num_tiles"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Results:
+class Results(NamedTuple):
     """Where a call's results go."""
 
     out: torch.Tensor
@@ -382,25 +381,22 @@ def _strides(
     q: torch.Tensor, tail: torch.Tensor | None, results: Results, slots: Slots | None
 ) -> tuple[int, ...]:
     """In the order of STRIDES."""
-    lse = results.lse
+    out, lse = results
     return (
-        q.stride(0),
-        q.stride(1),
-        *((0, 0) if tail is None else (tail.stride(0), tail.stride(1))),
-        results.out.stride(0),
-        0 if lse is None else lse.stride(0),
-        0 if slots is None else slots.table.stride(0),
+        *q.stride()[:2],
+        *((0, 0) if tail is None else tail.stride()[:2]),
+        out.stride()[0],
+        0 if lse is None else lse.stride()[0],
+        0 if slots is None else slots.table.stride()[0],
     )
 
 
 def _key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
     """In the order of KEY_STRIDES."""
     return (
-        keys.k.stride(0),
-        keys.k.stride(1),
-        *((0, 0) if tail is None else (tail.stride(0), tail.stride(1))),
-        keys.v.stride(0),
-        keys.v.stride(1),
+        *keys.k.stride()[:2],
+        *((0, 0) if tail is None else tail.stride()[:2]),
+        *keys.v.stride()[:2],
     )
 
 

@@ -36,9 +36,10 @@ Key = tuple[object, ...]
 class Variant:
     """What Triton compiled for some arguments, loaded on a device."""
 
-    compiled: Any
-    """A `triton.compiler.CompiledKernel`."""
     run: Callable[..., None]
+    """Of a `triton.compiler.CompiledKernel`."""
+    launched: tuple[object, ...]
+    """What `run` is given of it, and no hooks."""
     values: list[object]
     """All arguments in the kernel's order, tensors as their addresses."""
     device: int
@@ -124,14 +125,13 @@ class BoundKernel:
         if variant is None or values is None:
             self._launch_unbound(grid, tensors, numbers, counts, dtypes)
             return
-        index, compiled, active = variant.device, variant.compiled, driver.active
+        index, active = variant.device, driver.active
         stream = active.get_current_stream(index)
-        function, metadata = compiled.function, compiled.packed_metadata
         if active.get_current_device() == index:
-            variant.run(*grid, stream, function, metadata, None, None, None, *values)
+            variant.run(*grid, stream, *variant.launched, *values)
             return
         with torch.get_device_module().device(index):
-            variant.run(*grid, stream, function, metadata, None, None, None, *values)
+            variant.run(*grid, stream, *variant.launched, *values)
 
     def keep(self, key: Key, compiled: Any, values: list[object], tensors: Tensors) -> None:  # noqa: ANN401  # as Triton
         """Launch what is like this with `compiled` from now on.
@@ -154,8 +154,8 @@ class BoundKernel:
         if len(self._variants) >= MOST_VARIANTS:
             self._variants.clear()
         self._variants[key] = Variant(
-            compiled=compiled,
-            run=compiled.run,
+            run=compiled.run,  # loads it
+            launched=(compiled.function, compiled.packed_metadata, None, None, None),
             values=[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values],
             device=devices.pop(),
             assumed=assumed,
