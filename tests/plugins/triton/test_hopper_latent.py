@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ pytest.importorskip("triton")
 SHARED = 232448
 """Bytes of shared memory that one program may take on sm90, by NVIDIA's manual."""
 CASES: dict[str, dict[str, Any]] = {
-    "decode": dict(GROUP=16, QUERIES=1, HAS_LSE=False, IS_FIXED=False),
-    "verify": dict(GROUP=128, QUERIES=3, HAS_LSE=True, IS_FIXED=True),
+    "decode": {"GROUP": 16, "QUERIES": 1, "IS_FIXED": False},
+    "verify": {"GROUP": 128, "QUERIES": 3, "IS_FIXED": True},
 }
 POINTERS = {
     **dict.fromkeys(("q", "q_tail", "k", "out"), "*bf16"),
@@ -62,17 +64,22 @@ def compiled() -> None:
         print(json.dumps(facts))
 
 
-def test_it_compiles_within_registers_and_shared_memory(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+def started(what: str, cache: Path) -> list[dict[str, Any]]:
+    """What this file prints as a script."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
+        [sys.executable, "-W", "ignore", __file__, what],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_it_compiles_within_registers_and_shared_memory(tmp_path):
+    lines = started("compile", tmp_path)
     assert [line["case"] for line in lines] == list(CASES)
     for line in lines:
         assert line["shared"] <= SHARED
@@ -81,5 +88,105 @@ def test_it_compiles_within_registers_and_shared_memory(tmp_path):
         assert line["narrow copies"] == line["local memory"] == 0
 
 
+def attended(
+    lens: list[int], heads: int, queries: int, splits: tuple[int, int] | None
+) -> tuple[float, float]:
+    """The largest errors of the result and of the LSE, against float64."""
+    import torch  # noqa: PLC0415  # not for the process that only compiles
+
+    from attnmux.triton.kernels.hopper_latent import (  # noqa: PLC0415  # not the interpreter's
+        attend_latent,
+    )
+    from attnmux.triton.kernels.latent_merge import (  # noqa: PLC0415  # as above
+        merge_latent,
+        merge_slices,
+    )
+    from attnmux.triton.kernels.shares import STATE, plan_shares  # noqa: PLC0415  # as above
+
+    scale, batch_size, total = 192**-0.5, len(lens), sum(lens)
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    items = -(-queries * heads // 64)
+    part_rows = min(64, 1 << (queries * heads - 1).bit_length())
+    with torch.device("cuda"):
+        k = torch.randn(total + 7, 576, dtype=torch.bfloat16)
+        q = torch.randn(batch_size * queries, heads, 512, dtype=torch.bfloat16)
+        tail = torch.randn(batch_size * queries, heads, 64, dtype=torch.bfloat16)
+        slots = torch.zeros(batch_size, max(lens), dtype=torch.int32)
+        free = iter(torch.randperm(total + 7).int().split([*lens, 7]))
+        for request, length in enumerate(lens):
+            slots[request, :length] = next(free)
+        cached = torch.tensor(lens, dtype=torch.int32) - queries
+        rows = torch.arange(batch_size)
+        stops, unit_blocks, share, starts = (
+            torch.zeros(shape, dtype=torch.int32)
+            for shape in (batch_size + 1, batch_size, 1, (programs, STATE.value))
+        )
+        places = 2 * programs if splits is None else batch_size * items * splits[1]
+        partial = torch.full((places, part_rows, 512), math.nan)
+        partial_lse = torch.full((places, part_rows), math.nan)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    plan_shares[(-(-programs // 16),)](
+        cached, None, rows, stops, unit_blocks, starts, share, batch_size, programs,
+        2 if splits is None else 1, items, *(splits or (1, 1)),
+        LENS_SHIFT=0, QUERIES=queries, IS_CROSS=False, WINDOW=-1, CHUNK=0,
+        IS_FIXED=splits is not None, BLOCK_N=64,
+        BLOCK_B=1 << (batch_size - 1).bit_length(), PROGRAMS=16,
+    )  # fmt: skip
+    common = {
+        "GROUP": heads, "QUERIES": queries, "IS_FIXED": splits is not None, "PART_ROWS": part_rows,
+    }  # fmt: skip
+    attend_latent[(programs,)](
+        q, *q.stride()[:2], tail, *tail.stride()[:2], k, k.stride(0), out, out.stride(0),
+        lse, lse.stride(0), slots, slots.stride(0), rows, cached, stops, unit_blocks, starts,
+        share, partial, partial_lse, scale * math.log2(math.e), 1.0,
+        LENS_SHIFT=0, STAGES=2, REGISTERS=216, COPY_REGISTERS=72, num_warps=4, **common,
+    )  # fmt: skip
+    slices, constants = merge_slices(batch_size * items, part_rows, programs)
+    merge_latent[(batch_size * items, slices)](
+        out, out.stride(0), lse, lse.stride(0), stops, share, partial, partial_lse, 1.0,
+        num_warps=8, launch_pdl=True, **constants, **common,
+    )  # fmt: skip
+    wrong = [0.0, 0.0]
+    for request, length in enumerate(lens):
+        keys = k[slots[request, :length].long()].double()
+        own = slice(request * queries, (request + 1) * queries)
+        logits = torch.einsum("qhd,kd->qhk", torch.cat((q, tail), 2)[own].double(), keys) * scale
+        last = torch.arange(length - queries, length, device="cuda")[:, None]
+        hidden = torch.arange(length, device="cuda") > last
+        logits = logits.masked_fill(hidden[:, None], -math.inf)
+        want = logits.softmax(2) @ keys[:, :512]
+        wrong[0] = max(wrong[0], (out[own] - want).abs().max().item())
+        wrong[1] = max(wrong[1], (lse[own] - logits.logsumexp(2)).abs().max().item())
+    return wrong[0], wrong[1]
+
+
+def ran() -> None:
+    """On the GPU, in a process without the interpreter."""
+    for heads, queries, splits in (
+        (16, 1, None),
+        (128, 1, None),
+        (16, 3, None),
+        (20, 2, (4, 16)),
+        (128, 3, (4, 16)),
+    ):
+        for lens in ([8192], [1024] * 40, [777, 64, 65, 4096, 3, 128, 63, 9000]):
+            value, lse = attended(lens, heads, queries, splits)
+            print(json.dumps({"heads": heads, "queries": queries, "value": value, "lse": lse}))
+
+
+def is_hopper() -> bool:
+    import torch  # noqa: PLC0415  # not for the process that only compiles
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+def test_it_agrees_with_float64(tmp_path):
+    for line in started("run", tmp_path):
+        # Values to the rounding of bfloat16, of which those of three keys are the largest.
+        assert line["value"] < 0.03, line
+        assert line["lse"] < 1e-4, line
+
+
 if __name__ == "__main__":
-    compiled()
+    compiled() if sys.argv[1] == "compile" else ran()

@@ -2,18 +2,15 @@
 with its copies and its products in warps of their own.
 
 A tile of 64 rows of queries is as much as the registers hold: its result is 64 x 512 float32, half
-of it with each of two warpgroups. The first takes the logits and the softmax, and hands the weights
-to the second through shared memory; either multiplies them with its half of the values, which are
-the keys' own columns. A third group of warps copies the rows of the keys into shared memory,
-`STAGES` blocks ahead, past the end of an item. What of an item a program did not see alone it
-leaves as a partial result, which `merge_latent` merges afterwards: with a slice of rows and columns
-to each of its programs, for the parts of a long request are megabytes.
+of it with each of two warpgroups. `lead` takes the logits and the softmax, and hands the weights to
+`follow` through shared memory; either multiplies them with its half of the values, which are the
+keys' own columns. `produce` copies the rows of the keys into shared memory, `STAGES` blocks ahead,
+past the end of an item. What of an item a program did not see alone it leaves as a partial result,
+which `merge_latent` merges afterwards.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,87 +20,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-LN_2 = tl.constexpr(0.6931471805599453)
-STATE = gl.constexpr(8)
-"""As `shares.STATE`."""
+from attnmux.triton.kernels.hopper_walk import first_unit, next_request, place_unit
+
+LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Of a tile: those of a warpgroup's matrix instruction."""
 BLOCK_N = gl.constexpr(64)
 """Keys of a block."""
+SPLIT = gl.constexpr(32)
+"""Keys of a block that are multiplied with the weights, and whose room is free, before the rest."""
 RANK = gl.constexpr(512)
 HALF = gl.constexpr(256)
 """Columns of the result that a warpgroup has."""
 ROPE = gl.constexpr(64)
 COPY_WARPS = gl.constexpr(4)
-
-
-@gluon.jit
-def first_unit(starts, share):
-    """What `plan_shares` says of a program: see there."""
-    program = gl.program_id(0)
-    start_of = starts + program * STATE
-    begin = program * gl.load(share)
-    request = gl.load(start_of)
-    before = gl.load(start_of + 1)
-    units = gl.load(start_of + 2)
-    blocks_each = gl.load(start_of + 3)
-    cached = gl.load(start_of + 4)
-    num_keys = gl.load(start_of + 5)
-    row = gl.load(start_of + 6)
-    last = gl.load(start_of + 7)
-    return begin, last, request, before, units, blocks_each, cached, num_keys, row
-
-
-@gluon.jit
-def place_unit(
-    unit, last, before, units, blocks_each, num_keys, ITEMS: gl.constexpr, IS_FIXED: gl.constexpr
-):
-    """The item that a unit is of, where the item begins, how many of its units to take now, and
-    which keys those are."""
-    item = (unit - before * ITEMS) // units
-    item_begin = before * ITEMS + item * units
-    done = unit - item_begin
-    count = gl.minimum(units - done, last - unit)
-    if IS_FIXED:
-        count = gl.minimum(count, 1)
-    start = done * blocks_each * BLOCK_N
-    stop = gl.minimum(start + count * blocks_each * BLOCK_N, num_keys)
-    turns = gl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
-    return item, item_begin, count, start, turns
-
-
-@gluon.jit
-def next_unit(
-    unit,
-    last,
-    request,
-    before,
-    units,
-    blocks_each,
-    cached,
-    num_keys,
-    row,
-    stops,
-    unit_blocks,
-    lens,
-    rows,
-    ITEMS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-):
-    if unit == (before + units) * ITEMS:
-        request += 1
-        if unit < last:
-            before += units
-            units = gl.load(stops + request + 1) - before
-            blocks_each = gl.load(unit_blocks + request)
-            cached = gl.load(lens + request) + LENS_SHIFT
-            num_keys = cached + QUERIES
-            row = request
-            if rows is not None:
-                row = gl.load(rows + request).to(gl.int32)
-    return request, before, units, blocks_each, cached, num_keys, row
 
 
 @gluon.jit
@@ -118,33 +50,14 @@ def copy_columns(base, offsets, to, WIDTH: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q,
-    q_stride,
-    q_head_stride,
-    q_tail,
-    q_tail_stride,
-    q_tail_head_stride,
-    k,
-    k_stride,
-    slots,
-    slots_stride,
-    rows,
-    lens,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    q_halves,
-    q_rope,
-    k_left,
-    k_right,
-    k_rope,
-    q_full,
-    q_free,
-    left_full,
-    left_free,
-    right_full,
-    right_free,
+    queries,
+    keys,
+    plan,
+    q_room,
+    k_room,
+    q_turns,
+    left_turns,
+    right_turns,
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     LENS_SHIFT: gl.constexpr,
@@ -152,39 +65,51 @@ def produce(
     STAGES: gl.constexpr,
 ):
     """Copy the queries of every item, and the rows of its keys."""
+    q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride = queries
+    k, k_stride, slots, slots_stride = keys
+    q_halves, q_rope = q_room
+    k_left, k_right, k_rope = k_room
+    q_full, q_free = q_turns
+    left_full, left_free = left_turns
+    right_full, right_free = right_turns
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COPY_WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    index = gl.arange(0, BLOCK_N, rows_layout)
-    unit, last, request, before, units, blocks_each, cached, num_keys, row = first_unit(
-        starts, share
-    )
+    index = gl.arange(0, SPLIT, rows_layout)
+    unit, last, of_request = first_unit(plan)
     done = 0
     filled = 0
     while unit < last:
-        item, item_begin, count, start, turns = place_unit(
-            unit, last, before, units, blocks_each, num_keys, ITEMS, IS_FIXED
+        item, _begin, count, start, turns = place_unit(
+            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
         )
+        num_keys, row = of_request[5], of_request[6]
         table = slots + row.to(gl.int64) * slots_stride
         for turn in range(turns):
             # Keys behind the last are copies of it. Their slots arrive while the ring is full.
-            keys = gl.minimum(start + turn * BLOCK_N + index, num_keys - 1)
-            offsets = gl.load(table + keys).to(gl.int64) * k_stride
+            at = start + turn * BLOCK_N + index
+            early = gl.load(table + gl.minimum(at, num_keys - 1)).to(gl.int64) * k_stride
+            late = gl.load(table + gl.minimum(at + SPLIT, num_keys - 1)).to(gl.int64) * k_stride
             stage = done % STAGES
             free = done // STAGES % 2 ^ 1
-            mbarrier.wait(left_free.index(stage), free)
-            copy_columns(k + RANK, offsets, k_rope.index(stage), ROPE, layout)
-            copy_columns(k, offsets, k_left.index(stage), HALF, layout)
-            async_copy.mbarrier_arrive(left_full.index(stage), increment_count=False)
-            mbarrier.wait(right_free.index(stage), free)
-            copy_columns(k + HALF, offsets, k_right.index(stage), HALF, layout)
-            async_copy.mbarrier_arrive(right_full.index(stage), increment_count=False)
+            for part in gl.static_range(2):
+                offsets = early if part == 0 else late
+                rope = k_rope.index(stage).slice(part * SPLIT, SPLIT, 0)
+                left = k_left.index(stage).slice(part * SPLIT, SPLIT, 0)
+                right = k_right.index(stage).slice(part * SPLIT, SPLIT, 0)
+                mbarrier.wait(left_free.index(stage * 2 + part), free)
+                copy_columns(k + RANK, offsets, rope, ROPE, layout)
+                copy_columns(k, offsets, left, HALF, layout)
+                async_copy.mbarrier_arrive(left_full.index(stage), increment_count=False)
+                mbarrier.wait(right_free.index(stage * 2 + part), free)
+                copy_columns(k + HALF, offsets, right, HALF, layout)
+                async_copy.mbarrier_arrive(right_full.index(stage), increment_count=False)
             if turn == 0:
                 # Rows behind the last are copies of it.
-                at = gl.minimum(item * ROWS + gl.arange(0, ROWS, rows_layout), NUM_ROWS - 1)
-                token = (request * QUERIES + at // GROUP).to(gl.int64)
-                head = (at % GROUP).to(gl.int64)
+                q_row = gl.minimum(item * ROWS + gl.arange(0, ROWS, rows_layout), NUM_ROWS - 1)
+                token = (of_request[0] * QUERIES + q_row // GROUP).to(gl.int64)
+                head = (q_row % GROUP).to(gl.int64)
                 of_q = token * q_stride + head * q_head_stride
                 of_tail = token * q_tail_stride + head * q_tail_head_stride
                 mbarrier.wait(q_free, filled % 2 ^ 1)
@@ -195,24 +120,7 @@ def produce(
                 filled += 1
             done += 1
         unit += count
-        request, before, units, blocks_each, cached, num_keys, row = next_unit(
-            unit,
-            last,
-            request,
-            before,
-            units,
-            blocks_each,
-            cached,
-            num_keys,
-            row,
-            stops,
-            unit_blocks,
-            lens,
-            rows,
-            ITEMS,
-            QUERIES,
-            LENS_SHIFT,
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -220,27 +128,21 @@ def store_half(
     acc,
     top,
     mass,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    partial,
-    partial_lse,
+    results,
     unit,
     request,
     item,
     item_begin,
     begin,
     is_whole,
-    v_scale,
     PART: gl.constexpr,
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr,
 ):
     """Half of a tile's columns: to out [T, Hq, 512], or as a part of an item. top in log 2."""
+    out, out_stride, lse, lse_stride, partial, partial_lse, v_scale = results
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
@@ -260,7 +162,7 @@ def store_half(
             values.to(out.dtype.element_ty),
             mask=is_real[:, None],
         )
-        if HAS_LSE and PART == 0:
+        if lse is not None and PART == 0:
             value = gl.where(has_keys, (top + gl.log2(safe)) * LN_2, -float("inf"))
             gl.store(lse + token.to(gl.int64) * lse_stride + head, value, mask=is_real)
     else:
@@ -295,62 +197,58 @@ def weigh(logits, top, mass, first_key, end, least_end, scale):
 
 
 @gluon.jit
+def halves_of(weights):
+    """[M, N] as two of [M, N / 2]: no thread has to give any away."""
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    return weights.reshape([rows, 2, columns // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
 def lead(
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    rows,
-    lens,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    partial,
-    partial_lse,
+    results,
     scale,
-    v_scale,
-    q_halves,
-    q_rope,
-    k_left,
-    k_right,
-    k_rope,
+    plan,
+    q_room,
+    k_room,
     handed,
     handed_rows,
-    q_full,
-    q_free,
-    left_full,
-    left_free,
-    right_full,
-    handed_full,
-    handed_free,
+    q_turns,
+    left_turns,
+    right_turns,
+    handed_turns,
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     LENS_SHIFT: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Logits and softmax of every item, and the left half of its result."""
+    q_halves, q_rope = q_room
+    k_left, k_right, k_rope = k_room
+    q_full, q_free = q_turns
+    left_full, left_free = left_turns
+    right_full, _right_free = right_turns
+    handed_full, handed_free = handed_turns
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
     logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, logits_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     at = gl.arange(0, ROWS, rows_layout)
-    unit, last, request, before, units, blocks_each, cached, num_keys, row = first_unit(
-        starts, share
-    )
+    unit, last, of_request = first_unit(plan)
     begin = unit
     done = 0
     filled = 0
     turns_handed = 0
     while unit < last:
         item, item_begin, count, start, turns = place_unit(
-            unit, last, before, units, blocks_each, num_keys, ITEMS, IS_FIXED
+            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
         )
+        request, units, cached = of_request[0], of_request[2], of_request[4]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
         top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
         mass = gl.zeros([ROWS], gl.float32, rows_layout)
@@ -363,198 +261,129 @@ def lead(
         for turn in range(turns):
             stage = done % STAGES
             phase = done // STAGES % 2
+            left, right = k_left.index(stage), k_right.index(stage)
             mbarrier.wait(left_full.index(stage), phase)
             fence_async_shared()
             logits = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
             logits = warpgroup_mma(
-                q_rope,
-                k_rope.index(stage).permute([1, 0]),
-                logits,
-                use_acc=False,
-                is_async=True,
+                q_rope, k_rope.index(stage).permute([1, 0]), logits, use_acc=False, is_async=True
             )
-            logits = warpgroup_mma(
-                q_halves.index(0), k_left.index(stage).permute([1, 0]), logits, is_async=True
-            )
+            logits = warpgroup_mma(q_halves.index(0), left.permute([1, 0]), logits, is_async=True)
             mbarrier.wait(right_full.index(stage), phase)
             fence_async_shared()
-            logits = warpgroup_mma(
-                q_halves.index(1), k_right.index(stage).permute([1, 0]), logits, is_async=True
-            )
+            logits = warpgroup_mma(q_halves.index(1), right.permute([1, 0]), logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=[logits])
             if turn == turns - 1:
                 mbarrier.arrive(q_free)
             weights, kept_share, top, mass = weigh(
                 logits, top, mass, start + turn * BLOCK_N, end, least_end, scale
             )
-            weights = weights.to(q_rope.dtype)
+            early, late = halves_of(weights.to(q_rope.dtype))
             mbarrier.wait(handed_free, turns_handed % 2 ^ 1)
-            handed.store(weights)
-            handed_rows.index(0).store(kept_share)
+            handed.index(0).store(early)
+            handed.index(1).store(late)
+            handed_rows.store(kept_share)
             fence_async_shared()
             mbarrier.arrive(handed_full)
             turns_handed += 1
             acc = acc * gl.convert_layout(kept_share, acc_rows)[:, None]
-            operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
-            acc = warpgroup_mma(operand, k_left.index(stage), acc, is_async=True)
+            early = gl.convert_layout(early, operand_layout)
+            late = gl.convert_layout(late, operand_layout)
+            acc = warpgroup_mma(early, left.slice(0, SPLIT, 0), acc, is_async=True)
+            acc = warpgroup_mma(late, left.slice(SPLIT, SPLIT, 0), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(left_free.index(stage * 2))
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(left_free.index(stage))
+            mbarrier.arrive(left_free.index(stage * 2 + 1))
             done += 1
-        top = top * scale
         mbarrier.wait(handed_free, turns_handed % 2 ^ 1)
-        handed_rows.index(0).store(mass)
+        handed_rows.store(mass)
         mbarrier.arrive(handed_full)
         turns_handed += 1
+        top = gl.convert_layout(top * scale, acc_rows)
+        mass = gl.convert_layout(mass, acc_rows)
+        # fmt: off
         store_half(
-            acc,
-            gl.convert_layout(top, acc_rows),
-            gl.convert_layout(mass, acc_rows),
-            out,
-            out_stride,
-            lse,
-            lse_stride,
-            partial,
-            partial_lse,
-            unit,
-            request,
-            item,
-            item_begin,
-            begin,
-            count == units,
-            v_scale,
-            0,
-            GROUP,
-            QUERIES,
-            HAS_LSE,
-            IS_FIXED,
-            PART_ROWS,
+            acc, top, mass, results, unit, request, item, item_begin, begin, count == units,
+            0, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )
+        # fmt: on
         unit += count
-        request, before, units, blocks_each, cached, num_keys, row = next_unit(
-            unit,
-            last,
-            request,
-            before,
-            units,
-            blocks_each,
-            cached,
-            num_keys,
-            row,
-            stops,
-            unit_blocks,
-            lens,
-            rows,
-            ITEMS,
-            QUERIES,
-            LENS_SHIFT,
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
 def follow(
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    rows,
-    lens,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    partial,
-    partial_lse,
-    v_scale,
+    results,
+    plan,
     k_right,
     handed,
     handed_rows,
-    right_full,
-    right_free,
-    handed_full,
-    handed_free,
+    right_turns,
+    handed_turns,
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     LENS_SHIFT: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The right half of every item's result."""
+    right_full, right_free = right_turns
+    handed_full, handed_free = handed_turns
     ITEMS: gl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    unit, last, request, before, units, blocks_each, cached, num_keys, row = first_unit(
-        starts, share
-    )
+    unit, last, of_request = first_unit(plan)
     begin = unit
     done = 0
     turns_handed = 0
     while unit < last:
-        item, item_begin, count, start, turns = place_unit(
-            unit, last, before, units, blocks_each, num_keys, ITEMS, IS_FIXED
+        item, item_begin, count, _start, turns = place_unit(
+            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
         )
+        request, units = of_request[0], of_request[2]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
-        for turn in range(turns):
+        for _turn in range(turns):
             stage = done % STAGES
             mbarrier.wait(right_full.index(stage), done // STAGES % 2)
             mbarrier.wait(handed_full, turns_handed % 2)
             fence_async_shared()
-            kept_share = handed_rows.index(0).load(acc_rows)
-            acc = acc * kept_share[:, None]
-            acc = warpgroup_mma(handed, k_right.index(stage), acc, is_async=True)
+            acc = acc * handed_rows.load(acc_rows)[:, None]
+            right = k_right.index(stage)
+            acc = warpgroup_mma(handed.index(0), right.slice(0, SPLIT, 0), acc, is_async=True)
+            acc = warpgroup_mma(handed.index(1), right.slice(SPLIT, SPLIT, 0), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(right_free.index(stage * 2))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(handed_free)
-            mbarrier.arrive(right_free.index(stage))
+            mbarrier.arrive(right_free.index(stage * 2 + 1))
             turns_handed += 1
             done += 1
         mbarrier.wait(handed_full, turns_handed % 2)
-        mass = handed_rows.index(0).load(acc_rows)
+        mass = handed_rows.load(acc_rows)
         mbarrier.arrive(handed_free)
         turns_handed += 1
+        # fmt: off
         store_half(
-            acc,
-            mass,
-            mass,
-            out,
-            out_stride,
-            lse,
-            lse_stride,
-            partial,
-            partial_lse,
-            unit,
-            request,
-            item,
-            item_begin,
-            begin,
-            count == units,
-            v_scale,
-            1,
-            GROUP,
-            QUERIES,
-            HAS_LSE,
-            IS_FIXED,
-            PART_ROWS,
+            acc, mass, mass, results, unit, request, item, item_begin, begin, count == units,
+            1, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )
+        # fmt: on
         unit += count
-        request, before, units, blocks_each, cached, num_keys, row = next_unit(
-            unit,
-            last,
-            request,
-            before,
-            units,
-            blocks_each,
-            cached,
-            num_keys,
-            row,
-            stops,
-            unit_blocks,
-            lens,
-            rows,
-            ITEMS,
-            QUERIES,
-            LENS_SHIFT,
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
+
+
+@gluon.jit
+def turns_of(NUM: gl.constexpr, PIECES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers of NUM places: each full after ARRIVALS, its PIECES free after one each."""
+    full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [NUM * PIECES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(NUM):
+        mbarrier.init(full.index(place), ARRIVALS)
+    for place in gl.static_range(NUM * PIECES):
+        mbarrier.init(free.index(place), 1)
+    return full, free
 
 
 @gluon.jit
@@ -586,7 +415,6 @@ def attend_latent(
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     LENS_SHIFT: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -599,55 +427,46 @@ def attend_latent(
     values: of one 16-bit dtype, rows at multiples of 16 bytes. slots: page size 1. scale: times
     log2(e), above 0. What is left as parts `merge_latent` merges.
     """
+    gdc_launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
+    weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SPLIT], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], half)
     q_rope = gl.allocate_shared_memory(dtype, [ROWS, ROPE], narrow)
     k_left = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half)
     k_right = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half)
     k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], narrow)
-    handed = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], narrow)
-    handed_rows = gl.allocate_shared_memory(gl.float32, [1, ROWS], plain)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    handed_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    handed_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    left_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, COPY_WARPS * 32)
-    mbarrier.init(q_free, 1)
-    mbarrier.init(handed_full, 1)
-    mbarrier.init(handed_free, 1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(left_full.index(stage), COPY_WARPS * 32)
-        mbarrier.init(right_full.index(stage), COPY_WARPS * 32)
-        mbarrier.init(left_free.index(stage), 1)
-        mbarrier.init(right_free.index(stage), 1)
+    handed = gl.allocate_shared_memory(dtype, [2, ROWS, SPLIT], weights)
+    handed_rows = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    copies: gl.constexpr = COPY_WARPS * 32
+    q_full, q_free = turns_of(1, 1, copies)
+    handed_full, handed_free = turns_of(1, 1, 1)
+    left_turns = turns_of(STAGES, 2, 2 * copies)
+    right_turns = turns_of(STAGES, 2, 2 * copies)
+    q_turns = (q_full.index(0), q_free.index(0))
+    handed_turns = (handed_full.index(0), handed_free.index(0))
+    queries = (q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride)
+    keys = (k, k_stride, slots, slots_stride)
+    plan = (stops, unit_blocks, starts, share, lens, rows)
+    results = (out, out_stride, lse, lse_stride, partial, partial_lse, v_scale)
+    q_room = (q_halves, q_rope)
+    k_room = (k_left, k_right, k_rope)
     # fmt: off
     gl.warp_specialize(
         [
             (lead, (
-                out, out_stride, lse, lse_stride, rows, lens, stops, unit_blocks, starts, share,
-                partial, partial_lse, scale, v_scale, q_halves, q_rope, k_left, k_right, k_rope,
-                handed, handed_rows, q_full, q_free, left_full, left_free, right_full,
-                handed_full, handed_free,
-                GROUP, QUERIES, LENS_SHIFT, HAS_LSE, IS_FIXED, PART_ROWS, STAGES,
+                results, scale, plan, q_room, k_room, handed, handed_rows,
+                q_turns, left_turns, right_turns, handed_turns,
+                GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS, STAGES,
             )),
             (follow, (
-                out, out_stride, lse, lse_stride, rows, lens, stops, unit_blocks, starts, share,
-                partial, partial_lse, v_scale, k_right, handed, handed_rows, right_full, right_free,
-                handed_full, handed_free,
-                GROUP, QUERIES, LENS_SHIFT, HAS_LSE, IS_FIXED, PART_ROWS, STAGES,
+                results, plan, k_right, handed, handed_rows, right_turns, handed_turns,
+                GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS, STAGES,
             )),
             (produce, (
-                q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride, k, k_stride,
-                slots, slots_stride, rows, lens, stops, unit_blocks, starts, share, q_halves,
-                q_rope, k_left, k_right, k_rope, q_full, q_free, left_full, left_free, right_full,
-                right_free,
+                queries, keys, plan, q_room, k_room, q_turns, left_turns, right_turns,
                 GROUP, QUERIES, LENS_SHIFT, IS_FIXED, STAGES,
             )),
         ],
@@ -655,84 +474,3 @@ def attend_latent(
         [REGISTERS, COPY_REGISTERS],
     )
     # fmt: on
-
-
-@triton.jit
-def merge_latent(
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    stops,
-    share,
-    partial,
-    partial_lse,
-    v_scale,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    SLICE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """The softmax over the parts of every item. Grid: [items of all requests, slices of an item];
-    a slice is SLICE_ROWS x COLUMNS of PART_ROWS x 512, and its parts are added PARTS at a time."""
-    TILE: tl.constexpr = 64
-    WIDTH: tl.constexpr = 512
-    ITEMS: tl.constexpr = (QUERIES * GROUP + TILE - 1) // TILE
-    ACROSS: tl.constexpr = WIDTH // COLUMNS
-    request = tl.program_id(0) // ITEMS
-    item = tl.program_id(0) % ITEMS
-    before = tl.load(stops + request)
-    units = tl.load(stops + request + 1) - before
-    begin = before * ITEMS + item * units
-    first_part = begin
-    last_part = begin + units - 1
-    taken = 1
-    if not IS_FIXED:
-        taken = tl.load(share)
-        first_part = first_part // taken
-        last_part = last_part // taken
-    if first_part < last_part:
-        rows = tl.program_id(1) // ACROSS * SLICE_ROWS + tl.arange(0, SLICE_ROWS)
-        columns = tl.program_id(1) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
-        acc = tl.zeros([SLICE_ROWS, COLUMNS], tl.float32)
-        top = tl.full([SLICE_ROWS], -float("inf"), tl.float32)
-        mass = tl.zeros([SLICE_ROWS], tl.float32)
-        for start in range(first_part, last_part + 1, PARTS):
-            part = start + tl.arange(0, PARTS)
-            is_part = part <= last_part
-            # The item is the first that its program works on, or the last.
-            place = part if IS_FIXED else 2 * part + (begin > part * taken).to(tl.int32)
-            row = place.to(tl.int64)[:, None] * PART_ROWS + rows[None, :]
-            part_lse = tl.load(partial_lse + row, mask=is_part[:, None], other=-float("inf"))
-            values = tl.load(
-                partial + row[:, :, None] * WIDTH + columns[None, None, :],
-                mask=is_part[:, None, None],
-                other=0.0,
-            )
-            higher = tl.maximum(top, tl.max(part_lse, 0))
-            base = tl.where(higher == -float("inf"), 0.0, higher)
-            weights = tl.exp2(part_lse - base[None, :])
-            kept_share = tl.exp2(top - base)
-            mass = mass * kept_share + tl.sum(weights, 0)
-            acc = acc * kept_share[:, None] + tl.sum(values * weights[:, :, None], 0)
-            top = higher
-        row = item * TILE + rows
-        is_real = row < QUERIES * GROUP
-        token = request * QUERIES + row // GROUP
-        head = row % GROUP
-        has_keys = mass > 0
-        safe = tl.where(has_keys, mass, 1.0)
-        places = token.to(tl.int64) * out_stride + head * WIDTH
-        tl.store(
-            out + places[:, None] + columns[None, :],
-            (acc * (v_scale / safe)[:, None]).to(out.dtype.element_ty),
-            mask=is_real[:, None],
-        )
-        if HAS_LSE:
-            if tl.program_id(1) % ACROSS == 0:
-                value = tl.where(has_keys, (top + tl.log2(safe)) * LN_2, -float("inf"))
-                tl.store(lse + token.to(tl.int64) * lse_stride + head, value, mask=is_real)
