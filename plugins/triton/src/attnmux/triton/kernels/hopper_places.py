@@ -1,0 +1,163 @@
+"""What `hopper_tiles` is compiled for, and which rows and keys a program of it takes."""
+
+# No annotations as strings: an aggregate looks at those of its fields.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from attnmux.triton.kernels import blocks
+
+visible_range = gluon.jit(blocks.visible_range.fn)
+
+
+@aggregate
+class Kind:
+    """What a kernel is compiled for, by the names of its arguments."""
+
+    GROUP: gl.constexpr
+    D: gl.constexpr
+    PAGE: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    IS_CROSS: gl.constexpr
+    IN_CALL: gl.constexpr
+    HAS_ENCODER: gl.constexpr
+    WINDOW: gl.constexpr
+    CHUNK: gl.constexpr
+    HAS_CAP: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        GROUP,
+        D,
+        PAGE,
+        IS_CAUSAL,
+        IS_CROSS,
+        IN_CALL,
+        HAS_ENCODER,
+        WINDOW,
+        CHUNK,
+        HAS_CAP,
+        BLOCK_M,
+        BLOCK_N,
+    ):
+        self.GROUP = gl.constexpr(GROUP)
+        self.D = gl.constexpr(D)
+        self.PAGE = gl.constexpr(PAGE)
+        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        self.IS_CROSS = gl.constexpr(IS_CROSS)
+        self.IN_CALL = gl.constexpr(IN_CALL)
+        self.HAS_ENCODER = gl.constexpr(HAS_ENCODER)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.CHUNK = gl.constexpr(CHUNK)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+
+
+@aggregate
+class Tile:
+    """Rows of one KV head's queries, and the keys that they see."""
+
+    kv_head: gl.tensor
+    request: gl.tensor
+    q_begin: gl.tensor
+    """The request's first token among the step's."""
+    first_row: gl.tensor
+    num_rows: gl.tensor
+    """Of the request: query heads of the KV head times new tokens."""
+    cached: gl.tensor
+    """The position of its first new token."""
+    num_keys: gl.tensor
+    start: gl.tensor
+    """The first block of keys that is read."""
+    stop: gl.tensor
+    """One past the last."""
+    whole_start: gl.tensor
+    """From here to `whole_stop`, every row sees every key."""
+    whole_stop: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        kv_head,
+        request,
+        q_begin,
+        first_row,
+        num_rows,
+        cached,
+        num_keys,
+        start,
+        stop,
+        whole_start,
+        whole_stop,
+    ):
+        self.kv_head = kv_head
+        self.request = request
+        self.q_begin = q_begin
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.cached = cached
+        self.num_keys = num_keys
+        self.start = start
+        self.stop = stop
+        self.whole_start = whole_start
+        self.whole_stop = whole_stop
+
+
+@gluon.jit
+def place_tile(
+    cached_lens,
+    encoder_lens,
+    q_indptr,
+    tile_request,
+    tile_row,
+    batch_size,
+    num_tokens,
+    num_tiles,
+    kind,
+):
+    """The program's tile. One of no request has neither rows nor keys."""
+    tile = num_tiles - 1 - gl.program_id(1)
+    request = gl.load(tile_request + tile)
+    first_row = gl.load(tile_row + tile)
+    is_tile = request >= 0
+    is_request = is_tile & (request < batch_size)
+    q_begin = gl.load(q_indptr + request, mask=is_tile, other=0)
+    q_end = gl.load(q_indptr + request + 1, mask=is_request, other=num_tokens)
+    q_len = gl.where(is_tile, q_end - q_begin, 0)
+    cached = gl.to_tensor(0)
+    if not kind.IN_CALL:
+        cached = gl.load(cached_lens + request, mask=is_request, other=0)
+    if kind.IS_CROSS:
+        num_keys = gl.load(encoder_lens + request, mask=is_request, other=0)
+    else:
+        num_keys = gl.where(is_request, cached + q_len, 0)
+    num_rows = q_len * kind.GROUP
+    last_row = gl.minimum(first_row + kind.BLOCK_M, num_rows) - 1
+    low, least_end = visible_range(
+        cached + first_row // kind.GROUP, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
+    )
+    last_first, high = visible_range(
+        cached + last_row // kind.GROUP, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
+    )
+    start = low // kind.BLOCK_N
+    stop = gl.maximum(gl.cdiv(gl.minimum(high, num_keys), kind.BLOCK_N), start)
+    whole_start = gl.minimum(gl.cdiv(last_first, kind.BLOCK_N), stop)
+    whole_stop = gl.minimum(gl.maximum(least_end // kind.BLOCK_N, whole_start), stop)
+    return Tile(
+        gl.program_id(0),
+        request,
+        q_begin,
+        first_row,
+        num_rows,
+        cached,
+        num_keys,
+        start,
+        stop,
+        whole_start,
+        whole_stop,
+    )

@@ -1,0 +1,67 @@
+"""The softmax of `hopper_tiles`: a block's weights, and how they are kept from turn to turn."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr, kind):
+    """A block's weights, and what is left of those before it.
+
+    logits [M, BLOCK_N], top and mass [M]: as in `attend_blocks`, but for the logits' unit, which
+    only `scale` makes that of log 2. first, end [M]: the keys that each row sees; without HIDES
+    nothing is compared.
+    """
+    if kind.HAS_CAP:
+        # cap * tanh(logits / cap), times log2(e); beyond 2**100 the quotient is 1 to float32.
+        grown = gl.exp2(gl.minimum(logits * (scale * 2.0 * LOG2_E / cap), 100.0))
+        logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
+        scale = 1.0
+    if HIDES:
+        columns = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, logits.type.layout))
+        # Bits 1 and 2 are the thread's: without them the columns are constants.
+        own = (columns & 6)[None, :] + block * kind.BLOCK_N
+        columns = (columns & (kind.BLOCK_N - 7))[None, :]
+        sees = columns < end[:, None] - own
+        if kind.WINDOW >= 0 or kind.CHUNK > 0:
+            sees = sees & (columns >= first[:, None] - own)
+        logits = gl.where(sees, logits, -float("inf"))
+    higher = gl.maximum(top, gl.max(logits, 1))
+    base = higher
+    if HIDES:
+        # A row that has seen nothing yet: the difference of two infinities is no number.
+        base = gl.where(higher == -float("inf"), 0.0, higher)
+    base = base * scale
+    weights = gl.exp2(logits * scale - base[:, None])
+    kept_share = gl.exp2(top * scale - base)
+    return weights, kept_share, higher, mass * kept_share + gl.sum(weights, 1)
+
+
+@gluon.jit
+def pack(weights, dtype: gl.constexpr):
+    """[M, N // 2] int32: pairs of a 16-bit dtype. The assembler would keep halves from turn to
+    turn, and put them together in each."""
+    even, odd = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
+        )
+    return pairs
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr):
+    """The inverse of `pack`; no instruction is left of it."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
+    )
+    both = gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return both.to(dtype, bitcast=True)

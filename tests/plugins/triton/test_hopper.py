@@ -1,0 +1,245 @@
+"""The tiles for Hopper, compiled for a GPU that need not be here, and run where there is one.
+
+Run as a script, for the interpreter of the other kernels and the compiler cannot share a process:
+`compile` prints a line for each variant, `run` one for each case on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+SHARED = 232448
+"""Bytes of shared memory that one program may take, by NVIDIA's manual."""
+
+LAUNCH = {
+    "BLOCK_M": 128,
+    "BLOCK_N": 128,
+    "STAGES": 2,
+    "COPY_WARPS": 4,
+    "REGISTERS": 224,
+    "COPY_REGISTERS": 56,
+}
+PLAIN: dict[str, Any] = {
+    "GROUP": 4,
+    "D": 128,
+    "PAGE": 1,
+    "IS_CAUSAL": True,
+    "IS_CROSS": False,
+    "IN_CALL": False,
+    "HAS_ENCODER": False,
+    "WINDOW": -1,
+    "CHUNK": 0,
+    "HAS_CAP": False,
+    "HAS_SINKS": False,
+    "HAS_LSE": False,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pages": {"PAGE": 16},
+    "narrow": {"D": 64},
+    "window": {"WINDOW": 100, "HAS_SINKS": True},
+    "chunk": {"CHUNK": 192, "HAS_CAP": True},
+    "in call": {"IN_CALL": True, "IS_CAUSAL": False, "HAS_LSE": True},
+    "cross": {"IS_CROSS": True, "IS_CAUSAL": False},
+}
+POINTERS = {
+    "q": "*bf16",
+    "k": "*bf16",
+    "v": "*bf16",
+    "out": "*bf16",
+    "lse": "*fp32",
+    "sinks": "*fp32",
+    "rows": "*i64",
+    "scale": "fp32",
+    "cap": "fp32",
+    "v_scale": "fp32",
+} | dict.fromkeys(
+    (
+        "slots",
+        "cached_lens",
+        "encoder_lens",
+        "encoder_indptr",
+        "q_indptr",
+        "tile_request",
+        "tile_row",
+    ),
+    "*i32",
+)
+
+
+def absent(variant: dict[str, Any]) -> set[str]:
+    """Arguments that are None."""
+    return {
+        name
+        for name, is_given in {
+            "lse": variant["HAS_LSE"],
+            "sinks": variant["HAS_SINKS"],
+            "encoder_lens": variant["IS_CROSS"],
+            "encoder_indptr": variant["IS_CROSS"] and variant["IN_CALL"],
+            "slots": not variant["IN_CALL"],
+            "rows": not variant["IN_CALL"],
+        }.items()
+        if not is_given
+    }
+
+
+def compile_variants(folder: Path) -> Iterator[dict[str, Any]]:
+    import triton  # noqa: PLC0415  # not in the interpreter's process
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as above
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as above
+
+    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # as above
+        attend_hopper_tiles,
+    )
+
+    for name, changed in VARIANTS.items():
+        variant = {**PLAIN, **changed}
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(attend_hopper_tiles.params):
+            if parameter.is_constexpr or parameter.name in absent(variant):
+                signature[parameter.name] = "constexpr"
+                constants[parameter.name] = {**LAUNCH, **variant}.get(parameter.name)
+                continue
+            signature[parameter.name] = POINTERS.get(parameter.name, "i32")
+            if signature[parameter.name].startswith("*") or parameter.name.endswith("stride"):
+                attributes[place,] = [["tt.divisibility", 16]]
+        compiled = triton.compile(
+            GluonASTSource(attend_hopper_tiles, signature, constants, attributes),
+            target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": 4},
+        )
+        ptx = folder / f"{name}.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        said = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        yield {"variant": name, "shared": compiled.metadata.shared, "said": said}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "causal": {"new": [300, 1, 0, 129], "cached": [0, 0, 7, 0]},
+    "prefix": {"new": [65, 1, 200], "cached": [333, 128, 1000], "PAGE": 16, "HAS_LSE": True},
+    "window": {"new": [300, 129], "cached": [500, 0], "WINDOW": 100},
+    "narrow": {"new": [300, 129], "cached": [500, 0], "D": 64, "GROUP": 5},
+    "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
+}
+
+
+def run_case(changed: dict[str, Any]) -> float:
+    """The largest error beside float64."""
+    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # not the interpreter's
+        attend_hopper_tiles,
+    )
+    from attnmux.triton.plans import TileKey, TilePlan  # noqa: PLC0415  # as above
+
+    variant = {**PLAIN, **changed}
+    new, cached = variant.pop("new"), variant.pop("cached")
+    width, group, heads, page = variant["D"], variant["GROUP"], 2, variant["PAGE"]
+    cuda = torch.device("cuda")
+    tokens, batch_size = sum(new), len(new)
+    lens = [both[0] + both[1] for both in zip(new, cached, strict=True)]
+    pages = -(-max(lens) // page)
+    table = torch.randperm(batch_size * pages).view(batch_size, pages).to(cuda, torch.int32)
+    kept = batch_size * pages * page
+    rows = tokens if variant["IN_CALL"] else kept
+    q, k, v = (
+        torch.randn(count, of, width, device=cuda, dtype=torch.bfloat16)
+        for count, of in ((tokens, heads * group), (rows, heads), (rows, heads))
+    )
+    out = torch.full_like(q, float("nan"))
+    lse = torch.empty(q.shape[:2], device=cuda) if variant["HAS_LSE"] else None
+    q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=cuda)
+    plan = TilePlan(TileKey(group=group, block_m=128), cuda)
+    plan.fill(q_indptr, batch_size, tokens)
+    in_call = variant["IN_CALL"]
+    attend_hopper_tiles[heads, plan.num_tiles](
+        *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(0)),
+        *(lse, 0 if lse is None else lse.stride(0), None),
+        *((None, 0, None) if in_call else (table, pages, torch.arange(batch_size, device=cuda))),
+        torch.tensor(cached, dtype=torch.int32, device=cuda),
+        *(None, None, q_indptr, plan.request, plan.row),
+        *(batch_size, tokens, plan.num_tiles, width**-0.5 * math.log2(math.e), 0.0, 1.0),
+        **variant,
+        **LAUNCH,
+        num_warps=4,
+    )
+    worst = 0.0
+    for request, length in enumerate(lens):
+        here = slice(int(q_indptr[request]), int(q_indptr[request + 1]))
+        places = torch.arange(length, device=cuda)
+        slots = table[request].long()[places // page] * page + places % page
+        keys, values = (
+            (x[here] if in_call else x[slots]).double().repeat_interleave(group, 1) for x in (k, v)
+        )
+        logits = torch.einsum("qhd,khd->hqk", q[here].double(), keys) * width**-0.5
+        position = torch.arange(new[request], device=cuda)[:, None] + cached[request]
+        if variant["IS_CAUSAL"]:
+            logits = logits.masked_fill(places > position, -math.inf)
+        if variant["WINDOW"] >= 0:
+            logits = logits.masked_fill(places < position - variant["WINDOW"], -math.inf)
+        expected = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
+        differences = [(out[here] - expected).abs()]
+        if lse is not None:
+            differences.append((lse[here] - logits.logsumexp(-1).T).abs())
+        worst = max(worst, *(float(each.max()) if each.numel() else 0.0 for each in differences))
+    return worst
+
+
+def started(what: str, folder: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, what, folder],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_variant_fits_and_overlaps(tmp_path):
+    lines = started("compile", tmp_path)
+    assert [line["variant"] for line in lines] == list(VARIANTS)
+    for line in lines:
+        assert line["shared"] <= SHARED, line
+        # The assembler says when it makes products wait for each other, or ignores register counts.
+        assert "(C75" not in line["said"], line
+        spilled = re.search(r"(\d+) bytes spill stores", line["said"])
+        # The warps that copy may put a few numbers aside; those that multiply have no time to.
+        assert spilled is not None, line
+        assert int(spilled[1]) <= 32, line
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+def test_it_attends_as_float64_does(tmp_path):
+    lines = started("run", tmp_path)
+    assert [line["case"] for line in lines] == list(RUNS)
+    assert [line for line in lines if not line["error"] < 0.02] == []
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "compile":
+        for facts in compile_variants(Path(sys.argv[2])):
+            print(json.dumps(facts))
+    else:
+        for case, changed in RUNS.items():
+            print(json.dumps({"case": case, "error": run_case(changed)}))
