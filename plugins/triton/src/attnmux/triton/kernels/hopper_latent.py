@@ -29,23 +29,27 @@ ROWS = gl.constexpr(64)
 """Of a tile: those of a warpgroup's matrix instruction."""
 BLOCK_N = gl.constexpr(64)
 """Keys of a block."""
-SPLIT = gl.constexpr(32)
-"""Keys of a block that are multiplied with the weights, and whose room is free, before the rest."""
 RANK = gl.constexpr(512)
 HALF = gl.constexpr(256)
 """Columns of the result that a warpgroup has."""
 ROPE = gl.constexpr(64)
+LARGE = gl.constexpr(2.0**100)
+"""A power of 2: its product with the scale has no rounding, however the compiler fuses it."""
 COPY_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def copy_columns(base, offsets, to, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Rows of a matrix into shared memory, 16 bytes a thread at a time."""
+def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where there is none.
+    is_there: None where all are."""
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     places = offsets[:, None] + columns[None, :]
     places = base + gl.max_contiguous(gl.multiple_of(places, [1, 8]), [1, 8])
     places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 8])
-    async_copy.async_copy_global_to_shared(to, places)
+    if is_there is None:
+        async_copy.async_copy_global_to_shared(to, places)
+    else:
+        async_copy.async_copy_global_to_shared(to, places, mask=is_there[:, None])
 
 
 @gluon.jit
@@ -76,7 +80,7 @@ def produce(
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COPY_WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    index = gl.arange(0, SPLIT, rows_layout)
+    index = gl.arange(0, BLOCK_N, rows_layout)
     unit, last, of_request = first_unit(plan)
     done = 0
     filled = 0
@@ -88,34 +92,31 @@ def produce(
         table = slots + row.to(gl.int64) * slots_stride
         for turn in range(turns):
             # Keys behind the last are copies of it. Their slots arrive while the ring is full.
-            at = start + turn * BLOCK_N + index
-            early = gl.load(table + gl.minimum(at, num_keys - 1)).to(gl.int64) * k_stride
-            late = gl.load(table + gl.minimum(at + SPLIT, num_keys - 1)).to(gl.int64) * k_stride
+            at = gl.minimum(start + turn * BLOCK_N + index, num_keys - 1)
+            offsets = gl.load(table + at).to(gl.int64) * k_stride
             stage = done % STAGES
             free = done // STAGES % 2 ^ 1
-            for part in gl.static_range(2):
-                offsets = early if part == 0 else late
-                rope = k_rope.index(stage).slice(part * SPLIT, SPLIT, 0)
-                left = k_left.index(stage).slice(part * SPLIT, SPLIT, 0)
-                right = k_right.index(stage).slice(part * SPLIT, SPLIT, 0)
-                mbarrier.wait(left_free.index(stage * 2 + part), free)
-                copy_columns(k + RANK, offsets, rope, ROPE, layout)
-                copy_columns(k, offsets, left, HALF, layout)
-                async_copy.mbarrier_arrive(left_full.index(stage), increment_count=False)
-                mbarrier.wait(right_free.index(stage * 2 + part), free)
-                copy_columns(k + HALF, offsets, right, HALF, layout)
-                async_copy.mbarrier_arrive(right_full.index(stage), increment_count=False)
+            mbarrier.wait(left_free.index(stage), free)
+            copy_columns(k + RANK, offsets, None, k_rope.index(stage), ROPE, layout)
+            copy_columns(k, offsets, None, k_left.index(stage), HALF, layout)
+            async_copy.mbarrier_arrive(left_full.index(stage), increment_count=False)
+            mbarrier.wait(right_free.index(stage), free)
+            copy_columns(k + HALF, offsets, None, k_right.index(stage), HALF, layout)
+            async_copy.mbarrier_arrive(right_full.index(stage), increment_count=False)
             if turn == 0:
-                # Rows behind the last are copies of it.
-                q_row = gl.minimum(item * ROWS + gl.arange(0, ROWS, rows_layout), NUM_ROWS - 1)
+                # Rows behind the last are 0: products of zeros take less power, and the clock
+                # is what power leaves.
+                q_row = item * ROWS + index
+                is_real = q_row < NUM_ROWS
+                q_row = gl.minimum(q_row, NUM_ROWS - 1)
                 token = (of_request[0] * QUERIES + q_row // GROUP).to(gl.int64)
                 head = (q_row % GROUP).to(gl.int64)
                 of_q = token * q_stride + head * q_head_stride
                 of_tail = token * q_tail_stride + head * q_tail_head_stride
                 mbarrier.wait(q_free, filled % 2 ^ 1)
-                copy_columns(q_tail, of_tail, q_rope, ROPE, layout)
-                copy_columns(q, of_q, q_halves.index(0), HALF, layout)
-                copy_columns(q + HALF, of_q, q_halves.index(1), HALF, layout)
+                copy_columns(q_tail, of_tail, is_real, q_rope, ROPE, layout)
+                copy_columns(q, of_q, is_real, q_halves.index(0), HALF, layout)
+                copy_columns(q + HALF, of_q, is_real, q_halves.index(1), HALF, layout)
                 async_copy.mbarrier_arrive(q_full, increment_count=False)
                 filled += 1
             done += 1
@@ -197,14 +198,6 @@ def weigh(logits, top, mass, first_key, end, least_end, scale):
 
 
 @gluon.jit
-def halves_of(weights):
-    """[M, N] as two of [M, N / 2]: no thread has to give any away."""
-    rows: gl.constexpr = weights.shape[0]
-    columns: gl.constexpr = weights.shape[1]
-    return weights.reshape([rows, 2, columns // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def lead(
     results,
     scale,
@@ -235,7 +228,6 @@ def lead(
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
     logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, logits_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     at = gl.arange(0, ROWS, rows_layout)
@@ -250,7 +242,9 @@ def lead(
         )
         request, units, cached = of_request[0], of_request[2], of_request[4]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
-        top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
+        # Rows behind the last have weights of 0, for no logit comes near their largest.
+        is_real = item * ROWS + at < NUM_ROWS
+        top = gl.where(is_real, -float("inf"), LARGE)
         mass = gl.zeros([ROWS], gl.float32, rows_layout)
         order = gl.minimum(item * ROWS + at, NUM_ROWS - 1) // GROUP
         end = cached + order + 1
@@ -278,23 +272,18 @@ def lead(
             weights, kept_share, top, mass = weigh(
                 logits, top, mass, start + turn * BLOCK_N, end, least_end, scale
             )
-            early, late = halves_of(weights.to(q_rope.dtype))
+            weights = weights.to(q_rope.dtype)
             mbarrier.wait(handed_free, turns_handed % 2 ^ 1)
-            handed.index(0).store(early)
-            handed.index(1).store(late)
+            handed.store(weights)
             handed_rows.store(kept_share)
             fence_async_shared()
             mbarrier.arrive(handed_full)
             turns_handed += 1
             acc = acc * gl.convert_layout(kept_share, acc_rows)[:, None]
-            early = gl.convert_layout(early, operand_layout)
-            late = gl.convert_layout(late, operand_layout)
-            acc = warpgroup_mma(early, left.slice(0, SPLIT, 0), acc, is_async=True)
-            acc = warpgroup_mma(late, left.slice(SPLIT, SPLIT, 0), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(left_free.index(stage * 2))
+            operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
+            acc = warpgroup_mma(operand, left, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(left_free.index(stage * 2 + 1))
+            mbarrier.arrive(left_free.index(stage))
             done += 1
         mbarrier.wait(handed_free, turns_handed % 2 ^ 1)
         handed_rows.store(mass)
@@ -350,14 +339,10 @@ def follow(
             mbarrier.wait(handed_full, turns_handed % 2)
             fence_async_shared()
             acc = acc * handed_rows.load(acc_rows)[:, None]
-            right = k_right.index(stage)
-            acc = warpgroup_mma(handed.index(0), right.slice(0, SPLIT, 0), acc, is_async=True)
-            acc = warpgroup_mma(handed.index(1), right.slice(SPLIT, SPLIT, 0), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(right_free.index(stage * 2))
+            acc = warpgroup_mma(handed, k_right.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(handed_free)
-            mbarrier.arrive(right_free.index(stage * 2 + 1))
+            mbarrier.arrive(right_free.index(stage))
             turns_handed += 1
             done += 1
         mbarrier.wait(handed_full, turns_handed % 2)
@@ -375,13 +360,12 @@ def follow(
 
 
 @gluon.jit
-def turns_of(NUM: gl.constexpr, PIECES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers of NUM places: each full after ARRIVALS, its PIECES free after one each."""
-    full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [NUM * PIECES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(NUM):
+def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers of places in shared memory: each is full after ARRIVALS, and free after one."""
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(PLACES):
         mbarrier.init(full.index(place), ARRIVALS)
-    for place in gl.static_range(NUM * PIECES):
         mbarrier.init(free.index(place), 1)
     return full, free
 
@@ -431,20 +415,19 @@ def attend_latent(
     dtype: gl.constexpr = q.dtype.element_ty
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
-    weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SPLIT], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], half)
     q_rope = gl.allocate_shared_memory(dtype, [ROWS, ROPE], narrow)
     k_left = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half)
     k_right = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half)
     k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], narrow)
-    handed = gl.allocate_shared_memory(dtype, [2, ROWS, SPLIT], weights)
+    handed = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], narrow)
     handed_rows = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     copies: gl.constexpr = COPY_WARPS * 32
-    q_full, q_free = turns_of(1, 1, copies)
-    handed_full, handed_free = turns_of(1, 1, 1)
-    left_turns = turns_of(STAGES, 2, 2 * copies)
-    right_turns = turns_of(STAGES, 2, 2 * copies)
+    q_full, q_free = turns_of(1, copies)
+    handed_full, handed_free = turns_of(1, 1)
+    left_turns = turns_of(STAGES, copies)
+    right_turns = turns_of(STAGES, copies)
     q_turns = (q_full.index(0), q_free.index(0))
     handed_turns = (handed_full.index(0), handed_free.index(0))
     queries = (q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride)
