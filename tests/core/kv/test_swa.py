@@ -81,6 +81,8 @@ def test_translation(dtype):
     assert pool.translate_pages(pages, 7).tolist() == [[1, 3], [0, 0]]
     assert pool.translate_pages(pages, 7).dtype == dtype
     assert pool.translate_pages(pages, 5) is pages
+    assert pool.slot_map(0)[slots.long()].tolist() == moved.tolist()
+    assert pool.slot_map(1) is None
     pool.unpair(torch.tensor([6]))
     assert pool.translate(slots, 0).tolist() == [[0, 0, 0], [13, 0, 15]]
     with pytest.raises(InvalidInput, match="slots: expected int32 or int64"):

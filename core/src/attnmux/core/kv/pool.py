@@ -150,6 +150,14 @@ class KVPool(ABC):
         """
         return slots
 
+    def slot_map(self, layer_id: int) -> torch.Tensor | None:
+        """What `translate` looks up, for a kernel that does it by itself: [slots] int32, the slot
+        of the layer's buffer by that of the request table. It stays where it is.
+
+        None where they are the same, or where `translate` is more than a look-up.
+        """
+        return None
+
     def translate_pages(self, pages: torch.Tensor, layer_id: int) -> torch.Tensor:
         """Pages of the request table, int32 or int64 of any shape, as pages of that buffer.
 

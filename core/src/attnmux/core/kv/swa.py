@@ -101,6 +101,9 @@ class SWAKVPool(KVPool):
             return slots
         return _gather(self._table("slots", slots), slots)
 
+    def slot_map(self, layer_id: int) -> torch.Tensor | None:
+        return None if self._pool_of(layer_id) is self.full else self._swa_slots[torch.int32]
+
     def translate_pages(self, pages: torch.Tensor, layer_id: int) -> torch.Tensor:
         if self._pool_of(layer_id) is self.full:
             return pages

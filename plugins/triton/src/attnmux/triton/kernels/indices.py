@@ -193,3 +193,48 @@ def view_windows(
     if HAS_STARTS:
         first += tl.load(starts + request, mask=is_request, other=0)
     tl.store(view_starts + request.to(tl.int64) * view_starts_stride, first, mask=is_request)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "lens", "new_lens", "starts"])
+def fill_seen_pages(
+    table,
+    table_stride,
+    rows,
+    lens,
+    new_lens,
+    starts,
+    slot_map,
+    result,
+    result_stride,
+    LENS_SHIFT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """result [B, width]: a pool's own pages of the keys that a step's new tokens see.
+
+    slot_map: the pool's slot by that of the table. LENS_SHIFT more than lens are the tokens before
+    the new ones, of which there are new_lens or, without these, QUERIES. Columns are filled from
+    the block of BLOCK on that holds the first key in the window: as kernels load whole blocks.
+    Grid: requests, programs that share a request's blocks.
+    """
+    request = tl.program_id(0)
+    cached = tl.load(lens + request) + LENS_SHIFT
+    num_keys = cached + QUERIES
+    if new_lens is not None:
+        num_keys = cached + tl.load(new_lens + request)
+    first = 0
+    if WINDOW >= 0:
+        first = tl.maximum(cached - WINDOW, 0) // (BLOCK * PAGE)
+    begin = table + tl.load(rows + request).to(tl.int64) * table_stride
+    if starts is not None:
+        begin += tl.load(starts + request)
+    end = (num_keys + PAGE - 1) // PAGE
+    place_in_block = tl.arange(0, BLOCK)
+    for block in range(first + tl.program_id(1), (end + BLOCK - 1) // BLOCK, tl.num_programs(1)):
+        place = block * BLOCK + place_in_block
+        is_seen = place < end
+        slot = tl.load(begin + place * PAGE, mask=is_seen, other=0)
+        own = tl.load(slot_map + slot, mask=is_seen, other=0)
+        tl.store(result + request.to(tl.int64) * result_stride + place, own // PAGE, mask=is_seen)
