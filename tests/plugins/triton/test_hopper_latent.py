@@ -88,6 +88,39 @@ def test_it_compiles_within_registers_and_shared_memory(tmp_path):
         assert line["narrow copies"] == line["local memory"] == 0
 
 
+@pytest.mark.parametrize(
+    ("lens", "items", "share"),
+    [
+        ([4096] * 64, 2, 64),
+        ([8192] * 128, 1, 128),
+        ([4096] * 64, 1, 32),
+        ([4096] * 63 + [4160], 2, 63),
+        ([8192], 1, 2),
+        ([0], 1, 2),
+    ],
+)
+def test_shares_of_equal_requests_end_where_items_do(lens, items, share):
+    import torch  # noqa: PLC0415  # not for the process that only compiles
+
+    from attnmux.triton.kernels.shares import STATE, plan_shares  # noqa: PLC0415  # as above
+
+    programs, batch_size = 132, len(lens)
+    taken, stops, unit_blocks, starts = (
+        torch.zeros(shape, dtype=torch.int32)
+        for shape in (1, batch_size + 1, batch_size, (programs, STATE.value))
+    )
+    plan_shares[(-(-programs // 16),)](
+        torch.tensor(lens, dtype=torch.int32), None, None, stops, unit_blocks, starts, taken,
+        batch_size, programs, 2, items, 1, 1,
+        LENS_SHIFT=-1, QUERIES=1, IS_CROSS=False, WINDOW=-1, CHUNK=0, IS_FIXED=False, BLOCK_N=64,
+        BLOCK_B=1 << (batch_size - 1).bit_length(), PROGRAMS=16, MEETS_ENDS=True,
+    )  # fmt: skip
+    assert taken.item() == share
+    ends = starts[:, 7]
+    assert ends.max() == stops[-1] * items
+    assert torch.equal(ends[:-1], ((torch.arange(1, programs)) * share).clamp(max=ends.max()))
+
+
 def attended(
     lens: list[int], heads: int, queries: int, splits: tuple[int, int] | None
 ) -> tuple[float, float]:
@@ -130,7 +163,7 @@ def attended(
         2 if splits is None else 1, items, *(splits or (1, 1)),
         LENS_SHIFT=0, QUERIES=queries, IS_CROSS=False, WINDOW=-1, CHUNK=0,
         IS_FIXED=splits is not None, BLOCK_N=64,
-        BLOCK_B=1 << (batch_size - 1).bit_length(), PROGRAMS=16,
+        BLOCK_B=1 << (batch_size - 1).bit_length(), PROGRAMS=16, MEETS_ENDS=True,
     )  # fmt: skip
     common = {
         "GROUP": heads, "QUERIES": queries, "IS_FIXED": splits is not None, "PART_ROWS": part_rows,

@@ -51,6 +51,7 @@ def plan_shares(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    MEETS_ENDS: tl.constexpr = False,
 ):
     """Where each program begins, and how many units it takes.
 
@@ -60,6 +61,8 @@ def plan_shares(
     starts [programs, STATE] int32: all that a program needs to begin, so that it waits for memory
     once: the first request, the units of those before it and its own, blocks of its unit, its
     tokens before the new ones, its keys, its row of the table of slots, and where the program ends.
+    MEETS_ENDS: where all requests are equally long, a share may be a sixteenth longer to end where
+    an item does, for kernels to which parts of items are dear.
     """
     request = tl.arange(0, BLOCK_B)
     is_request = request < batch_size
@@ -79,6 +82,12 @@ def plan_shares(
     stop = tl.cumsum(units, 0)
     total = tl.sum(units, 0) * items
     taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
+    if MEETS_ENDS:
+        longest = tl.maximum(tl.max(units, 0), 1)
+        shortest = tl.min(tl.where(is_request, units, longest), 0)
+        whole = (taken + longest - 1) // longest * longest
+        is_near = (shortest == longest) & (whole - taken <= taken // 16)
+        taken = tl.where(is_near, whole, taken)
     row = request
     if rows is not None:
         row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
