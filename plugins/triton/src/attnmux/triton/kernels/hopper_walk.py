@@ -35,10 +35,16 @@ def first_unit(plan):
 
 @gluon.jit
 def place_unit(
-    unit, last, of_request, ITEMS: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_N: gl.constexpr
+    unit,
+    last,
+    of_request,
+    ITEMS: gl.constexpr,
+    IS_FIXED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    low=0,
 ):
-    """The item that a unit is of, where the item begins, how many of its units to take now, and
-    which keys those are."""
+    """The item that a unit is of, where the item begins, how many of its units to take now, their
+    first key, and how many blocks of keys they are. low: where the request's first block begins."""
     _request, before, units, blocks_each, _cached, num_keys, _row = of_request
     item = (unit - before * ITEMS) // units
     item_begin = before * ITEMS + item * units
@@ -46,7 +52,7 @@ def place_unit(
     count = gl.minimum(units - done, last - unit)
     if IS_FIXED:
         count = gl.minimum(count, 1)
-    start = done * blocks_each * BLOCK_N
+    start = low + done * blocks_each * BLOCK_N
     stop = gl.minimum(start + count * blocks_each * BLOCK_N, num_keys)
     turns = gl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
     return item, item_begin, count, start, turns
@@ -61,6 +67,8 @@ def next_request(
     ITEMS: gl.constexpr,
     QUERIES: gl.constexpr,
     LENS_SHIFT: gl.constexpr,
+    encoder_lens=None,
+    IS_CROSS: gl.constexpr = False,
 ):
     """The request that a unit is of, which follows the last unit of `of_request` or is its own."""
     stops, unit_blocks, _starts, _share, lens, rows = plan
@@ -73,6 +81,8 @@ def next_request(
             blocks_each = gl.load(unit_blocks + request)
             cached = gl.load(lens + request) + LENS_SHIFT
             num_keys = cached + QUERIES
+            if IS_CROSS:
+                num_keys = gl.load(encoder_lens + request)
             row = request
             if rows is not None:
                 row = gl.load(rows + request).to(gl.int32)

@@ -1,0 +1,320 @@
+"""`attend_shares` for Hopper GPUs, in Gluon, with its copies in warps of their own.
+
+They bring a program's whole line of blocks into a ring in shared memory: neither a new item nor the
+softmax keeps the memory from being read. A block's keys are the rows of its product with the
+queries, and its queries the columns: of those there are few, and a matrix instruction has 64 rows
+but as few as 8 columns.
+"""
+
+# No annotations as strings, see `hopper_rings`.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnmux.triton.kernels.hopper_eight_bits import (
+    load_keys,
+    load_values,
+    order_values,
+    store_halves,
+)
+from attnmux.triton.kernels.hopper_share_copies import COPY_WARPS, copy_shares, share_ring
+from attnmux.triton.kernels.hopper_share_kind import (
+    ShareKind,
+    after_share,
+    place_share,
+    visible_range,
+)
+from attnmux.triton.kernels.hopper_share_results import arrive, leave_part, merge_parts, store_rows
+from attnmux.triton.kernels.hopper_walk import first_unit
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+COPY_REGISTERS = gl.constexpr(72)
+
+
+@gluon.jit
+def multiply_keys(ring, at, q, layout: gl.constexpr):
+    """The logits [keys, rows] of the ring's at-th block."""
+    ring.await_full(at)
+    fence_async_shared()
+    k = ring.block(at)
+    BLOCK_N: gl.constexpr = k.shape[0]
+    BLOCK_M: gl.constexpr = q.shape[1]
+    logits = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
+    if k.dtype.primitive_bitwidth == 8:
+        operand = load_keys(k, gl.DotOperandLayout(0, layout, 2))
+        ring.release(at)
+        logits = warpgroup_mma(operand, q, logits, use_acc=False, is_async=True)
+        return warpgroup_mma_wait(0, [logits])
+    else:
+        logits = warpgroup_mma(k, q, logits, use_acc=False, is_async=True)
+        logits = warpgroup_mma_wait(0, [logits])
+        ring.release(at)
+        return logits
+
+
+@gluon.jit
+def multiply_values(ring, at, weights, acc):
+    """Add the values of the ring's at-th block to acc [D, rows]; weights [rows, keys]."""
+    ring.await_full(at)
+    fence_async_shared()
+    v = ring.block(at)
+    if v.dtype.primitive_bitwidth == 8:
+        operand = load_values(v, gl.DotOperandLayout(0, acc.type.layout, 2))
+        ring.release(at)
+        acc = warpgroup_mma(operand, weights.permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma_wait(0, [acc])
+    else:
+        acc = warpgroup_mma(v.permute([1, 0]), weights.permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        ring.release(at)
+        return acc
+
+
+@gluon.jit
+def in_log2(logits, scale, cap, HAS_CAP: gl.constexpr):
+    """scale: a number for each row; times log2(e), unless HAS_CAP."""
+    logits = logits * scale
+    if HAS_CAP:
+        # cap * tanh(logits / cap); beyond 2**100 the quotient is 1 to float32.
+        grown = gl.exp2(gl.minimum(logits * (2.0 * LOG2_E / cap), 100.0))
+        logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
+    return logits
+
+
+@gluon.jit
+def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item, masks, cap, kind):
+    """The softmax over `turns` blocks of an item's keys, the first of which is the ring's at-th:
+    acc [D, rows], top and mass [rows], see `attend_blocks`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16]
+    )
+    by_row: gl.constexpr = gl.SliceLayout(0, layout)
+    request, _before, _units, _blocks_each, cached, num_keys, _row = of_request
+    mask, mask_indptr = masks
+    key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
+    row = item % kind.TILES * kind.BLOCK_M + gl.arange(0, kind.BLOCK_M, by_row)
+    order = gl.minimum(row, kind.ROWS - 1) // kind.GROUP
+    # fmt: off
+    first, end = visible_range(
+        cached + order, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
+    )
+    # Between these keys all rows see every key.
+    whole_start, _ = visible_range(
+        cached + kind.QUERIES - 1, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
+    )
+    _, whole_stop = visible_range(cached, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
+    # fmt: on
+    mask_rows = order
+    if kind.HAS_MASK:
+        mask_rows = mask + gl.load(mask_indptr + request) + order.to(gl.int64) * num_keys
+        whole_stop = 0
+
+    acc = gl.zeros([kind.D, kind.BLOCK_M], gl.float32, layout)
+    top = gl.full([kind.BLOCK_M], -float("inf"), gl.float32, by_row)
+    # Added up at the end: a sum over keys is one over all warps.
+    masses = gl.zeros([kind.BLOCK_N, kind.BLOCK_M], gl.float32, layout)
+    for turn in range(turns):
+        block = start + turn * kind.BLOCK_N
+        logits = multiply_keys(ring, at + 2 * turn, q, layout)
+        logits = in_log2(logits, scale, cap, kind.HAS_CAP)
+        if (block + kind.BLOCK_N > whole_stop) | (block < whole_start):
+            keys = (block + key)[:, None]
+            sees = (keys >= first[None, :]) & (keys < end[None, :])
+            if kind.HAS_MASK:
+                kept = gl.load(mask_rows[None, :] + keys, mask=sees, other=0)
+                sees = sees & (kept != 0)
+            logits = gl.where(sees, logits, -float("inf"))
+        higher = gl.maximum(top, gl.max(logits, 0))
+        # A row that has seen nothing yet: the difference of two infinities is no number.
+        base = gl.where(higher == -float("inf"), 0.0, higher)
+        weights = gl.exp2(logits - base[None, :])
+        kept_share = gl.exp2(top - base)[None, :]
+        masses = masses * kept_share + weights
+        weights_tile.permute([1, 0]).store(weights.to(weights_tile.dtype))
+        fence_async_shared()
+        acc = multiply_values(ring, at + 2 * turn + 1, weights_tile, acc * kept_share)
+        top = higher
+    return acc, top, gl.sum(masses, 0)
+
+
+@gluon.jit
+def attend_line(
+    results,
+    sinks,
+    masks,
+    plan,
+    encoder_lens,
+    parts,
+    q_ring,
+    ring,
+    halves,
+    weights_tile,
+    factors,
+    PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr,
+    kind,
+):
+    """The softmax over what `copy_shares` brings, and the merging of what other programs did."""
+    scale, cap, v_scale = factors
+    _partial, _partial_lse, arrivals = parts
+    IS_EIGHT_BITS: gl.constexpr = ring.rows.dtype.primitive_bitwidth == 8
+    by_row: gl.constexpr = gl.SliceLayout(
+        0, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16])
+    )
+    unit, last, of_request = first_unit(plan)
+    begin = unit
+    taken = gl.load(plan[3])
+    q_at = 0
+    at = 0
+    while unit < last:
+        item, item_begin, count, start, turns = place_share(unit, last, of_request, kind)
+        request, _before, units, _blocks_each, _cached, _num_keys, _row = of_request
+        q_ring.await_full(q_at)
+        q = q_ring.block(q_at)
+        q_scale = scale
+        if IS_EIGHT_BITS:
+            q_scale = (scale * store_halves(q, halves, by_row))[None, :]
+            q = halves
+        # fmt: off
+        acc, top, mass = attend_item(
+            q.permute([1, 0]), q_scale, weights_tile, ring, at, start, turns, of_request, item,
+            masks, cap, kind,
+        )
+        # fmt: on
+        q_ring.release(q_at)
+        q_at += 1
+        at += 2 * turns
+        if IS_EIGHT_BITS:
+            acc = order_values(acc)
+        acc = acc.permute([1, 0])
+        rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        top = gl.convert_layout(top, rows)
+        mass = gl.convert_layout(mass, rows)
+        if count == units:
+            store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind)
+        else:
+            place = unit if kind.IS_FIXED else 2 * gl.program_id(0) + (item_begin > begin)
+            leave_part(parts, place, acc, top, mass, PART_ROWS)
+            counter = arrivals + request * kind.ITEMS + item
+            # fmt: off
+            is_last, first_part, num_parts = arrive(counter, item_begin, units, taken, kind)
+            if is_last:
+                gl.store(counter, 0)
+                merged, merged_top, merged_mass = merge_parts(
+                    parts, first_part, num_parts, item_begin, taken, kind, PART_ROWS, PARTS
+                )
+                store_rows(
+                    results, sinks, merged, merged_top, merged_mass, v_scale, request, item, kind
+                )
+            # fmt: on
+        unit += count
+        of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)
+
+
+@gluon.jit(
+    do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"],
+)
+def attend_shares(
+    q,
+    q_stride,
+    q_head_stride,
+    k,
+    k_stride,
+    k_head_stride,
+    v,
+    v_stride,
+    v_head_stride,
+    out,
+    out_stride,
+    lse,
+    lse_stride,
+    sinks,
+    slots,
+    slots_stride,
+    rows,
+    lens,
+    encoder_lens,
+    mask,
+    mask_indptr,
+    stops,
+    unit_blocks,
+    starts,
+    share,
+    partial,
+    partial_lse,
+    arrivals,
+    scale,
+    cap,
+    v_scale,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    LENS_SHIFT: gl.constexpr,
+    D: gl.constexpr,
+    PAGE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_CROSS: gl.constexpr,
+    HAS_ENCODER: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_MASK: gl.constexpr,
+    IS_FIXED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid: as many programs as `plan_shares` planned for. num_warps=4.
+
+    K and V are as wide as each other, D columns, 64 or 128; of q's dtype, which has 16 bits, or of
+    8 bits. Rows of q, k and v begin at multiples of 16 bytes. BLOCK_M: 8 rows of a tile or more;
+    BLOCK_N: a multiple of 64. STAGES: blocks in the ring, of keys and of values.
+    """
+    q_type: gl.constexpr = q.dtype.element_ty
+    k_type: gl.constexpr = k.dtype.element_ty
+    w_type: gl.constexpr = gl.float16 if k_type.primitive_bitwidth == 8 else q_type
+    gl.static_assert(STAGES % 2 == 0 and BLOCK_N % 64 == 0)
+    # fmt: off
+    kind = ShareKind(
+        KV_HEADS, GROUP, QUERIES, LENS_SHIFT, D, PAGE, IS_CAUSAL, IS_CROSS, HAS_ENCODER, WINDOW,
+        CHUNK, HAS_CAP, HAS_MASK, IS_FIXED, BLOCK_M, BLOCK_N,
+    )
+    # fmt: on
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], q_type)
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], w_type)
+    ring = share_ring(k_type, BLOCK_N, D, STAGES)
+    # The queries of the next item, beside those of this one.
+    q_ring = share_ring(q_type, BLOCK_M, D, 2)
+    weights_tile = gl.allocate_shared_memory(w_type, [BLOCK_M, BLOCK_N], w_layout)
+    halves = weights_tile
+    if k_type.primitive_bitwidth == 8:
+        halves = gl.allocate_shared_memory(w_type, [BLOCK_M, D], q_layout)
+    # What the launch before wrote is there from here on.
+    gdc_wait()
+    gdc_launch_dependents()
+    plan = (stops, unit_blocks, starts, share, lens, rows)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (attend_line, (
+                (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr), plan, encoder_lens,
+                (partial, partial_lse, arrivals), q_ring, ring, halves, weights_tile,
+                (scale, cap, v_scale), PART_ROWS, PARTS, kind,
+            )),
+            (copy_shares, (
+                (q, q_stride, q_head_stride), (k, k_stride, k_head_stride, v, v_stride, v_head_stride),
+                (slots, slots_stride), plan, encoder_lens, q_ring, ring, kind,
+            )),
+        ],
+        [COPY_WARPS],
+        [COPY_REGISTERS],
+    )
+    # fmt: on
