@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,12 @@ CASES = {
     ),
 }
 
+CASES |= {
+    f"{name}, {width}": replace(CASES[name], head_dim=width, v_head_dim=width)
+    for width in (64, 128)
+    for name in ("decode", "decode, 8-bit", "decode, sinks", "verify", "extend", "extend, window")
+}
+
 WORDS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -74,87 +81,84 @@ WORDS = {
 }
 
 
-class Compiled:
-    """Stands in for a kernel, and is compiled instead of launched."""
+def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
+    """What every case launches, by its name."""
+    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
 
-    def __init__(self, kernel: Any, note: Callable[[Any, dict[str, Any]], None]) -> None:
-        self._kernel, self._note = kernel, note
-        self.arg_names = kernel.arg_names
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        def launched(*args: Any, **given: Any) -> None:
-            self._note(
-                self._kernel, {**dict(zip(self._kernel.arg_names, args, strict=False)), **given}
-            )
-
-        return launched
-
-
-def sources(arch: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """What every case launches: its name, the kernel and the arguments."""
-    from attnmux.triton import call, plans, sums, write  # noqa: PLC0415  # not the interpreter's
-    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
-
-    launched: list[tuple[Any, dict[str, Any]]] = []
-    for module, name in (
-        (call, "attend_shares"),
-        (call, "attend_tiles"),
-        (plans, "plan_shares"),
-        (plans, "plan_tiles"),
-        (sums, "sum_lens"),
-        (write, "write_kv"),
-    ):
-        kernel = getattr(module, name)
-        setattr(module, name, Compiled(kernel, lambda *what: launched.append(what)))
     vendor = "amd" if arch.startswith("gfx") else "nvidia"
     for name, case in CASES.items():
-        launched.clear()
         world = make_world(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
         backend = TritonBackend(world.context, {}, compute_units=108)
         made = prepare_step(world, case.steps[0])
-        backend.init_forward_metadata(made.batch)
-        for given in made.inputs:
-            lse = torch.empty(given.q.shape[:2]) if case.lse else None
-            backend.forward(
-                given.q,
-                given.k,
-                given.v,
-                given.layer,
-                made.batch,
-                q_rope=given.q_rope,
-                k_rope=given.k_rope,
-                lse=lse,
-            )
-        yield from ((name, *what) for what in launched)
+
+        def step(backend: Any = backend, made: Any = made, has_lse: bool = case.lse) -> None:
+            backend.init_forward_metadata(made.batch)
+            for given in made.inputs:
+                backend.forward(
+                    given.q,
+                    given.k,
+                    given.v,
+                    given.layer,
+                    made.batch,
+                    q_rope=given.q_rope,
+                    k_rope=given.k_rope,
+                    lse=torch.empty(given.q.shape[:2]) if has_lse else None,
+                )
+
+        yield from ((name, launch) for launch in backend.launcher.rehearse(step))
 
 
 def main(arch: str) -> None:
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as above
     from triton.compiler import ASTSource  # noqa: PLC0415  # as above
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as above
 
     target = (
         GPUTarget("hip", arch, 64)
         if arch.startswith("gfx")
         else GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
     )
-    for name, kernel, given in sources(arch):
-        options = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
-        signature, constants = {}, {}
-        for parameter in kernel.params:
-            value = given[parameter.name]
+    for name, launch in rehearsed(arch):
+        kernel = launch.bound.kernel
+        signature, constants, attributes = {}, {}, {}
+        for place, (parameter, value) in enumerate(zip(kernel.params, launch.values, strict=True)):
+            word = "fp32" if isinstance(value, float) else "i32"
             if parameter.is_constexpr or value is None:
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = value
+                word, constants[parameter.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = WORDS[value.dtype]
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                word = WORDS[value.dtype]
+            if word.startswith("*") or (parameter.name.endswith("stride") and value % 16 == 0):
+                attributes[place,] = [["tt.divisibility", 16]]
+            signature[parameter.name] = word
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
         compiled = triton.compile(
-            ASTSource(kernel, signature, constants), target=target, options=options
+            source(kernel, signature, constants, attributes),
+            target=target,
+            options=launch.bound.options,
         )
-        facts = {"case": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
+        facts = {
+            "case": name,
+            "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
+            "shared": compiled.metadata.shared,
+        }
         print(json.dumps(facts))
+
+
+PORTABLE = {
+    "shares.attend_shares",
+    "tiles.attend_tiles",
+    "shares.plan_shares",
+    "tiles.plan_tiles",
+    "indices.sum_lens",
+    "write.write_kv",
+}
+HOPPER = {
+    "hopper_latent.attend_latent",
+    "hopper_shares.attend_shares",
+    "hopper_tiles.attend_hopper_tiles",
+    "latent_merge.merge_latent",
+}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -170,14 +174,7 @@ def test_every_kernel_compiles_and_fits(arch, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"] for line in lines} == set(CASES)
-    assert {line["kernel"] for line in lines} == {
-        "attend_shares",
-        "attend_tiles",
-        "plan_shares",
-        "plan_tiles",
-        "sum_lens",
-        "write_kv",
-    }
+    assert {line["kernel"] for line in lines} == PORTABLE | (HOPPER if arch == "sm90" else set())
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
 
 

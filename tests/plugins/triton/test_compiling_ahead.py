@@ -111,7 +111,7 @@ def test_no_step_waits_for_a_compiler(run):
     found = run("fits")
     assert found["bound"] == []
     assert found["launched"] == [
-        *("sum_lens", "plan_tiles", "write_kv", "attend_tiles"),
+        *("sum_lens", "plan_tiles", "write_kv", "attend_hopper_tiles"),
         *("plan_shares", "write_kv", "attend_shares"),
     ]
 

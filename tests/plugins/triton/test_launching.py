@@ -90,7 +90,7 @@ def bound(kernel: Kernel, launcher: Launcher | None = None) -> BoundKernel:
         tensors=("x", "anywhere"),
         numbers=("stride",),
         counts=("count",),
-        num_warps=4,
+        options={"num_warps": 4},
     )
 
 

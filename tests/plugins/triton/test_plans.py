@@ -42,7 +42,7 @@ def planned(
         num_stages=2,
         programs_per_unit=1,
         least_share=2,
-        parts=2,
+        merged_rows=8,
     )
     key = ShareKey(
         queries=1,

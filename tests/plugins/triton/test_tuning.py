@@ -97,7 +97,7 @@ SHARES = ShareLaunch(
     num_stages=4,
     programs_per_unit=3,
     least_share=1,
-    parts=2,
+    merged_rows=8,
 )
 TILES = TileLaunch(block_m=32, block_n=16, num_warps=2, num_stages=6)
 

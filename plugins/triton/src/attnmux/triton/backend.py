@@ -14,10 +14,12 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.triton.call import Keys, LayerCall, Results
+from attnmux.triton.call import LayerCall
 from attnmux.triton.launch import Launches
+from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.launching import Launcher
-from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TilePlan
+from attnmux.triton.operands import Keys, Results
+from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import Step
 from attnmux.triton.sums import RunningSums
@@ -61,12 +63,17 @@ class TritonBackend(AttentionBackend):
         groups = (call.slot_group for call in self._stored)
         self._tables = SlotTables(frozenset(group for group in groups if group), context)
         self._shares: dict[ShareKey, SharePlan] = {}
-        self._share_of: dict[tuple[int, int], SharePlan] = {}
-        """By layer and by new tokens a request."""
-        keys = (call.tile_key for call in self._calls.values())
-        self._tiles = {
-            key: TilePlan(key, context.device, self.launcher) for key in dict.fromkeys(keys)
-        }
+        self._share_of: dict[tuple[int, int, bool], SharePlan] = {}
+        """By layer, by new tokens a request, and by whether the step hides keys."""
+        self._tiles: dict[TileKey, TilePlan] = {}
+        self._tiles_of: dict[bool, tuple[TilePlan, ...]] = {}
+        """By whether the step hides keys."""
+        for hides in (False, True):
+            keys = dict.fromkeys(call.tile_key(hides=hides) for call in self._calls.values())
+            for key in keys:
+                if key not in self._tiles:
+                    self._tiles[key] = TilePlan(key, context.device, self.launcher)
+            self._tiles_of[hides] = tuple(self._tiles[key] for key in keys)
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._bounds: dict[str, torch.Tensor] = {}
         self._slots: dict[int, Slots] = {}
@@ -99,10 +106,12 @@ class TritonBackend(AttentionBackend):
         self._tables.fill(step)
         self._slots.clear()
         if step.queries is None:
-            for tiles in self._tiles.values():
+            for tiles in self._tiles_of[step.hides]:
                 tiles.fill(self._bounds["queries"], batch.batch_size, batch.num_tokens)
             return
-        for shares in dict.fromkeys(self._share_plan(call, step.queries) for call in self._stored):
+        queries, hides = step.queries, step.hides
+        plans = (self._share_plan(call, queries, hides=hides) for call in self._stored)
+        for shares in dict.fromkeys(plans):
             shares.fill(step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -196,19 +205,20 @@ class TritonBackend(AttentionBackend):
             if slots is None:
                 slots = self._slots[layer_id] = self._tables.of(call.required_group(), batch)
         if slots is not None and step.queries is not None:
-            plan = self._share_plan(call, step.queries)
+            plan = self._share_plan(call, step.queries, hides=step.hides)
             mask_indptr = self._bounds.get("mask")
             call.attend_shares(q, q_rope, step, slots, plan, mask_indptr, results)
             return results.out
-        tiles = self._tiles[call.tile_key]
+        tiles = self._tiles[call.tile_key(hides=step.hides)]
         call.attend_tiles(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
         return results.out
 
-    def _share_plan(self, call: LayerCall, queries: int) -> SharePlan:
-        layer_id = call.layer.layer_id
-        plan = self._share_of.get((layer_id, queries))
+    def _share_plan(self, call: LayerCall, queries: int, *, hides: bool) -> SharePlan:
+        wanted = call.layer.layer_id, queries, hides
+        plan = self._share_of.get(wanted)
         if plan is None:
-            key = call.share_key(queries, self._splitting(call, queries))
+            launch = call.share_launch(queries, hides=hides)
+            key = call.share_key(queries, self._splitting(launch), hides=hides)
             plan = self._shares.get(key)
             if plan is None:
                 plan = self._shares[key] = SharePlan(
@@ -219,18 +229,17 @@ class TritonBackend(AttentionBackend):
                     part_dtype=self._part_dtype(key),
                     launcher=self.launcher,
                 )
-            self._share_of[layer_id, queries] = plan
+            self._share_of[wanted] = plan
         return plan
 
-    def _splitting(self, call: LayerCall, queries: int) -> Splitting | None:
+    def _splitting(self, launch: ShareLaunch) -> Splitting | None:
         """How keys are split where the batch must not matter, or where an option says so."""
         most = cast("int", self.options.get("num_kv_splits", 0))
         tokens = cast("int", self.options.get("split_tile_size", 0))
         if not (most or tokens or self.context.request.deterministic):
             return None
-        block_n = call.share_launch(queries).block_n
         return Splitting(
-            blocks=max((tokens or SPLIT_TOKENS) // block_n, 1), most=most or MOST_SPLITS
+            blocks=max((tokens or SPLIT_TOKENS) // launch.block_n, 1), most=most or MOST_SPLITS
         )
 
     def _part_dtype(self, key: ShareKey) -> torch.dtype:

@@ -5,20 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from attnmux.core.backend import BackendContext
+from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError
-from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
-from attnmux.triton.kernels.shares import attend_shares
-from attnmux.triton.kernels.tiles import attend_tiles
+from attnmux.triton import serving
+from attnmux.triton.latent import LatentMerge
 from attnmux.triton.launch import Launches
 from attnmux.triton.launch_types import ShareLaunch, TileLaunch
 from attnmux.triton.launching import BoundKernel, Launcher
+from attnmux.triton.layer_launches import LayerLaunches
+from attnmux.triton.operands import (
+    KEY_STRIDES,
+    STRIDES,
+    Keys,
+    Results,
+    as_bytes,
+    has_whole_rows,
+    key_strides,
+    strides,
+    whole_rows,
+)
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
+from attnmux.triton.serving import Asked, kernel_at
 from attnmux.triton.shapes import Shape, next_power_of_2
 from attnmux.triton.slots import SlotGroup, Slots
 from attnmux.triton.step import Step
@@ -26,24 +39,7 @@ from attnmux.triton.step import Step
 LOG2_E = math.log2(math.e)
 
 QUERIES = "q", "q_tail", "out", "lse"
-"""Tensors that every call brings, and how far their rows are apart."""
-STRIDES = (
-    "q_stride",
-    "q_head_stride",
-    "q_tail_stride",
-    "q_tail_head_stride",
-    "out_stride",
-    "lse_stride",
-    "slots_stride",
-)
-KEY_STRIDES = (
-    "k_stride",
-    "k_head_stride",
-    "k_tail_stride",
-    "k_tail_head_stride",
-    "v_stride",
-    "v_head_stride",
-)
+"""Tensors that every call brings."""
 SHARE_TENSORS = (*QUERIES, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr")
 TILE_TENSORS = (
     *QUERIES,
@@ -68,51 +64,25 @@ TILE_COUNTS = "batch_size", "num_tokens", "num_tiles"
 T = TypeVar("T")
 
 
-class Results(NamedTuple):
-    """Where a call's results go."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Keys:
-    """K and V, of the pool's slots or of the call's tokens."""
-
-    k: torch.Tensor
-    """[rows, Hkv, D]."""
-    v: torch.Tensor
-    """[rows, Hkv, Dv]; a latent layer's is not read."""
-    k_rope: torch.Tensor | None = None
-    """[rows, 1, rope], where K does not hold it."""
-
-    @classmethod
-    def of(cls, pool: KVPool, layer: LayerSpec) -> Keys:
-        """What the pool stores of a layer."""
-        k, v = pool.get_kv_buffer(layer.layer_id)
-        return cls(k=k, v=v)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerCall:
     """A layer's arguments that no step changes."""
 
     layer: LayerSpec
     shape: Shape
-    arch: str
-    """As `Platform.arch`."""
-    tiles: TileLaunch
+    chosen: LayerLaunches
     slot_group: SlotGroup | None
     """None for a layer whose K and V come with the call alone."""
     keys: Keys | None
     """The pool's memory."""
     scales: tuple[float, float]
     """What K and V of the pool are multiplied by."""
-    page_size: int = 1
-    """Of the pool."""
-    launches: Launches = field(default_factory=Launches)
+    tiles: TileLaunch
+    hiding_tiles: TileLaunch
+    """In steps with a custom mask or items."""
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[Hashable, BoundKernel] = field(default_factory=dict, init=False)
+    _merges: dict[SharePlan, LatentMerge] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -123,32 +93,50 @@ class LayerCall:
         launches: Launches | None = None,
     ) -> LayerCall:
         """Raises InvalidInput for a layer beyond the kernels' dims."""
-        launches = launches or Launches()
-        shape, arch, pool = Shape.of(layer), context.platform.arch, context.token_to_kv_pool
+        shape, pool, dtype = Shape.of(layer), context.token_to_kv_pool, context.request.dtype
         is_encoders = not layer.is_causal and not layer.is_cross_attention
         is_stored = not is_encoders and layer.layer_id in pool.layer_ids
+        group = SlotGroup.of(layer, context) if is_stored else None
+        keys = Keys.of(pool, layer) if is_stored else None
+        asked = Asked(
+            layer=layer,
+            shape=shape,
+            dtype=torch_dtype(dtype) if dtype else None,
+            keys=keys,
+            page_size=group.page_size(context) if group else 1,
+        )
+        chosen = LayerLaunches(
+            asked=asked,
+            arch=context.platform.arch,
+            page_size=pool.page_size,
+            launches=launches or Launches(),
+        )
         return cls(
             layer=layer,
             shape=shape,
-            arch=arch,
-            tiles=launches.tiles(shape, arch, pool.page_size),
-            slot_group=SlotGroup.of(layer, context) if is_stored else None,
-            keys=Keys.of(pool, layer) if is_stored else None,
+            chosen=chosen,
+            slot_group=group,
+            keys=keys,
             scales=pool.read_scales(layer.k_scale, layer.v_scale) if is_stored else (1.0, 1.0),
-            page_size=pool.page_size,
-            launches=launches,
+            tiles=chosen.tiles(hides=False),
+            hiding_tiles=chosen.tiles(hides=not layer.is_cross_attention),
             launcher=launcher or Launcher(),
         )
 
-    @property
-    def tile_key(self) -> TileKey:
-        return TileKey(group=self.shape.group, block_m=self.tiles.block_m)
+    def tile_launch(self, *, hides: bool) -> TileLaunch:
+        """hides: in steps with a custom mask or items."""
+        return self.hiding_tiles if hides else self.tiles
 
-    def share_launch(self, queries: int) -> ShareLaunch:
-        return self.launches.shares(self.shape, queries, self.arch, self.page_size)
+    def tile_key(self, *, hides: bool) -> TileKey:
+        return TileKey(group=self.shape.group, block_m=self.tile_launch(hides=hides).block_m)
 
-    def share_key(self, queries: int, splitting: Splitting | None) -> ShareKey:
-        launch = self.share_launch(queries)
+    def share_launch(self, queries: int, *, hides: bool = False) -> ShareLaunch:
+        return self.chosen.shares(queries, hides=hides and not self.layer.is_cross_attention)
+
+    def share_key(
+        self, queries: int, splitting: Splitting | None, *, hides: bool = False
+    ) -> ShareKey:
+        launch = self.share_launch(queries, hides=hides)
         layer = self.layer
         is_cross = layer.is_cross_attention
         return ShareKey(
@@ -184,6 +172,10 @@ class LayerCall:
     ) -> None:
         """Few new tokens a request, over the pool."""
         key = plan.key
+        kernel = serving.SHARES[key.launch.kernel]
+        tail = self._tail(q, q_rope)
+        if kernel.takes_whole_rows:
+            q, tail = whole_rows(q), None if tail is None else whole_rows(tail)
         has_mask = step.mask is not None and not key.is_cross
         has_encoder = slots.begins_with_encoder and not key.is_cross
         variant = (
@@ -198,7 +190,6 @@ class LayerCall:
         bound = self._bound.get(variant)
         if bound is None:
             bound = self._bound[variant] = self._bind_shares(plan, step, slots, results)
-        tail = self._tail(q, q_rope)
         bound(
             (plan.programs, 1, 1),
             (
@@ -210,12 +201,18 @@ class LayerCall:
                 slots.rows,
                 step.lens,
                 step.batch.encoder_lens if has_encoder or key.is_cross else None,
-                _bytes(step.mask) if has_mask else None,
+                as_bytes(step.mask) if has_mask else None,
                 mask_indptr if has_mask else None,
             ),
-            _strides(q, tail, results, slots),
+            strides(q, tail, results, slots),
             dtypes=q.dtype,
         )
+        if kernel.leaves_parts:
+            merge = self._merges.get(plan)
+            if merge is None:
+                merge = LatentMerge(self.launcher, plan, self.shape.group, self.scales[1])
+                self._merges[plan] = merge
+            merge(step.batch.batch_size, results)
 
     def attend_tiles(
         self,
@@ -229,6 +226,31 @@ class LayerCall:
         results: Results,
     ) -> None:
         """Many new tokens a request, over the pool or over the call's own K and V."""
+        if not serving.TILES[self.tile_launch(hides=step.hides).kernel].takes_whole_rows:
+            self._launch_tiles(q, q_rope, in_call, step, slots, plan, bounds, results)
+            return
+        if in_call is not None:
+            in_call = in_call.whole(q.dtype)
+        out = results.out
+        if not has_whole_rows(out):
+            results = Results(
+                out=torch.empty(out.shape, dtype=out.dtype, device=out.device), lse=results.lse
+            )
+        self._launch_tiles(whole_rows(q), q_rope, in_call, step, slots, plan, bounds, results)
+        if out is not results.out:
+            out.copy_(results.out)
+
+    def _launch_tiles(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        in_call: Keys | None,
+        step: Step,
+        slots: Slots | None,
+        plan: TilePlan,
+        bounds: dict[str, torch.Tensor],
+        results: Results,
+    ) -> None:
         batch, is_cross = step.batch, self.layer.is_cross_attention
         keys = self.required_keys() if in_call is None else in_call
         has_mask = step.mask is not None and not is_cross
@@ -265,12 +287,12 @@ class LayerCall:
                 bounds["queries"],
                 plan.request,
                 plan.row,
-                _bytes(step.mask) if has_mask else None,
+                as_bytes(step.mask) if has_mask else None,
                 bounds["mask"] if has_mask else None,
                 None if items is None else items.prefix_lens,
                 None if items is None else items.token_pos_in_items,
             ),
-            (*_strides(q, tail, results, slots), *_key_strides(keys, key_tail)),
+            (*strides(q, tail, results, slots), *key_strides(keys, key_tail)),
             (batch.batch_size, q.shape[0], plan.num_tiles),
             (q.dtype, keys.k.dtype, keys.v.dtype),
         )
@@ -283,12 +305,12 @@ class LayerCall:
         has_mask = step.mask is not None and not key.is_cross
         return BoundKernel(
             self.launcher,
-            attend_shares,
+            kernel_at(serving.SHARES[launch.kernel].address),
             {
                 "k": keys.k,
                 "k_tail": tail,
                 "v": keys.v,
-                **dict(zip(KEY_STRIDES, _key_strides(keys, tail), strict=True)),
+                **dict(zip(KEY_STRIDES, key_strides(keys, tail), strict=True)),
                 "sinks": self.layer.sinks,
                 "stops": plan.stops,
                 "unit_blocks": plan.unit_blocks,
@@ -308,22 +330,23 @@ class LayerCall:
                 "BLOCK_M": launch.block_m,
                 "BLOCK_N": launch.block_n,
                 "PART_ROWS": key.part_rows,
-                "PARTS": launch.parts,
+                "PARTS": max(launch.merged_rows // key.part_rows, 1),
                 "STAGES": launch.num_stages,
+                **launch.more,
             },
             tensors=SHARE_TENSORS,
             numbers=STRIDES,
-            num_warps=launch.num_warps,
+            options={"num_warps": launch.num_warps, **launch.options},
         )
 
     def _bind_tiles(
         self, in_call: Keys | None, step: Step, slots: Slots | None, results: Results
     ) -> BoundKernel:
-        launch, is_cross = self.tiles, self.layer.is_cross_attention
+        launch, is_cross = self.tile_launch(hides=step.hides), self.layer.is_cross_attention
         has_encoder = slots is not None and slots.begins_with_encoder
         return BoundKernel(
             self.launcher,
-            attend_tiles,
+            kernel_at(serving.TILES[launch.kernel].address),
             {
                 "sinks": self.layer.sinks,
                 **self._factors(in_call=in_call is not None),
@@ -335,11 +358,12 @@ class LayerCall:
                 "BLOCK_M": launch.block_m,
                 "BLOCK_N": launch.block_n,
                 "STAGES": launch.num_stages,
+                **launch.more,
             },
             tensors=TILE_TENSORS,
             numbers=(*STRIDES, *KEY_STRIDES),
             counts=TILE_COUNTS,
-            num_warps=launch.num_warps,
+            options={"num_warps": launch.num_warps, **launch.options},
         )
 
     def _tail(self, rows: torch.Tensor, tail: torch.Tensor | None) -> torch.Tensor | None:
@@ -375,30 +399,3 @@ def _stored(value: T | None, layer: LayerSpec) -> T:
             "save_kv_cache=False"
         )
     return value
-
-
-def _strides(
-    q: torch.Tensor, tail: torch.Tensor | None, results: Results, slots: Slots | None
-) -> tuple[int, ...]:
-    """In the order of STRIDES."""
-    out, lse = results
-    return (
-        *q.stride()[:2],
-        *((0, 0) if tail is None else tail.stride()[:2]),
-        out.stride()[0],
-        0 if lse is None else lse.stride()[0],
-        0 if slots is None else slots.table.stride()[0],
-    )
-
-
-def _key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
-    """In the order of KEY_STRIDES."""
-    return (
-        *keys.k.stride()[:2],
-        *((0, 0) if tail is None else tail.stride()[:2]),
-        *keys.v.stride()[:2],
-    )
-
-
-def _bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
-    return None if mask is None else mask.view(torch.uint8)

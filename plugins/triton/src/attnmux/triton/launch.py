@@ -1,8 +1,8 @@
 """How the kernels are launched: which entry of the tables counts for a layer.
 
 Of the entries that speak of it the most specific one: first by how much of the architecture's name
-it says ("sm90" before "sm" before ""), then by dims, rows and page. Those that were measured on
-this machine come before all others.
+it says ("sm90" before "sm" before ""), then by dims, rows, page and the keys' bits. Those that were
+measured on this machine come before all others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnmux.triton.launch_types import (
     TileLaunch,
     Wanted,
 )
-from attnmux.triton.shapes import LEAST_WIDTH, Shape, next_power_of_2
+from attnmux.triton.shapes import Shape, next_power_of_2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,15 @@ class Launches:
     own_shares: Sequence[Entry[ShareLaunch]] = ()
 
     def tiles(
-        self, shape: Shape, arch: str, page: int = 1, kernels: Iterable[str] = (PORTABLE,)
+        self,
+        shape: Shape,
+        arch: str,
+        page: int = 1,
+        kernels: Iterable[str] = (PORTABLE,),
+        key_bits: int = 16,
     ) -> TileLaunch:
         """For many new tokens."""
-        wanted = Wanted.of(shape, 1, arch, page, kernels)
+        wanted = Wanted.of(shape, 1, arch, page, kernels, key_bits)
         return _found(wanted, self.own_tiles) or _required(wanted, TILES)
 
     def shares(
@@ -44,14 +49,13 @@ class Launches:
         arch: str,
         page: int = 1,
         kernels: Iterable[str] = (PORTABLE,),
+        key_bits: int = 16,
     ) -> ShareLaunch:
         """For `queries` new tokens a request."""
-        wanted = Wanted.of(shape, queries, arch, page, kernels)
+        wanted = Wanted.of(shape, queries, arch, page, kernels, key_bits)
         launch = _found(wanted, self.own_shares) or _required(wanted, SHARES)
-        rows = max(next_power_of_2(queries * shape.group), LEAST_WIDTH)
-        # What is merged at a time is held in registers.
-        parts = max(launch.parts * LEAST_WIDTH // rows, 1)
-        return replace(launch, block_m=min(rows, launch.block_m), parts=parts)
+        rows = max(next_power_of_2(queries * shape.group), launch.least_block_m)
+        return replace(launch, block_m=min(rows, launch.block_m))
 
 
 def _found(wanted: Wanted, entries: Sequence[Entry[L]]) -> L | None:

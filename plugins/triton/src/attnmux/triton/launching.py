@@ -65,17 +65,17 @@ class Launcher:
     """What the launches of a backend share: whether they take place or are only noted."""
 
     def __init__(self) -> None:
-        self.notes: list[Rehearsed] | None = None
+        self.notes: dict[tuple[BoundKernel, Key], Rehearsed] | None = None
 
     def rehearse(self, steps: Callable[[], object]) -> list[Rehearsed]:
-        """What `steps` would launch."""
-        notes: list[Rehearsed] = []
+        """What `steps` would launch, each kind once."""
+        notes: dict[tuple[BoundKernel, Key], Rehearsed] = {}
         self.notes = notes
         try:
             steps()
         finally:
             self.notes = None
-        return notes
+        return list(notes.values())
 
 
 class BoundKernel:
@@ -90,21 +90,22 @@ class BoundKernel:
         tensors: Sequence[str],
         numbers: Sequence[str] = (),
         counts: Sequence[str] = (),
-        **options: int,
+        options: Mapping[str, int],
     ) -> None:
         """fixed: values by name. tensors, numbers, counts: the names of what calls bring. options:
         the compiler's, such as num_warps.
 
         A number is what the compiler may know something about, such as a stride. A count is
-        declared as `do_not_specialize`: any value is the same to it.
+        declared as `do_not_specialize`: any value is the same to it. What the kernel has no
+        argument for is left out: kernels that serve less take less, and of tensors only None.
         """
-        self.kernel, self.options = kernel, options
+        self.kernel, self.options = kernel, dict(options)
         self._launcher = launcher
-        names = list(kernel.arg_names)
-        self._fixed = [fixed.get(name) for name in names]
-        self._tensors = [names.index(name) for name in tensors]
-        self._numbers = [names.index(name) for name in numbers]
-        self._counts = [names.index(name) for name in counts]
+        places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self._fixed = [fixed.get(name) for name in places]
+        self._tensors = [places.get(name) for name in tensors]
+        self._numbers = [places.get(name) for name in numbers]
+        self._counts = [places.get(name) for name in counts]
         self._variants: dict[Key, Variant] = {}
 
     def __call__(
@@ -140,7 +141,9 @@ class BoundKernel:
         others.
         """
         misaligned = tuple(
-            0 if self.kernel.params[place].do_not_specialize_on_alignment else ALIGNMENT - 1
+            0
+            if place is None or self.kernel.params[place].do_not_specialize_on_alignment
+            else ALIGNMENT - 1
             for place in self._tensors
         )
         given = [(t, bits) for t, bits in zip(tensors, misaligned, strict=True) if t is not None]
@@ -169,13 +172,14 @@ class BoundKernel:
         """The arguments of a call; None where the variant does not serve it."""
         values, index = variant.values.copy(), variant.device
         for place, tensor, bits in zip(self._tensors, tensors, variant.misaligned, strict=True):
-            if tensor is not None:
+            if tensor is not None and place is not None:
                 address = tensor.data_ptr()
                 if address & bits or tensor.get_device() != index:
                     return None
                 values[place] = address
         for place, count in zip(self._counts, counts, strict=True):
-            values[place] = count
+            if place is not None:
+                values[place] = count
         if variant.assumed is not None:
             now = (_assumption(variant.assumed, tensor) for tensor in tensors)
             if tuple(now) != variant.of_tensors:
@@ -202,11 +206,13 @@ class BoundKernel:
             (self._counts, counts),
         ):
             for place, value in zip(places, given, strict=True):
-                values[place] = value
+                if place is not None:
+                    values[place] = value
         key = dtypes, *numbers
         notes = self._launcher.notes
         if notes is not None:
-            notes.append(Rehearsed(bound=self, key=key, values=values, tensors=tensors))
+            launch = Rehearsed(bound=self, key=key, values=values, tensors=tensors)
+            notes.setdefault((self, key), launch)
             return
         device = next(tensor.device for tensor in tensors if tensor is not None)
         with current(device):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from attnmux.core.choosing.launches import TunedLaunch, current_launches
@@ -12,7 +11,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import InvalidInput, SettingsError
 from attnmux.core.settings import Settings
 from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import Entry, L, ShareLaunch, TileLaunch
+from attnmux.triton.launch_types import PORTABLE, Entry, L, ShareLaunch, TileLaunch, tuned_fields
 
 ADDRESS = "triton/triton"
 SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
@@ -56,9 +55,10 @@ def _entry(tuned: TunedLaunch, arch: str, kind: type[L]) -> Entry[L]:
     named = "tiles" if kind is TileLaunch else "shares"
     if subject.pop("kind", None) != named or not all(type(n) is int and n > 0 for n in numbers):
         raise InvalidInput("launch, subject", came=dict(tuned.subject), expected=f"{SUBJECT}")
-    known = {field.name for field in fields(kind)} - {"more", "kernel"}
+    known = tuned_fields(kind)
     sizes = {name: value for name, value in values.items() if name != "kernel"}
-    if sizes.keys() != known or not all(type(n) is int and n > 0 for n in sizes.values()):
+    is_ours = values.get("kernel", PORTABLE) == PORTABLE and sizes.keys() == known
+    if not is_ours or not all(type(n) is int and n > 0 for n in sizes.values()):
         raise InvalidInput("launch, values", came=values, expected=f"numbers: {sorted(known)}")
     k_dim, v_dim, rows, page = (int(n) for n in numbers if n is not None)
     return Entry(

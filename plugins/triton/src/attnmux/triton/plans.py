@@ -127,10 +127,11 @@ class SharePlan:
                 "BLOCK_N": launch.block_n,
                 "BLOCK_B": block_b,
                 "PROGRAMS": SHARE_PROGRAMS,
+                "MEETS_ENDS": launch.meets_ends and splitting is None,
             },
             tensors=("lens", "encoder_lens", "rows"),
             counts=("batch_size",),
-            num_warps=4,
+            options={"num_warps": 4},
         )
 
 
@@ -188,7 +189,7 @@ class TilePlan:
             },
             tensors=("q_indptr", "tile_request", "tile_row"),
             counts=("batch_size", "num_tokens", "num_tiles"),
-            num_warps=4,
+            options={"num_warps": 4},
         )
 
 

@@ -8,7 +8,6 @@ import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.dtypes import torch_dtype
-from attnmux.triton.plans import LEAST_BATCH
 
 if TYPE_CHECKING:
     from attnmux.core.backend import BackendContext
@@ -28,7 +27,8 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
             batch = _batch(mode, size, context)
             backend.init_forward_metadata_out_graph(batch)
             backend.init_forward_metadata_in_graph(batch)
-            if size == 1:
+            # What merges the parts of a step's requests is launched by how many those are.
+            if size == 1 or mode is ForwardMode.DECODE:
                 for layer in context.layers:
                     _call(backend, layer, batch, context)
     # So that no step is prepared.
@@ -36,12 +36,8 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
 
 
 def _batch_sizes(most: int) -> list[int]:
-    """At least one of each that is planned in a block of its own: see `plans.batch_block`."""
-    sizes, size = {1, most}, LEAST_BATCH
-    while size < most:
-        sizes.add(size)
-        size *= 2
-    return sorted(sizes)
+    """The powers of 2, and the most: kernels that ask for the batch's size ask for a power of 2."""
+    return sorted({most, *(1 << exponent for exponent in range(most.bit_length()))})
 
 
 def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatch:
@@ -75,7 +71,7 @@ def _call(
     dtype = torch.bfloat16 if context.request.dtype is None else torch_dtype(context.request.dtype)
 
     def rows(heads: int, width: int) -> torch.Tensor:
-        return torch.zeros((1, heads, width), dtype=dtype, device=context.device)
+        return torch.zeros((batch.batch_size, heads, width), dtype=dtype, device=context.device)
 
     rope = layer.qk_rope_head_dim
     q = rows(layer.tp_q_head_num, layer.qk_head_dim - rope)

@@ -33,6 +33,17 @@ class SlotGroup:
             layer_id=layer.layer_id,
         )
 
+    def page_size(self, context: BackendContext) -> int:
+        """Of the table that says where the keys are."""
+        return own_page_size(context) if self.pool_group else 1
+
+
+def own_page_size(context: BackendContext) -> int:
+    """Of the tables of groups that the request table does not serve."""
+    # With an encoder, the decoder's keys begin in the middle of a page.
+    has_encoder = any(layer.is_cross_attention for layer in context.layers)
+    return 1 if has_encoder else context.token_to_kv_pool.page_size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slots:
@@ -53,10 +64,7 @@ class SlotTables:
 
     def __init__(self, groups: frozenset[SlotGroup], context: BackendContext) -> None:
         self._context = context
-        pool = context.token_to_kv_pool
-        has_encoder = any(layer.is_cross_attention for layer in context.layers)
-        # With an encoder, the decoder's keys begin in the middle of a page.
-        self._page_size = 1 if has_encoder else pool.page_size
+        self._page_size = own_page_size(context)
         width = -(-context.max_context_len // self._page_size)
         self._own = {
             group: torch.zeros(

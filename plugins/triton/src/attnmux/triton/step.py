@@ -69,6 +69,11 @@ class Step:
         spec = self.batch.spec_info
         return None if spec is None else spec.custom_mask
 
+    @property
+    def hides(self) -> bool:
+        """Whether more is hidden than by causality, windows and chunks."""
+        return self.mask is not None or self.batch.multi_item is not None
+
     def encoder_lens(self) -> torch.Tensor:
         """[B] int32. Raises InvalidInput without an encoder."""
         if self.batch.encoder_lens is None:

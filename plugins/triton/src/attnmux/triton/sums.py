@@ -59,5 +59,5 @@ class RunningSums:
             },
             tensors=("lens",),
             counts=("batch_size",),
-            num_warps=4,
+            options={"num_warps": 4},
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from attnmux.triton.call import LayerCall
 from attnmux.triton.compiling import compile_ahead
 from attnmux.triton.factory import compute_units
 from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import PORTABLE, Entry, ShareLaunch, TileLaunch, dims_of
+from attnmux.triton.launch_types import (
+    PORTABLE,
+    Entry,
+    ShareLaunch,
+    TileLaunch,
+    dims_of,
+    tuned_fields,
+)
 from attnmux.triton.own_launches import own_launches
 from attnmux.triton.shapes import Shape
 from attnmux.triton.tuning_batches import Load, Setup, make_setup
@@ -114,8 +121,8 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
 
 
 def _values(launch: Launch) -> dict[str, Value]:
-    names = (field.name for field in fields(launch))
-    return {name: getattr(launch, name) for name in names if name != "more"}
+    sizes = {name: getattr(launch, name) for name in sorted(tuned_fields(type(launch)))}
+    return {"kernel": launch.kernel, **sizes}
 
 
 def _alone(launch: Launch, shape: Shape, arch: str) -> Launches:

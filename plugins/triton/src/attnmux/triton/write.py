@@ -158,5 +158,5 @@ class KVWriter:
                 "loc_stride",
             ),
             counts=("num_tokens",),
-            num_warps=4,
+            options={"num_warps": 4},
         )

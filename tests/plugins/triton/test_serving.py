@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.layer import LayerSpec
+from attnmux.core.testing import make_world, prepare_step
+from attnmux.core.testing.cases import Case, decode, extend, verify
+
+pytest.importorskip("triton")
+
+import triton
+
+from attnmux.triton import launch_tables, serving
+from attnmux.triton.backend import TritonBackend
+from attnmux.triton.layer_launches import LayerLaunches
+from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
+from attnmux.triton.serving import SHARES, TILES, Asked
+from attnmux.triton.shapes import Shape
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+
+
+@pytest.fixture(autouse=True)
+def any_kernel(monkeypatch):
+    """As if nothing was interpreted."""
+    monkeypatch.setattr(serving, "can_compile", lambda address: True)
+
+
+def gqa(width: int = 128, v_width: int | None = None, **more: Any) -> LayerSpec:
+    given: dict[str, Any] = {
+        "layer_id": 0,
+        "tp_q_head_num": 32,
+        "tp_k_head_num": 8,
+        "tp_v_head_num": 8,
+        "qk_head_dim": width,
+        "v_head_dim": v_width or width,
+        "scaling": 1.0,
+    }
+    return LayerSpec(**{**given, **more})
+
+
+def mla(rank: int = 512, rope: int = 64, **more: Any) -> LayerSpec:
+    heads = {"tp_q_head_num": 16, "tp_k_head_num": 1, "tp_v_head_num": 1, "kind": "mla"}
+    return gqa(rank + rope, rank, **{**heads, **more})
+
+
+def asked(
+    layer: LayerSpec, dtype: torch.dtype | None = BF16, stored: torch.dtype = BF16, page: int = 1
+) -> Asked:
+    k = torch.zeros(2, layer.tp_k_head_num, layer.qk_head_dim).to(stored)
+    v = torch.zeros(2, layer.tp_v_head_num, layer.v_head_dim).to(stored)
+    keys = Keys(k=k, v=v)
+    return Asked(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
+
+
+def kernels(what: Asked, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
+    """Of few new tokens, and of many."""
+    launches = LayerLaunches(asked=what, arch=arch, page_size=16)
+    return launches.shares(1, hides=hides).kernel, launches.tiles(hides=hides).kernel
+
+
+@pytest.mark.parametrize(
+    ("layer", "shares", "tiles"),
+    [
+        (gqa(), "hopper", "hopper"),
+        (gqa(64), "hopper", "hopper"),
+        (gqa(sinks=torch.zeros(32), sliding_window_size=5, logit_cap=3.0), "hopper", "hopper"),
+        (gqa(tp_k_head_num=1, tp_v_head_num=1), "hopper", "hopper"),
+        (gqa(scaling=-1.0), "hopper", "portable"),
+        (gqa(256), "portable", "portable"),
+        (gqa(96), "portable", "portable"),
+        (gqa(192, 128), "portable", "portable"),
+        (gqa(128, 64), "portable", "portable"),
+        (mla(), "hopper_latent", "portable"),
+        (mla(tp_q_head_num=128), "hopper_latent", "portable"),
+        (mla(256), "portable", "portable"),
+        (mla(512, 32), "portable", "portable"),
+        (mla(sliding_window_size=7), "portable", "portable"),
+        (mla(attention_chunk_size=7), "portable", "portable"),
+        (mla(logit_cap=7.0), "portable", "portable"),
+        (mla(sinks=torch.zeros(16)), "portable", "portable"),
+    ],
+)
+def test_layers(layer, shares, tiles):
+    assert kernels(asked(layer)) == (shares, tiles)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "shares", "tiles", "latent"),
+    [
+        (BF16, BF16, "hopper", "hopper", "hopper_latent"),
+        (FP16, FP16, "hopper", "hopper", "hopper_latent"),
+        (BF16, E4M3, "hopper", "portable", "portable"),
+        (FP16, E5M2, "hopper", "portable", "portable"),
+        (BF16, FNUZ, "portable", "portable", "portable"),
+        (BF16, FP16, "portable", "portable", "portable"),
+        (FP32, FP32, "portable", "portable", "portable"),
+        (None, BF16, "portable", "portable", "portable"),
+    ],
+)
+def test_dtypes(dtype, stored, shares, tiles, latent):
+    assert kernels(asked(gqa(), dtype, stored)) == (shares, tiles)
+    assert kernels(asked(mla(), dtype, stored))[0] == latent
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm100", "sm120", "gfx942", "xe2", ""])
+def test_other_architectures(arch):
+    for layer in (gqa(), gqa(64), mla()):
+        assert kernels(asked(layer), arch) == ("portable", "portable")
+
+
+def test_steps_that_hide_keys_besides():
+    assert kernels(asked(gqa()), hides=True) == ("hopper", "portable")
+    assert kernels(asked(mla()), hides=True) == ("portable", "portable")
+
+
+def test_latent_keys_are_looked_up_slot_by_slot():
+    assert kernels(asked(mla(), page=16))[0] == "portable"
+
+
+def test_a_layer_that_no_pool_stores_has_keys_of_the_model_s_dtype():
+    encoder = gqa(is_causal=False)
+    assert kernels(replace(asked(encoder), keys=None)) == ("hopper", "hopper")
+    assert kernels(replace(asked(encoder, None), keys=None)) == ("portable", "portable")
+
+
+def test_rows_of_a_pool_that_begin_anywhere():
+    buffer = torch.zeros(4, 8, 136, dtype=BF16)
+    for keys, expected in (
+        (buffer[..., :128], "portable"),
+        (buffer.flatten()[1 : 1 + 2 * 8 * 128].view(2, 8, 128), "portable"),
+        (buffer.flatten()[: 2 * 8 * 128].view(2, 8, 128), "hopper"),
+    ):
+        what = replace(asked(gqa()), keys=Keys(k=keys, v=keys))
+        assert kernels(what) == (expected, expected)
+
+
+def test_keys_of_8_bits_have_an_entry_of_their_own():
+    found = [
+        LayerLaunches(asked=asked(gqa(), BF16, stored), arch="sm90", page_size=1).shares(
+            1, hides=False
+        )
+        for stored in (BF16, E4M3)
+    ]
+    assert [(launch.block_n, launch.num_stages) for launch in found] == [(64, 4), (128, 6)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "queries", "rows"),
+    [(gqa(), 1, 8), (gqa(), 4, 16), (gqa(), 40, 64), (mla(), 1, 64), (mla(), 5, 64)],
+)
+def test_rows_of_a_tile(layer, queries, rows):
+    launches = LayerLaunches(asked=asked(layer), arch="sm90", page_size=1)
+    assert launches.shares(queries, hides=False).block_m == rows
+
+
+def test_whole_rows():
+    whole = torch.randn(3, 4, 64).to(BF16)
+    assert whole_rows(whole) is whole
+    torch.testing.assert_close(whole_rows(whole, FP32), whole.float())
+    token, head, column = whole.stride()
+    odd = torch.randn(4096).to(BF16)
+    for stride, offset in (
+        ((token, head, column), 1),
+        ((4 * 65, 65, column), 0),
+        ((token + 8, head, column), 0),
+        ((2 * token, head, 2), 0),
+    ):
+        rows = odd.as_strided((3, 4, 32), stride, offset)
+        assert not has_whole_rows(rows)
+        copied = whole_rows(rows)
+        assert has_whole_rows(copied)
+        assert torch.equal(copied, rows)
+
+
+def test_a_single_token_s_stride_may_be_any():
+    rows = torch.randn(1, 4, 64).to(BF16).as_strided((1, 4, 64), (3, 64, 1))
+    assert rows.is_contiguous()
+    assert has_whole_rows(whole_rows(rows))
+
+
+MLA: dict[str, Any] = {
+    "kind": "mla",
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+GQA: dict[str, Any] = {"head_dim": 128, "v_head_dim": 128}
+TREE: dict[str, Any] = {"spec_topk": 4}
+
+
+def told(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]]:
+    """What a step launches, by the kernels' modules or plans' names, and what they are told."""
+    world = make_world(
+        Case(name="of-this-test", steps=(step,), windows=(None,), **case),
+        Platform.parse("nvidia:sm90,cuda=13.0"),
+        "cpu",
+    )
+    backend = TritonBackend(world.context, {}, compute_units=3)
+    made = prepare_step(world, step)
+    given = made.inputs[0]
+    if change is not None:
+        given = change(given)
+
+    def taken() -> None:
+        backend.init_forward_metadata(made.batch)
+        backend.forward_extend(
+            given.q,
+            given.k,
+            given.v,
+            given.layer,
+            made.batch,
+            case.get("save_kv_cache", True),
+            q_rope=given.q_rope,
+            k_rope=given.k_rope,
+        )
+
+    launched = {}
+    for launch in backend.launcher.rehearse(taken):
+        kernel = launch.bound.kernel
+        is_plan = kernel.__name__.startswith("plan")
+        name = kernel.__name__ if is_plan else kernel.fn.__module__.rpartition(".")[2]
+        launched[name] = dict(zip(kernel.arg_names, launch.values, strict=True))
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("step", "case", "kernel"),
+    [
+        (decode(45, 3), GQA, "hopper_shares"),
+        (verify(3, 40, 4), GQA, "hopper_shares"),
+        (verify(5, 40, 4), {**GQA, **TREE}, "hopper_shares"),
+        (extend((16, 41), (0, 7)), GQA, "hopper_tiles"),
+        (extend((16, 8), items=((3, 4),)), GQA, "tiles"),
+        (decode(45, 3), MLA, "hopper_latent"),
+        (verify(3, 40, 4), MLA, "hopper_latent"),
+        (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
+        (extend((16, 41), (0, 7)), MLA, "tiles"),
+    ],
+)
+def test_what_a_step_launches(step, case, kernel):
+    launched = {name for name in told(step, **case) if not name.startswith("plan")}
+    merge = {"latent_merge"} if kernel == "hopper_latent" else set()
+    assert launched - {"indices"} == {kernel} | merge
+
+
+def test_each_kernel_s_tiles_are_planned_for_it():
+    """A step's mask may leave it to a kernel whose tiles are others."""
+    plain, tree = (told(verify(5, 40, 4), **MLA, **more) for more in ({}, TREE))
+    assert plain["plan_shares"]["BLOCK_N"] == 64
+    assert tree["plan_shares"]["BLOCK_N"] == tree["shares"]["BLOCK_N"] == 32
+
+
+def test_copies_are_made_of_what_begins_anywhere():
+    def shifted(given: Any) -> Any:
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            wide = torch.zeros(*rows.shape[:2], rows.shape[2] + 1, dtype=rows.dtype)
+            wide[..., 1:] = rows
+            return wide[..., 1:]
+
+        return dataclasses.replace(given, q=moved(given.q), k=moved(given.k), v=moved(given.v))
+
+    for step, more, kernel in (
+        (decode(45, 3), {}, "hopper_shares"),
+        (extend((16, 41)), {}, "hopper_tiles"),
+        (extend((0, 41)), {"save_kv_cache": False}, "hopper_tiles"),
+    ):
+        values = told(step, shifted, **GQA, **more)[kernel]
+        for name in ("q", "k", "v"):
+            assert values[name].data_ptr() % 16 == 0
+            assert values[f"{name}_stride"] % 16 == 0
+            assert values[f"{name}_head_stride"] % 16 == 0
+
+
+def test_keys_of_a_call_are_of_q_s_dtype():
+    def as_floats(given: Any) -> Any:
+        return dataclasses.replace(given, k=given.k.float(), v=given.v.float())
+
+    values = told(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper_tiles"]
+    assert values["k"].dtype == values["v"].dtype == values["q"].dtype
+
+
+def test_parts_of_a_batch_are_merged_in_slices_by_its_size():
+    one, many = (told(decode(*[45] * size), **MLA)["latent_merge"] for size in (1, 4))
+    assert one["COLUMNS"] <= many["COLUMNS"]
+
+
+def test_a_triton_of_another_gluon_has_the_portable_kernels(monkeypatch):
+    monkeypatch.undo()
+    address = SHARES["hopper"].address
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    assert serving.can_compile(address)
+    assert not serving.can_compile("attnmux.triton.kernels.not_there:kernel")
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    assert not serving.can_compile(address)
+    assert kernels(asked(gqa())) == ("portable", "portable")
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert kernels(asked(gqa())) == ("portable", "portable")
+
+
+def test_every_launch_names_a_kernel_that_there_is():
+    assert {entry.launch.kernel for entry in launch_tables.SHARES} == SHARES.keys()
+    assert {entry.launch.kernel for entry in launch_tables.TILES} == TILES.keys()
