@@ -61,7 +61,9 @@ class TritonBackend(AttentionBackend):
         self._stored = [call for call in self._calls.values() if call.slot_group is not None]
         """Layers that attend over the pool."""
         groups = (call.slot_group for call in self._stored)
-        self._tables = SlotTables(frozenset(group for group in groups if group), context)
+        self._tables = SlotTables(
+            frozenset(group for group in groups if group), context, self.launcher
+        )
         self._shares: dict[ShareKey, SharePlan] = {}
         self._share_of: dict[tuple[int, int, bool], SharePlan] = {}
         """By layer, by new tokens a request, and by whether the step hides keys."""

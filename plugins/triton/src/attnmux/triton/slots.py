@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,14 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.indices import page_table
 from attnmux.core.layer import LayerSpec
+from attnmux.triton.kernels.indices import fill_seen_pages
+from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.step import Step
+
+BLOCK = 256
+"""Columns that are filled at a time: no fewer than the keys of any kernel's block."""
+PROGRAMS = 8
+"""That share the columns of a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +70,14 @@ class SlotTables:
     """The tables of a context. Groups that the request table does not serve get one of their own,
     made once and filled at every step."""
 
-    def __init__(self, groups: frozenset[SlotGroup], context: BackendContext) -> None:
+    def __init__(
+        self,
+        groups: frozenset[SlotGroup],
+        context: BackendContext,
+        launcher: Launcher | None = None,
+    ) -> None:
         self._context = context
+        self._launcher = launcher or Launcher()
         self._page_size = own_page_size(context)
         width = -(-context.max_context_len // self._page_size)
         self._own = {
@@ -73,23 +87,77 @@ class SlotTables:
             for group in groups
             if group.pool_group
         }
+        self._windows = {group: _widest(group, context) for group in self._own}
+        self._bound: dict[Hashable, BoundKernel] = {}
 
     def fill(self, step: Step) -> None:
         """Translate the request table for the groups that need it."""
+        for group, own in self._own.items():
+            slot_map = self._context.token_to_kv_pool.slot_map(group.layer_id)
+            if slot_map is None:
+                self._translate(group, own, step)
+            else:
+                self._look_up(group, own, slot_map, step)
+
+    def _look_up(
+        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: Step
+    ) -> None:
+        """The columns that the step's tokens see, in one launch."""
+        batch = step.batch
+        has_starts = batch.encoder_lens is not None and not group.is_cross
+        variant = group, step.queries, step.lens_shift, has_starts
+        bound = self._bound.get(variant)
+        if bound is None:
+            bound = self._bound[variant] = self._bind(group, own, slot_map, step)
+        own_lens = step.queries is None and not group.is_cross
+        bound(
+            (batch.batch_size, PROGRAMS, 1),
+            (
+                batch.req_pool_indices,
+                step.encoder_lens() if group.is_cross else step.lens,
+                step.new_lens() if own_lens else None,
+                batch.encoder_lens if has_starts else None,
+            ),
+        )
+
+    def _bind(
+        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: Step
+    ) -> BoundKernel:
+        table = self._context.req_to_token_pool.req_to_token
+        return BoundKernel(
+            self._launcher,
+            fill_seen_pages,
+            {
+                "table": table,
+                "table_stride": table.stride(0),
+                "slot_map": slot_map,
+                "result": own,
+                "result_stride": own.stride(0),
+                "LENS_SHIFT": 0 if group.is_cross else step.lens_shift,
+                "QUERIES": 0 if group.is_cross else step.queries or 0,
+                "WINDOW": self._windows[group],
+                "PAGE": self._page_size,
+                "BLOCK": BLOCK,
+            },
+            tensors=("rows", "lens", "new_lens", "starts"),
+            options={"num_warps": 4},
+        )
+
+    def _translate(self, group: SlotGroup, own: torch.Tensor, step: Step) -> None:
+        """All columns, by the pool's own method."""
         batch = step.batch
         pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
-        for group, own in self._own.items():
-            lens = batch.encoder_lens if group.is_cross else None
-            pages = page_table(
-                table,
-                batch.req_pool_indices,
-                step.key_lens() if lens is None else lens,
-                page_size=self._page_size,
-                kv_start=None if group.is_cross else batch.encoder_lens,
-                max_len=self._context.max_context_len,
-            )
-            translate = pool.translate if self._page_size == 1 else pool.translate_pages
-            own[: batch.batch_size].copy_(translate(pages, group.layer_id))
+        lens = batch.encoder_lens if group.is_cross else None
+        pages = page_table(
+            table,
+            batch.req_pool_indices,
+            step.key_lens() if lens is None else lens,
+            page_size=self._page_size,
+            kv_start=None if group.is_cross else batch.encoder_lens,
+            max_len=self._context.max_context_len,
+        )
+        translate = pool.translate if self._page_size == 1 else pool.translate_pages
+        own[: batch.batch_size].copy_(translate(pages, group.layer_id))
 
     def of(self, group: SlotGroup, batch: ForwardBatch) -> Slots:
         own = self._own.get(group)
@@ -106,3 +174,14 @@ class SlotTables:
             page_size=1,
             begins_with_encoder=batch.encoder_lens is not None,
         )
+
+
+def _widest(group: SlotGroup, context: BackendContext) -> int:
+    """The widest window of the group's layers; -1 where one of them has none."""
+    windows = [
+        layer.sliding_window_size
+        for layer in context.layers
+        if layer.layer_id in context.token_to_kv_pool.layer_ids
+        and SlotGroup.of(layer, context) == group
+    ]
+    return -1 if group.is_cross or -1 in windows else max(windows)

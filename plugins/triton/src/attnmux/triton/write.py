@@ -37,6 +37,8 @@ class KVWriter:
     """[slots, H, D]: V's memory, or in MLA the rotary key's."""
     format: tuple[int, int]
     """One of FORMATS, whose memory is seen as bytes; zeros for values that are stored as such."""
+    slot_map: torch.Tensor | None
+    """As `KVPool.slot_map`."""
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""
@@ -78,6 +80,7 @@ class KVWriter:
             first=first,
             second=second,
             format=known or (0, 0),
+            slot_map=pool.slot_map(layer.layer_id),
             launcher=launcher or Launcher(),
         )
 
@@ -96,7 +99,7 @@ class KVWriter:
         ):
             check_rows(name, rows, (num_tokens, *buffer.shape[1:]), loc)
         scales = self.pool.read_scales(layer.k_scale, layer.v_scale)
-        slots = self.pool.translate(loc, layer.layer_id)
+        slots = loc if self.slot_map is not None else self.pool.translate(loc, layer.layer_id)
         if not num_tokens:
             return
         bound = self._bound.get(scales)
@@ -134,6 +137,8 @@ class KVWriter:
                 "first_slot_stride": self.first.stride(0),
                 "second_buffer": self.second,
                 "second_slot_stride": self.second.stride(0),
+                "slot_map": self.slot_map,
+                "num_mapped": len(self.first if self.slot_map is None else self.slot_map),
                 "num_slots": self.first.shape[0],
                 "first_scale": scales[0],
                 "second_scale": scales[1],

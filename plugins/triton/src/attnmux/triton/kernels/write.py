@@ -85,6 +85,8 @@ def write_kv(
     second_slot_stride,
     loc,
     loc_stride,
+    slot_map,
+    num_mapped,
     num_tokens,
     num_slots,
     first_scale,
@@ -101,12 +103,17 @@ def write_kv(
 ):
     """Two tensors of as many tokens, K and V or latent and rotary key, to the same slots.
 
+    slot_map: the pool's slot by that of loc, of which there are num_mapped; None where they are the
+    same.
     Grid: blocks of tokens, blocks of columns. A slot that the pool does not have is left out.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, mask=is_token, other=0)
-    is_there = is_token & (slot >= 0) & (slot < num_slots)
+    is_there = is_token & (slot >= 0) & (slot < num_mapped)
+    if slot_map is not None:
+        slot = tl.load(slot_map + slot, mask=is_there, other=0).to(tl.int64)
+        is_there = is_there & (slot < num_slots)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     store_part(
         first,
