@@ -310,7 +310,8 @@ def attend_shares(
                 (scale, cap, v_scale), PART_ROWS, PARTS, kind,
             )),
             (copy_shares, (
-                (q, q_stride, q_head_stride), (k, k_stride, k_head_stride, v, v_stride, v_head_stride),
+                (q, q_stride, q_head_stride),
+                (k, k_stride, k_head_stride, v, v_stride, v_head_stride),
                 (slots, slots_stride), plan, encoder_lens, q_ring, ring, kind,
             )),
         ],

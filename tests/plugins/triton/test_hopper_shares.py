@@ -1,0 +1,130 @@
+"""The kernel of shares for Hopper GPUs, compiled without one; the conformance suite runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+HALF_OF_SHARED = 233472 // 2 - 1024
+"""Bytes that a program may take if two are to share an SM: sm90 has 228 KiB, and keeps 1 each."""
+PLAIN: dict[str, Any] = {
+    "KV_HEADS": 8,
+    "GROUP": 4,
+    "QUERIES": 1,
+    "LENS_SHIFT": -1,
+    "D": 128,
+    "PAGE": 1,
+    "IS_CAUSAL": True,
+    "IS_CROSS": False,
+    "HAS_ENCODER": False,
+    "WINDOW": -1,
+    "CHUNK": 0,
+    "HAS_CAP": False,
+    "HAS_MASK": False,
+    "IS_FIXED": False,
+    "BLOCK_M": 8,
+    "BLOCK_N": 64,
+    "PART_ROWS": 4,
+    "PARTS": 8,
+    "STAGES": 4,
+}
+EIGHT_BITS = {"BLOCK_N": 128, "STAGES": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {},
+    "narrow": {"D": 64},
+    "e4m3": {"keys": "*fp8e4nv", **EIGHT_BITS},
+    "e5m2, narrow": {"keys": "*fp8e5", "D": 64, **EIGHT_BITS},
+    "window in pages": {"WINDOW": 100, "PAGE": 16, "IS_FIXED": True, "HAS_CAP": True},
+    "cross": {"IS_CROSS": True, "IS_CAUSAL": False, "encoder_lens": "*i32"},
+    "verify": {
+        **{"QUERIES": 4, "BLOCK_M": 16, "PART_ROWS": 16, "PARTS": 2, "LENS_SHIFT": 0},
+        **{"HAS_MASK": True, "IS_CAUSAL": False, "mask": "*u8", "mask_indptr": "*i64"},
+        **{"lse": "*fp32", "sinks": "*fp32"},
+    },
+}
+POINTERS = {
+    **dict.fromkeys(("q", "out"), "*bf16"),
+    **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
+    **dict.fromkeys(("slots", "lens", "stops", "unit_blocks", "starts", "share"), "*i32"),
+    "arrivals": "*i32",
+    "rows": "*i64",
+    **dict.fromkeys(("scale", "cap", "v_scale"), "fp32"),
+}
+OPTIONAL = ("lse", "sinks", "encoder_lens", "mask", "mask_indptr")
+
+
+def compiled() -> None:
+    """In a process without the interpreter."""
+    import triton  # noqa: PLC0415  # as said
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as said
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as said
+
+    from attnmux.triton.kernels.hopper_shares import attend_shares  # noqa: PLC0415  # as said
+
+    for name, case in CASES.items():
+        given = {**PLAIN, **case}
+        keys = given.get("keys", "*bf16")
+        words = {**POINTERS, "k": keys, "v": keys}
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(attend_shares.params):
+            word = words.get(parameter.name, "i32")
+            if parameter.name in OPTIONAL:
+                word = given.get(parameter.name, "constexpr")
+            if parameter.is_constexpr or word == "constexpr":
+                word, constants[parameter.name] = "constexpr", given.get(parameter.name)
+            elif parameter.name.endswith("stride") or word.startswith("*"):
+                attributes[place,] = [["tt.divisibility", 16]]
+            signature[parameter.name] = word
+        made = triton.compile(
+            GluonASTSource(attend_shares, signature, constants, attributes),
+            target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": 4, "maxnreg": 128},
+        )
+        facts = {
+            "case": name,
+            "shared": made.metadata.shared,
+            "matrix": made.asm["ptx"].count("wgmma.mma_async"),
+            "wide copies": made.asm["ptx"].count("cp.async.cg"),
+            "narrow copies": made.asm["ptx"].count("cp.async.ca"),
+            "local memory": made.asm["sass"].count("LDL") + made.asm["sass"].count("STL"),
+        }
+        print(json.dumps(facts))
+
+
+def test_two_programs_share_an_sm(tmp_path):
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == list(CASES)
+    for line in lines:
+        case = {**PLAIN, **CASES[line["case"]]}
+        assert line["shared"] <= HALF_OF_SHARED
+        # Keys times queries 16 columns at a time, values times weights 16 keys at a time.
+        turns = case["BLOCK_N"] // 64
+        products = turns * case["D"] // 16 + case["BLOCK_N"] // 16 * case["D"] // 64
+        assert line["matrix"] == products
+        assert line["narrow copies"] == 0 < line["wide copies"]
+        assert line["local memory"] == 0
+
+
+if __name__ == "__main__":
+    compiled()
