@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.errors import TritonError
 
 from attnmux.triton import launching
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.compiling import compile_ahead
 from attnmux.triton.launching import MOST_VARIANTS, BoundKernel, Launcher
 from attnmux.triton.plans import LEAST_BATCH
 from attnmux.triton.rehearsal import rehearse
@@ -182,6 +184,45 @@ def test_what_does_not_compile_says_so():
     call = bound(Kernel(TritonError("out of resource: shared memory")))
     with pytest.raises(BackendFailed, match="kernel does not compile: TritonError: out of"):
         call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,))
+
+
+class Loading:
+    """Loaded when it is asked for, and a while only half."""
+
+    packed_metadata = "packed"
+    metadata = Compiled([]).metadata
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.function: str | None = None
+
+    @property
+    def run(self) -> Any:
+        if not self.loads:
+            self.loads += 1
+            time.sleep(0.05)
+            self.function = "function"
+        return print
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.run
+
+
+def test_a_kernel_of_many_layers_is_loaded_once_and_wholly(driver):
+    compiled, kernel = Loading(), Kernel()
+    kernel.warmup = lambda *args, **options: compiled
+    launcher = Launcher()
+    layers = [bound(kernel, launcher) for _ in range(8)]
+
+    def step() -> None:
+        for layer in layers:
+            layer((1, 1, 1), (ALIGNED, OTHER), (8,), (5,))
+
+    compile_ahead(launcher.rehearse(step), torch.device("cpu"))
+    assert compiled.loads == 1
+    for layer in layers:
+        (variant,) = layer._variants.values()
+        assert variant.launched[0] == "function"
 
 
 MLA = {

@@ -20,9 +20,11 @@ from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.launching import Launcher
 from attnmux.triton.operands import Keys, Results
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
+from attnmux.triton.share_call import ShareCall
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import Step
 from attnmux.triton.sums import RunningSums
+from attnmux.triton.tile_call import TileCall
 from attnmux.triton.write import KVWriter
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class TritonBackend(AttentionBackend):
             layer.layer_id: LayerCall.of(layer, context, self.launcher, launches)
             for layer in context.layers
         }
+        self._share_calls = {name: ShareCall(call) for name, call in self._calls.items()}
+        self._tile_calls = {name: TileCall(call) for name, call in self._calls.items()}
         self._stored = [call for call in self._calls.values() if call.slot_group is not None]
         """Layers that attend over the pool."""
         groups = (call.slot_group for call in self._stored)
@@ -209,10 +213,10 @@ class TritonBackend(AttentionBackend):
         if slots is not None and step.queries is not None:
             plan = self._share_plan(call, step.queries, hides=step.hides)
             mask_indptr = self._bounds.get("mask")
-            call.attend_shares(q, q_rope, step, slots, plan, mask_indptr, results)
+            self._share_calls[layer_id](q, q_rope, step, slots, plan, mask_indptr, results)
             return results.out
-        tiles = self._tiles[call.tile_key(hides=step.hides)]
-        call.attend_tiles(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
+        tiles, attend = self._tiles[call.tile_key(hides=step.hides)], self._tile_calls[layer_id]
+        attend(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
         return results.out
 
     def _share_plan(self, call: LayerCall, queries: int, *, hides: bool) -> SharePlan:

@@ -34,8 +34,15 @@ def compile_ahead(launches: Sequence[Rehearsed], device: torch.device) -> None:
                 launch.bound.kernel.warmup(*launch.values, grid=(1,), **launch.bound.options)
                 for launch in launches
             ]
-        for _ in threads.map(load, launches, begun):
+        compiled = [_finished(*pair) for pair in zip(launches, begun, strict=True)]
+        # Each once: a second thread would be given a kernel that the first has loaded half of.
+        each = {
+            id(kernel): (launch, kernel) for launch, kernel in zip(launches, compiled, strict=True)
+        }
+        for _ in threads.map(lambda pair: load(*pair), each.values()):
             pass
+    for launch, kernel in zip(launches, compiled, strict=True):
+        launch.bound.keep(launch.key, kernel, launch.values, launch.tensors)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -44,13 +51,17 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # as above
+def _finished(launch: Rehearsed, compiled: Any) -> Any:  # noqa: ANN401  # as above
     """compiled: a CompiledKernel, or one that will be."""
-    bound = launch.bound
     try:
-        ready = compiled.result() if hasattr(compiled, "result") else compiled
-        # To ask for it loads it, and finds what the device has too little of.
-        ready.run  # noqa: B018  # a property
-    except Exception as error:  # whatever a compiler or a driver raises
-        raise failure_of(bound.kernel, error) from error
-    bound.keep(launch.key, ready, launch.values, launch.tensors)
+        return compiled.result() if hasattr(compiled, "result") else compiled
+    except Exception as error:  # whatever a compiler raises
+        raise failure_of(launch.bound.kernel, error) from error
+
+
+def _load(launch: Rehearsed, compiled: Any) -> None:  # noqa: ANN401  # as above
+    try:
+        # To ask for its launcher loads it, and finds what the device has too little of, each time.
+        compiled[1, 1, 1]
+    except Exception as error:  # whatever a driver raises
+        raise failure_of(launch.bound.kernel, error) from error

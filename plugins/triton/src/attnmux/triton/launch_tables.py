@@ -34,7 +34,7 @@ HOPPER_SHARES = ShareLaunch(
     # Two programs fit a processor; a launch's begin while those of the one before it end.
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
-HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_n=128, num_stages=6)
+HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_n=128, num_stages=6, least_share=2)
 HOPPER_LATENT_SHARES = ShareLaunch(
     kernel=HOPPER_LATENT,
     block_m=64,

@@ -11,6 +11,8 @@ from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
 from attnmux.triton.slots import Slots
 
+QUERIES = "q", "q_tail", "out", "lse"
+"""Tensors that every call brings."""
 STRIDES = (
     "q_stride",
     "q_head_stride",
@@ -20,6 +22,7 @@ STRIDES = (
     "lse_stride",
     "slots_stride",
 )
+"""How far their rows are apart, and those of the table of slots."""
 KEY_STRIDES = (
     "k_stride",
     "k_head_stride",
