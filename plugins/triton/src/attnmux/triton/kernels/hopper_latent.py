@@ -370,7 +370,7 @@ def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
     return full, free
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["rows", "lens"])
 def attend_latent(
     q,
     q_stride,

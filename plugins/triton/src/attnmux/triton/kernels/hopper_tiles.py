@@ -208,7 +208,10 @@ def attend_rows(
     gl.store(places, q_tile.load(wide), mask=(wide_row < tile.num_rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["batch_size", "num_tokens", "num_tiles"])
+@gluon.jit(
+    do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
+    do_not_specialize_on_alignment=["rows", "cached_lens", "encoder_lens"],
+)
 def attend_hopper_tiles(
     q,
     q_stride,
