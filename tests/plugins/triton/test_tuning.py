@@ -149,6 +149,7 @@ def test_a_file_that_cannot_be_read_is_warned_of_and_breaks_nothing(tmp_path, mo
         {"values": {**tuning._values(SHARES), "block_n": 0}},
         {"values": {**tuning._values(SHARES), "block_n": "64"}},
         {"values": {**tuning._values(SHARES), "color": 3}},
+        {"values": {**tuning._values(SHARES), "kernel": "hopper"}},
         {"values": tuning._values(TILES)},
         {"subject": {"kind": "shares", "k_dim": 32, "v_dim": 32, "rows": True, "page": 16}},
         {"subject": {"kind": "shapes", "k_dim": 32, "v_dim": 32, "rows": 2, "page": 16}},
