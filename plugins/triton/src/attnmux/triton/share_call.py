@@ -25,6 +25,8 @@ from attnmux.triton.slots import Slots
 from attnmux.triton.step import Step
 
 TENSORS = (*QUERIES, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr")
+MOST_PARTS = 16
+"""That are merged at a time: more of them take registers from the loop over keys."""
 
 
 class ShareCall:
@@ -124,7 +126,7 @@ class ShareCall:
                 "BLOCK_M": launch.block_m,
                 "BLOCK_N": launch.block_n,
                 "PART_ROWS": key.part_rows,
-                "PARTS": max(launch.merged_rows // key.part_rows, 1),
+                "PARTS": min(max(launch.merged_rows // key.part_rows, 1), MOST_PARTS),
                 "STAGES": launch.num_stages,
                 **launch.more,
             },
