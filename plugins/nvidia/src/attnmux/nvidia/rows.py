@@ -26,3 +26,8 @@ def aligned(rows: torch.Tensor) -> torch.Tensor:
 def is_writable(out: torch.Tensor) -> bool:
     """Whether kernels that want rows end to end can store them in `out`."""
     return out.is_contiguous() and is_aligned(out)
+
+
+def by_request(rows: torch.Tensor, each: int) -> torch.Tensor:
+    """Rows [T, H, D] of requests that have `each` tokens as [B, each, H, D], a view."""
+    return rows.unsqueeze(1) if each == 1 else rows.view(-1, each, *rows.shape[1:])

@@ -1,7 +1,9 @@
-"""What every emulator computes in the end: dense attention over padded batches, in float32.
+"""What every emulator computes in the end: dense attention over padded batches, in float64.
 
-Shapes are static and nothing is read on the host, so that a recorded step can be replayed. It
-shares no code with `attnmux.core.reference`, which emulated backends are compared with.
+Shapes are static and nothing is read on the host, so that a recorded step can be replayed. Results
+are rounded to float32, which hides how a matrix product was split up: a batch of another size may
+be split otherwise. It shares no code with `attnmux.core.reference`, which emulated backends are
+compared with.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def attend(
     """
     batch_size, num_queries, num_heads, _ = q.shape
     kv_heads = k.shape[2]
-    queries = q.float().reshape(batch_size, num_queries, kv_heads, num_heads // kv_heads, -1)
-    logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k.float()) * scale
+    queries = q.double().reshape(batch_size, num_queries, kv_heads, num_heads // kv_heads, -1)
+    logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k.double()) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~keep[:, None, None], -torch.inf)
@@ -43,15 +45,15 @@ def attend(
     weights = torch.exp(logits - top.masked_fill(top.isneginf(), 0))
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1, 1, 1)
+        sink = sinks.double().view(1, kv_heads, -1, 1, 1)
         total = total + torch.exp(sink - top.masked_fill(top.isneginf(), 0))
     lse = total.log() + top.masked_fill(top.isneginf(), 0)
     if rounded_weights is not None:
         dtype, largest = rounded_weights
-        weights = (weights * largest).to(dtype).float() / largest
-    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v.float())
+        weights = (weights * largest).to(dtype).double() / largest
+    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v.double())
     out = out / total.clamp(min=torch.finfo(total.dtype).tiny).permute(0, 3, 1, 2, 4)
-    return out.flatten(2, 3), lse.squeeze(-1).permute(0, 3, 1, 2).reshape(
+    return out.flatten(2, 3).float(), lse.float().squeeze(-1).permute(0, 3, 1, 2).reshape(
         batch_size, num_queries, num_heads
     )
 

@@ -1,7 +1,6 @@
 """FlashAttention 3 through `sgl_kernel`.
 
 backend.py    the contract's methods; read it first
-metadata.py   once a step: page tables, lengths and where each request's queries begin
 calls.py      once: what the library is told at every call of a layer
 kernels.py    what is taken from the library; factory.py alone imports it
 trial.py      the launch that shows whether the library runs on a device

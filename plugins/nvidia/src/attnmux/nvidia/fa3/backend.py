@@ -15,8 +15,9 @@ from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.nvidia.fa3.calls import LayerCall
-from attnmux.nvidia.fa3.metadata import KeyGroup, Keys, Step, fixed_buffers
-from attnmux.nvidia.rows import aligned, is_aligned
+from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.nvidia.results import nothing, store_lse
+from attnmux.nvidia.rows import aligned, by_request, is_aligned
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -123,7 +124,7 @@ class FA3Backend(AttentionBackend):
         call = self._calls[layer.layer_id]
         no_keys = k is not None and not k.shape[0]
         if not q.shape[0] or no_keys:
-            return _nothing(q, layer, out, lse)
+            return nothing(q, layer, out, lse)
         into = None if out is None or not is_aligned(out) else out
         if k is not None and v is not None:
             result = self._in_call(q, k, v, call, step, batch, into, lse)
@@ -151,8 +152,8 @@ class FA3Backend(AttentionBackend):
             arguments["cu_seqlens_q"] = step.query_bounds(q.device)
             arguments["max_seqlen_q"] = step.max_seqlen_q
         else:
-            q = _by_request(q, each)
-            into = None if into is None else _by_request(into, each)
+            q = by_request(q, each)
+            into = None if into is None else by_request(into, each)
         if call.quantised is not None:
             arguments.update(call.quantised.descales(step.batch_size))
         result = self._kernels.flash_attn_with_kvcache(
@@ -168,7 +169,7 @@ class FA3Backend(AttentionBackend):
         )
         if lse is not None:
             result, kernels_lse, *_ = result
-            _store_lse(kernels_lse, lse, each)
+            store_lse(kernels_lse, lse, each)
         if into is not None and out is not None:
             return out
         attended: torch.Tensor = result.flatten(0, -3)
@@ -204,31 +205,5 @@ class FA3Backend(AttentionBackend):
         )
         if lse is not None:
             result, kernels_lse, *_ = result
-            _store_lse(kernels_lse, lse, None)
+            store_lse(kernels_lse, lse, None)
         return result if out is None else out
-
-
-def _by_request(rows: torch.Tensor, each: int) -> torch.Tensor:
-    """[T, H, D] as [B, each, H, D]."""
-    return rows.unsqueeze(1) if each == 1 else rows.view(-1, each, *rows.shape[1:])
-
-
-def _store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
-    """[Hq, T], or [B, Hq, Tq] where every request has as many queries, to the caller's [T, Hq]."""
-    if queries_each is None:
-        lse.copy_(source.t())
-    else:
-        lse.view(source.shape[0], queries_each, -1).copy_(source.transpose(1, 2))
-
-
-def _nothing(
-    q: torch.Tensor, layer: LayerSpec, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> torch.Tensor:
-    """The result of queries that have no keys."""
-    if lse is not None:
-        lse.fill_(-torch.inf)
-        if layer.sinks is not None:
-            lse.copy_(layer.sinks)
-    if out is None:
-        return q.new_zeros((*q.shape[:2], layer.v_head_dim))
-    return out.zero_()

@@ -12,7 +12,7 @@ from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
-from attnmux.nvidia.fa3.metadata import KeyGroup
+from attnmux.nvidia.page_tables import KeyGroup
 
 FP8 = torch.float8_e4m3fn
 """The one 8-bit float that the kernels read."""
