@@ -74,6 +74,8 @@ def test_backends(call) -> None:
     assert {field.name for field in fields(BackendCard)} <= set(card)
     assert card["fp8_products"] is False
     assert card["sources"]["kv_dtype"].startswith("8-bit floats are widened")
+    (on_cpu,) = [run for run in card["verified_on"] if run["platform"] == "cpu:x86_64"]
+    assert on_cpu["emulated"] is False
     assert "torch_native" in call("backends").stdout
 
 

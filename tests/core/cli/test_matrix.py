@@ -17,6 +17,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.plugins import load_plugins
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.values import PHASES
+from attnmux.core.choosing.verified import Verified
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.matrix import markdown
 from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
@@ -177,6 +178,20 @@ def test_what_holds_of_two_backends_together() -> None:
     beside = "- Where `half` alone is named, `whole` or `other` serves decode."
     assert (page.count(apart), page.count(beside)) == (1, 2)
     assert set(rows["mha", "half"].to_dict()) >= {"excludes", "companions"}
+
+
+def test_what_a_backend_was_run_on() -> None:
+    """The machines that a kind is served on, or that it was an emulator alone."""
+    device = {"platform": "nvidia:sm90", "libraries": (), "date": "2026-11-21"}
+    emulator = Verified(on="a library", libraries=(), date="2026-11-21")
+    clauses = ({"vendor": one_of("nvidia")}, {"kind": one_of("mla"), "vendor": one_of("cpu")})
+    runs = (Verified(on="H200", **device), emulator)
+    mha, mla = rows_of([offer(*clauses, verified_on=runs)])
+    assert (mha.verified_on, mla.verified_on) == (runs, (emulator,))
+    assert mha.to_dict()["verified_on"][0]["on"] == "H200"
+    (first, second) = [line for line in markdown((mha, mla)).splitlines() if line[:3] == "| `"]
+    assert "| any | H200 |" in first
+    assert "| any | an emulator alone |" in second
 
 
 def test_the_page_numbers_its_limits_once() -> None:

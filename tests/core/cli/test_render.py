@@ -11,6 +11,7 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.verified import Verified
 from attnmux.core.cli.render import render_backends, render_explanation
 
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
@@ -41,3 +42,12 @@ def test_a_planned_backend_has_nothing_to_install(capsys) -> None:
     render_backends([(soon, standing(soon, Policy(), {}.get))])
     row = capsys.readouterr().out.splitlines()[1]
     assert row.split()[3:] == ["planned", ":smile:"]
+
+
+def test_a_backend_that_ran_on_an_emulator_alone_says_so(capsys) -> None:
+    emulator = Verified(on="a library", libraries=(), date="2026-11-21")
+    device = Verified(on="H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
+    shown = [offer("emulated", verified_on=(emulator,)), offer("real", verified_on=(device,))]
+    render_backends([(each, []) for each in shown])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("ready (so far run on an emulator alone)") == 1

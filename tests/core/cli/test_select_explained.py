@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from attnmux.core.choosing.card import BackendCard, Clause, Offer, Option, Prior
 from attnmux.core.choosing.conditions import ANY, Condition, one_of
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.verified import Verified
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -103,6 +105,26 @@ def test_explained(call) -> None:
     assert "page_size default 64 (decided with the backends)" in said
     assert "best.tile default 8 (the card's)" in said
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_what_the_winner_was_never_run_on(call, monkeypatch) -> None:
+    """One line, of an available winner; none where its card names such a device."""
+    where = {"libraries": ("lib 1.0",), "date": "2026-11-21"}
+    emulator = Verified(on="lib 1.0's functions", **where)
+    silent = "best: its card names no machine that it was run on"
+    emulated = (
+        "best: never run on cpu:x86_64, only on an emulator of lib 1.0's functions "
+        "(lib 1.0, 2026-11-21)"
+    )
+    here = Verified(on="a laptop", platform="cpu:x86_64", **where)
+    cases = (((), [silent]), ((emulator,), [emulated]), ((emulator, here), []))
+    for runs, doubts in cases:
+        given = (replace(CARDS[0], verified_on=runs), *CARDS[1:])
+        monkeypatch.setitem(globals(), "CARDS", given)
+        assert explanation(call("--explain", "--json"))["doubts"] == doubts
+        said = words(call("--explain").stdout)
+        assert [line for line in (silent, emulated) if line in said] == doubts
+        assert "never run on" not in words(call().stdout)
 
 
 def test_all_reasons(call) -> None:

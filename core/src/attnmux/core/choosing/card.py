@@ -15,6 +15,7 @@ from attnmux.core.choosing.conditions import ANY, NONE, Condition
 from attnmux.core.choosing.dtypes import DTYPES
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.values import KINDS, PHASES
+from attnmux.core.choosing.verified import Verified
 from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.errors import InvalidInput
 
@@ -177,6 +178,7 @@ HELD: Mapping[str, tuple[type, ...]] = {
     "priors": (Prior,),
     "companions": (str,),
     "excludes": (str,),
+    "verified_on": (Verified,),
 }
 """What the tuples of a card hold."""
 
@@ -223,6 +225,8 @@ class BackendCard:
     fp8_products: bool = False
     """Whether Q and the softmax's weights are rounded to KV's dtype where that is an 8-bit float,
     as 8-bit matrix units want. The conformance suite allows such a backend the rounding."""
+    verified_on: tuple[Verified, ...] = ()
+    """What passed the conformance suite: hardware, or an emulator of the vendor's functions."""
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -71,6 +71,7 @@ def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "excludes": list(card.excludes),
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
         "fp8_products": card.fp8_products,
+        "verified_on": [run.to_dict() for run in card.verified_on],
         "reasons": [asdict(reason) for reason in reasons],
     }
 

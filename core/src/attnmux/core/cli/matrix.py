@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from attnmux.core.choosing.values import KINDS
+from attnmux.core.choosing.verified import hardware
 from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, rows_of
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 
@@ -16,7 +17,9 @@ INTRODUCTION = """\
 
 What each backend serves, as its card says. `attnmux matrix` prints this page; cards of other
 installed plugins are in it too. Empty cells are not served. A number leads to the limits under
-which a cell holds. A planned backend can be asked about for any machine and does not run yet."""
+which a cell holds. A planned backend can be asked about for any machine and does not run yet.
+"Run on" is the hardware on which a backend passed the conformance suite; "an emulator alone" is
+none of it: the vendor's functions in plain torch."""
 
 TITLES = {
     "mha": "MHA and GQA",
@@ -26,7 +29,7 @@ TITLES = {
     "linear": "Linear attention",
 }
 
-LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes")
+LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "run on")
 
 
 @click.command()
@@ -70,6 +73,7 @@ def _section(title: str, rows: Sequence[Row]) -> str:
             "; ".join(row.machines),
             ", ".join(row.phases),
             row.page_sizes,
+            hardware(row.verified_on),
         )
         lines.append(_line((*leading, *(_said(cell, notes) for cell in row.cells))))
     limits = [f"{number}. {text}" for text, number in notes.items()]

@@ -17,6 +17,7 @@ from attnmux.core.choosing.pairs import opposed
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.values import KINDS, PHASES
+from attnmux.core.choosing.verified import Verified
 from attnmux.core.cli.matrix_clauses import covers, either, restrictions, union, union_said
 
 Served = Literal["yes", "some", "no"]
@@ -72,6 +73,8 @@ class Row:
     machines: tuple[str, ...]
     phases: tuple[str, ...]
     page_sizes: str
+    verified_on: tuple[Verified, ...]
+    """What the backend was run on, of the vendors that it serves the kind for."""
     cells: tuple[Cell, ...]
     """In the order of COLUMNS."""
     excludes: tuple[str, ...]
@@ -93,6 +96,7 @@ class Row:
             "machines": list(self.machines),
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
+            "verified_on": [run.to_dict() for run in self.verified_on],
             "features": features,
             "excludes": list(self.excludes),
             "companions": list(self.companions),
@@ -133,6 +137,11 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
+        verified_on=tuple(
+            run
+            for run in offer.card.verified_on
+            if run.emulated or any(clause.vendor.admits(run.vendor) for clause in clauses)
+        ),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,

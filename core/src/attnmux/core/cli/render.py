@@ -14,6 +14,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.verified import emulated_alone, hardware
 from attnmux.core.cli.select_origins import Stated
 
 WIDTH = 100
@@ -66,17 +67,20 @@ def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
             offer.card.name,
             offer.plugin,
             f"{offer.distribution} {offer.version}".strip(),
-            _here(reasons),
+            _here(offer, reasons),
             offer.card.summary,
         )
     _print_table(table)
 
 
-def _here(reasons: Sequence[Reason]) -> str:
-    """What a backend lacks to run here. No installation makes a planned one run."""
+def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
+    """What a backend lacks to run here, and whether it never ran on hardware. No installation
+    makes a planned one run."""
     if any(reason.code == "PLANNED" for reason in reasons):
         return "planned"
-    return "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
+    lacking = "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
+    runs = offer.card.verified_on
+    return f"{lacking} (so far run on {hardware(runs)})" if emulated_alone(runs) else lacking
 
 
 def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
@@ -97,11 +101,17 @@ def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
 
 
 def render_explanation(
-    decision: Decision, told: Sequence[Outcome], values: Sequence[Stated], *, every: bool
+    decision: Decision,
+    told: Sequence[Outcome],
+    values: Sequence[Stated],
+    doubts: Sequence[str] = (),
+    *,
+    every: bool,
 ) -> None:
     """Who was chosen and why, who was not and why not, what was changed, who set each value.
 
-    `every`: every reason of each that was not chosen, else the first.
+    `doubts`: of the chosen, what was never run on such hardware. `every`: every reason of each that
+    was not chosen, else the first.
     """
     console = _console()
     _print_head(console, decision)
@@ -111,6 +121,8 @@ def render_explanation(
         if outcome.standing == "chosen"
     ]
     _print_rows(console, ("for", "chosen", "plugin", "rank", "because"), rows)
+    for doubt in doubts:
+        console.print(Text(doubt, style="dim"))
     _print_losers(console, told, len(decision.phases), every=every)
     _print_values(console, values)
     _print_hash(console, decision)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.outcomes import outcomes, outcomes_of_refusal
+from attnmux.core.choosing.verified import doubt
 from attnmux.core.cli import select
 from attnmux.core.cli.run import Run, echo_json
 from attnmux.core.cli.select_origins import Asked, stated
@@ -33,10 +36,12 @@ def show(
     else:
         told = outcomes(answer, asked.offers, asked.policy)
     values = stated(asked, decision) if explain else []
+    doubts = [] if decision is None else doubted(decision, asked.offers)
     if as_json:
         explanation = {
             "outcomes": [outcome.to_dict() for outcome in told],
             "values": [asdict(value) for value in values],
+            "doubts": doubts,
         }
         plain = select.answered(answer, asked.request, asked.device)
         echo_json({**plain, "warnings": run.warnings, "explanation": explanation})
@@ -47,6 +52,20 @@ def show(
         if explain:
             render.render_refusal(told, values, len(asked.request.phases), every=every)
     elif explain:
-        render.render_explanation(decision, told, values, every=every)
+        render.render_explanation(decision, told, values, doubts, every=every)
     else:
         render.render_decision(decision, told)
+
+
+def doubted(decision: Decision, offers: Sequence[Offer]) -> list[str]:
+    """A line for each chosen backend that was never run on hardware of the platform's kind.
+
+    A planned one never ran at all, which is said beside its name.
+    """
+    chosen = {(choice.plugin, choice.backend) for choice in decision.phases.values()}
+    found = (
+        (offer.card.name, doubt(offer.card.verified_on, decision.platform))
+        for offer in offers
+        if (offer.plugin, offer.card.name) in chosen and offer.card.status == "available"
+    )
+    return [f"{name}: {said}" for name, said in found if said]

@@ -17,6 +17,7 @@ from attnmux.core.choosing.conditions import (
     versions,
 )
 from attnmux.core.choosing.plugins import hookimpl
+from attnmux.core.choosing.verified import Verified
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
@@ -47,6 +48,13 @@ def _plain(kind: str, **more: Condition) -> Clause:
     return Clause(**{**everything, **more})
 
 
+_H200 = Verified(
+    on="NVIDIA H200",
+    platform="nvidia:sm90",
+    libraries=("torch 2.11.0+cu130",),
+    date="2026-11-21",
+)
+
 _LATENT: dict[str, Condition] = {"kv_lora_rank": ANY, "qk_rope_head_dim": ANY}
 
 TORCH_NATIVE = BackendCard(
@@ -55,6 +63,15 @@ TORCH_NATIVE = BackendCard(
     factory="attnmux.cpu.torch_native:TorchNativeBackend",
     requires=("torch>=2.11",),
     extra="torch",
+    verified_on=(
+        Verified(
+            on="Intel Xeon with AVX-512",
+            platform="cpu:x86_64",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+        _H200,
+    ),
     sources={
         "dtype": "torch's matrix products and softmax have all three",
         "kv_dtype": "8-bit floats are widened; no pool that torch operations read holds 4 bits",
@@ -135,6 +152,15 @@ FLEX_ATTENTION = BackendCard(
     factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
     requires=("torch>=2.11",),
     extra="torch",
+    verified_on=(
+        Verified(
+            on="AMD EPYC with AVX-512-BF16",
+            platform="cpu:x86_64",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-21",
+        ),
+        _H200,
+    ),
     sources={
         "features": "Inductor compiles C++, and vectorises it for AVX2 and later",
         "version": "bfloat16 begins at SM80; earlier devices were not tried",

@@ -6,6 +6,7 @@ from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
 from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from attnmux.core.choosing.verified import Verified
 
 _HOPPER: dict[str, Any] = {
     "vendor": one_of("nvidia"),
@@ -53,6 +54,17 @@ FA3 = BackendCard(
             type=int,
             default=0,
             summary="parts that the keys of a request are split into; 0 lets the library choose",
+        ),
+    ),
+    verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "sglang-kernel 0.4.5",
+            ),
+            date="2026-11-21",
         ),
     ),
     sources={

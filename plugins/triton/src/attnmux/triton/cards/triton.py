@@ -14,6 +14,7 @@ from attnmux.core.choosing.conditions import (
     multiple_of,
     one_of,
 )
+from attnmux.core.choosing.verified import Verified
 
 REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
 """torch brings Triton, for AMD and Intel under names of their own: 2.11 pins 3.6 on NVIDIA and AMD,
@@ -99,6 +100,17 @@ TRITON = BackendCard(
     extra="triton",
     options=OPTIONS,
     tuner="attnmux.triton.tuning:tune",
+    verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "triton 3.6.0",
+            ),
+            date="2026-11-21",
+        ),
+    ),
     sources={
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
