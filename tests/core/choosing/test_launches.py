@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -14,6 +15,7 @@ import pytest
 from attnmux.core.choosing.launches import TunedLaunch, current_launches, launch_file
 from attnmux.core.choosing.measurement import Device
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.record_file import Records
 from attnmux.core.choosing.trials import Trial, by_subject, winner
 from attnmux.core.errors import InvalidInput
 
@@ -76,6 +78,42 @@ def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, conten
     assert (tmp_path / "launches.json.damaged").read_bytes() == content
 
 
+def test_what_a_file_holds_and_cannot_be_read_is_told_before_it_is_written(tmp_path) -> None:
+    path = tmp_path / "new" / "launches.json"
+    assert launch_file(path).prepare() == Records()
+    launch_file(path).add([launch()])
+    assert launch_file(path).prepare().found == (launch(),)
+    path.write_text("{")
+    (problem,) = launch_file(path).prepare().problems
+    assert "delete it" in problem
+    assert path.read_text() == "{"
+
+
+def test_what_is_no_file_of_ours_to_write_is_left_where_it_is(tmp_path) -> None:
+    folder = tmp_path / "launches.json"
+    folder.mkdir()
+    (folder / "something").touch()
+    for path in (folder, folder / "something" / "launches.json"):
+        for write in (launch_file(path).prepare, partial(launch_file(path).add, [launch()])):
+            with pytest.raises(OSError, match=r"launches\.json"):
+                write()
+        assert launch_file(path).read().problems
+    assert (folder / "something").exists()
+
+
+def test_who_could_read_the_old_file_can_read_the_new_one(tmp_path) -> None:
+    path, umask = tmp_path / "launches.json", os.umask(0o022)
+    try:
+        launch_file(path).add([launch()])
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o644
+    path.chmod(0o660)
+    launch_file(path).add([launch(1)])
+    assert path.stat().st_mode & 0o777 == 0o660
+    assert [each.name for each in tmp_path.iterdir() if each.suffix != ".lock"] == [path.name]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -85,6 +123,7 @@ def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, conten
         ("date", "2026-05-01T12:00:00"),
         ("device", {"vendor": "nvidia"}),
         ("versions", {"triton": 3}),
+        ("versions", {"": "3.6.0"}),
         ("color", "red"),
     ],
 )
@@ -96,7 +135,10 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
     path.write_text(json.dumps({"format": 1, "launches": entries}))
     records = launch_file(path).read()
     assert records.found == (launch(1),)
-    assert f"{path}, launche" in records.problems[0]
+    assert f"{path}, launches[0]: " in records.problems[0]
+    assert len(records.problems) == 2
+    # With what is installed asked of the environment itself.
+    assert current_launches(path, "triton/triton", HERE).found == ()
 
 
 @pytest.mark.parametrize(
@@ -133,10 +175,31 @@ def trial(value: int, median_us: float | None, *, is_current: bool = False) -> T
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("median_us", 0.0),
+        ("median_us", float("nan")),
+        ("median_us", "12"),
+        ("values", {"warps": [8]}),
+        ("values", ["warps"]),
+        ("subject", {"kind": None}),
+        ("subject", {3: "tiles"}),
+    ],
+)
+def test_a_trial_holds_what_can_be_kept(field, value) -> None:
+    given: dict[str, object] = {"subject": {"kind": "tiles"}, "values": {}, "median_us": None}
+    assert Trial(**given).to_dict() == {**given, "error": "", "is_current": False}
+    with pytest.raises(InvalidInput, match=f"trial, {field}"):
+        Trial(**{**given, field: value})
+
+
+@pytest.mark.parametrize(
     ("times", "wins"),
     [
         ([10.0, 9.0, 9.5], 1),
         ([10.0, 9.81, None], None),
+        ([10.0, 9.8, None], None),
+        ([10.0, 9.79, None], 1),
         ([10.0, 11.0, 12.0], None),
         ([None, 11.0, 9.0], 2),
         ([None, None, None], None),

@@ -383,7 +383,7 @@ class TestTheFile:
         stored = read_measurements(path)
         assert stored.measurements == (faster[1],)
         assert len(stored.problems) == 2
-        assert f"{path}, measurement 0" in stored.problems[0]
+        assert f"{path}, measurements[0]" in stored.problems[0]
 
     def test_a_write_that_fails_leaves_the_old_one(self, tmp_path, faster, monkeypatch) -> None:
         path = tmp_path / "measurements.json"

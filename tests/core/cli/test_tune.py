@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.launches import current_launches
+from attnmux.core.choosing.launches import current_launches, launch_file
 from attnmux.core.choosing.probe import Detection
 from attnmux.core.choosing.trials import Job, Trial
 from attnmux.core.cli import run as shared
@@ -25,6 +25,7 @@ jobs: list[Job] = []
 
 def tuner(job: Job) -> Iterator[Trial]:
     jobs.append(job)
+    print("what a library has to say")
     for kind, times in (("shares", (10.0, 8.0, None)), ("tiles", (10.0, 9.9, 20.0))):
         for warps, time in zip((4, 8, 16), times, strict=True):
             yield Trial(
@@ -38,6 +39,26 @@ def tuner(job: Job) -> Iterator[Trial]:
 
 def broken(job: Job) -> Iterator[Trial]:
     raise RuntimeError("no driver\nand much more")
+
+
+def exiting(job: Job) -> Iterator[Trial]:
+    raise SystemExit("no licence")
+
+
+def interrupted(job: Job) -> Iterator[Trial]:
+    raise KeyboardInterrupt
+
+
+def slipping(job: Job) -> Iterator[Trial]:
+    yield Trial(subject={"kind": "tiles"}, values={"warps": None}, median_us=1.0)
+
+
+def telling_none(job: Job) -> Iterator[object]:
+    yield {"warps": 4}
+
+
+def failing_today(job: Job) -> Iterator[Trial]:
+    yield Trial(subject={}, values={"warps": 4}, median_us=None, error="hangs", is_current=True)
 
 
 class Installed:
@@ -124,7 +145,8 @@ def test_people_see_what_was_tried_and_what_won(installed, file) -> None:
     assert "warps=8 8.0 0.800 won" in said
     assert "warps=4 10.0 1.000 today's" in said
     assert "warps=16 out of resource: shared memory" in said
-    assert "1 launches are faster than today's" in said
+    assert "shares page=1" in said
+    assert "1 launch is faster than today's" in said
     assert str(file) in "".join(result.stdout.split())
 
 
@@ -133,6 +155,10 @@ def test_a_backend_without_a_tuner(installed, file) -> None:
     assert result.exit_code == 2
     assert "one with a tuner: of-this-test/fake0" in result.stderr
     assert tune("fake7").exit_code == 2
+    installed(None)
+    result = tune()
+    assert result.exit_code == 3
+    assert "no installed backend has a tuner" in result.stderr
 
 
 def test_where_nothing_fits(installed, file) -> None:
@@ -144,13 +170,97 @@ def test_where_nothing_fits(installed, file) -> None:
     assert not file.exists()
 
 
-def test_a_tuner_that_fails_says_so(installed, file) -> None:
-    installed(f"{__name__}:broken")
+def test_a_phase_that_others_serve(installed, file) -> None:
+    installed(None, f"{__name__}:tuner")
+    result = tune("fake1", "--request", "phases=encoder")
+    assert result.exit_code == 3, result.output
+    assert "others serve encoder" in result.stderr
+    assert jobs == []
+
+
+def test_names_that_are_configured_change_nothing(installed, file, monkeypatch) -> None:
+    for name in ("DECODE", "PREFILL", "MM"):
+        monkeypatch.setenv(f"ATTNMUX_{name}_BACKEND", "fake1")
+    result = tune(
+        "fake0", "--request", f"{FIELDS},phases=extend+decode+encoder,encoder_head_dim=64"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cpu:", "cpu:x", "gpu"])
+def test_a_device_of_another_kind(installed, file, device) -> None:
+    result = tune("--device", device)
+    assert result.exit_code == 2
+    assert "--device: expected a device of a machine: cpu, cpu:1" in result.stderr
+    assert jobs == []
+
+
+@pytest.mark.parametrize(
+    ("tuner", "code", "said"),
+    [
+        ("broken", 1, "RuntimeError: no driver"),
+        ("exiting", 1, "SystemExit: no licence"),
+        ("missing", 1, "KeyError"),
+        ("telling_none", 1, "{'warps': 4}, which is no Trial"),
+        ("slipping", 2, "trial, values: expected numbers and words by name"),
+    ],
+)
+def test_a_tuner_that_fails_says_so(installed, file, tuner, code, said) -> None:
+    installed(f"{__name__}:{tuner}")
     result = tune("fake0")
-    assert result.exit_code == 1
-    assert "of-this-test/fake0 cannot run here" in result.stderr
-    assert "RuntimeError: no driver" in result.stderr
+    assert result.exit_code == code
+    assert said in result.stderr
+    if code == 1:
+        assert f"of-this-test/fake0 cannot run here: {__name__}:{tuner}: " in result.stderr
     assert not file.exists()
+
+
+def test_of_several_who_fails_is_warned_of(installed, file) -> None:
+    installed(f"{__name__}:broken", f"{__name__}:tuner", f"{__name__}:broken")
+    result = tune("--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert [each["backend"] for each in answer["backends"]] == ["of-this-test/fake1"]
+    assert [warning.partition(" ")[0] for warning in answer["warnings"]] == [
+        "of-this-test/fake0",
+        "of-this-test/fake2",
+    ]
+    installed(f"{__name__}:broken", f"{__name__}:broken")
+    assert tune().exit_code == 1
+
+
+def test_what_one_found_is_kept_before_the_next_tries(installed, file) -> None:
+    installed(f"{__name__}:tuner", f"{__name__}:interrupted")
+    result = tune()
+    assert result.exit_code == 130
+    assert "warps=8" in result.stdout
+    assert len(launch_file(file).read().found) == 1
+
+
+def test_today_s_launch_that_fails_says_why(installed, file) -> None:
+    installed(f"{__name__}:failing_today")
+    assert "warps=4 today's: hangs" in " ".join(tune().stdout.split())
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_tried(
+    installed, file
+) -> None:
+    file.mkdir()
+    result = tune()
+    assert result.exit_code == 2
+    assert f"{file} cannot be written: IsADirectoryError" in result.stderr
+    assert "ATTNMUX_LAUNCHES" in result.stderr
+    assert jobs == []
+    assert tune("--dry-run").exit_code == 0
+
+
+def test_a_file_that_cannot_be_read_is_warned_of_and_set_aside(installed, file) -> None:
+    file.write_text('{"format": 2}')
+    answer = json.loads(tune("--json").stdout)
+    assert f"{file} holds no launches that can be read" in answer["warnings"][0]
+    assert len(launch_file(file).read().found) == 1
+    assert file.with_name(f"{file.name}.damaged").read_text() == '{"format": 2}'
 
 
 def test_what_would_not_be_used_is_not_kept(installed, file, monkeypatch) -> None:

@@ -25,6 +25,12 @@ FORMAT = 1
 Value = bool | int | float | str
 
 
+def _is_versions(value: object) -> bool:
+    _, holds = EXPECTED["versions"]
+    # No distribution is asked for that has no name
+    return holds(value) and isinstance(value, Mapping) and all(value)
+
+
 def _is_values(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(one, (bool, int, float, str))
@@ -35,7 +41,7 @@ def _is_values(value: object) -> bool:
 CHECKED: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "backend": TEXT,
     "device": EXPECTED["device"],
-    "versions": EXPECTED["versions"],
+    "versions": ("texts by name of distribution", _is_versions),
     "subject": ("numbers and words by name", _is_values),
     "values": ("numbers and words by name", _is_values),
     "median_us": EXPECTED["median_us"],
@@ -91,7 +97,8 @@ class TunedLaunch:
             if isinstance(error, InvalidInput):
                 raise
             came = f"{type(error).__name__}: {error}"
-            raise InvalidInput("launch", came=came, expected="its fields") from error
+            expected = f"the fields {', '.join(cls.__dataclass_fields__)}"
+            raise InvalidInput("launch", came=came, expected=expected) from error
 
 
 def launch_file(path: Path) -> RecordFile[TunedLaunch]:

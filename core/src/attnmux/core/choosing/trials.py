@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.launches import Value
+from attnmux.core.choosing.launches import CHECKED, Value
 from attnmux.core.choosing.tuning import LEAST_GAIN
+from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.platform import Platform
@@ -30,7 +31,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One launch that was tried for a subject."""
+    """One launch that was tried for a subject.
+
+    Raises InvalidInput for a subject, values or a time that no `TunedLaunch` could hold.
+    """
 
     subject: Mapping[str, Value]
     """What is launched, and for which shapes, in the backend's words."""
@@ -43,6 +47,12 @@ class Trial:
     """Whether it is what the backend launches today."""
 
     def __post_init__(self) -> None:
+        timed = () if self.median_us is None else ("median_us",)
+        for name in ("subject", "values", *timed):
+            expected, holds = CHECKED[name]
+            if not holds(getattr(self, name)):
+                came = repr(getattr(self, name))
+                raise InvalidInput(f"trial, {name}", came=came, expected=expected)
         for name in ("subject", "values"):
             object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
 
@@ -66,11 +76,11 @@ def by_subject(trials: Iterable[Trial]) -> dict[Mapping[str, Value], list[Trial]
 def winner(trials: Iterable[Trial]) -> Trial | None:
     """The trial of one subject that should replace today's launch.
 
-    None where that is the fastest, or within `LEAST_GAIN` of it.
+    None where nothing saves more than `LEAST_GAIN` of its time.
     """
     timed = [(trial.median_us, trial) for trial in trials if trial.median_us is not None]
     if not timed:
         return None
     fastest, best = min(timed, key=lambda pair: pair[0])
     limits = (time * (1 - LEAST_GAIN) for time, trial in timed if trial.is_current)
-    return None if best.is_current or any(fastest > limit for limit in limits) else best
+    return None if best.is_current or any(fastest >= limit for limit in limits) else best

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.launches import TunedLaunch, launch_file
-from attnmux.core.choosing.measurement import Device, versions_of
 from attnmux.core.choosing.naming import offers_named
-from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.trials import Job, Trial, Tuner, by_subject, winner
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.record_file import RecordFile
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import machine, requested
-from attnmux.core.errors import (
-    AttnmuxError,
-    BackendFailed,
-    InvalidInput,
-    NoBackend,
-    SettingsError,
-    in_brief,
-)
-
-PHASES_UNNAMED = dict.fromkeys(("prefill_backend", "decode_backend", "mm_backend"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """What a backend tried."""
-
-    offer: Offer
-    job: Job
-    trials: tuple[Trial, ...]
-
-    def won(self) -> list[Trial]:
-        found = (winner(trials) for trials in by_subject(self.trials).values())
-        return [trial for trial in found if trial is not None]
-
-    def launches(self) -> list[TunedLaunch]:
-        """What to keep."""
-        now, versions = datetime.now(timezone.utc), versions_of(self.offer)
-        return [
-            TunedLaunch(
-                backend=self.offer.address,
-                device=Device.of(self.job.platform),
-                versions=versions,
-                subject=trial.subject,
-                values=trial.values,
-                median_us=trial.median_us or 0.0,
-                date=now,
-            )
-            for trial in self.won()
-        ]
+from attnmux.core.cli.tune_trying import Tuned, job_for, tried
+from attnmux.core.errors import InvalidInput, NoBackend, SettingsError, in_brief
+from attnmux.core.settings import Settings
 
 
 @click.command()
@@ -89,51 +49,59 @@ def tune(
     """
     request = requested(model, fields, tp, None)
     settings = run.settings()
-    path = settings.launches_file()
-    if path is None and not dry_run:
-        source = settings.sources.get("no_launches", "")
-        raise SettingsError(
-            f"no_launches ({source}) forbids to use what is tuned: unset it, or --dry-run"
-        )
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
         raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
-    policy = settings.policy()
+    device = _named_device(device, here)
+    offers, policy = plugins.offers(), settings.policy()
     jobs = []
-    for offer in tunable(backend, plugins.offers()):
+    for offer in tunable(backend, offers):
         try:
-            named = replace(
-                policy, backend=offer.address, prefill_backend=None, decode_backend=None
-            )
-            jobs.append((offer, _job(solve(request, here, plugins.offers(), named), device)))
+            job = job_for(offer, request, here, offers, policy, device=device)
+            jobs.append((offer, job))
         except NoBackend as refusal:
             if backend is not None:
                 raise
             run.warn(f"{offer.address} is not tuned: {str(refusal).partition(chr(10))[0]}")
     if not jobs:
-        raise NoBackend(f"no backend that can be tuned serves this on {here.name or here}")
-    tuned = [Tuned(offer=offer, job=job, trials=_tried(offer, job)) for offer, job in jobs]
-    launches = [launch for each in tuned for launch in each.launches()]
-    if launches and path is not None and not dry_run:
-        launch_file(path).add(launches)
-    if as_json:
-        echo_json(_as_json(run, tuned, launches, None if dry_run else path))
-        return
-    from attnmux.core.cli.tune_report import report  # noqa: PLC0415  # rich, off the JSON path
+        where = here.name or here
+        raise NoBackend(f"no backend that can be tuned serves this on {where}; name one to see why")
+    file = None if dry_run else _opened(run, settings)
+    tuned: list[Tuned] = []
+    launches: list[TunedLaunch] = []
+    for each in tried(run, jobs):
+        if not as_json:
+            from attnmux.core.cli.tune_report import report  # noqa: PLC0415  # rich, off the JSON path
 
-    report([(each.offer.address, str(each.job.platform), each.trials) for each in tuned])
-    kept = "nothing is kept" if dry_run or not launches else f"kept in {path}"
-    click.echo(f"{len(launches)} launches are faster than today's; {kept}")
+            report(each.offer.address, each.job.platform, each.trials)
+        found = each.launches()
+        if file is not None and found:
+            with _writing(file.path):
+                file.add(found)
+        tuned.append(each)
+        launches += found
+    path = None if file is None or not launches else file.path
+    if as_json:
+        echo_json(_as_json(run, tuned, launches, path))
+        return
+    faster = "1 launch is" if len(launches) == 1 else f"{len(launches)} launches are"
+    kept = "nothing is kept" if path is None else f"kept in {path}"
+    click.echo(f"{faster} faster than today's; {kept}")
 
 
 def tunable(backend: str | None, offers: Sequence[Offer]) -> list[Offer]:
     """Those that `backend` means; all that have a tuner where it is None.
 
-    Raises UnknownBackend, and InvalidInput for a backend without a tuner.
+    Raises UnknownBackend, InvalidInput for a backend without a tuner, and NoBackend where there is
+    no tuner at all.
     """
     having = [offer for offer in offers if offer.card.tuner is not None]
     if backend is None:
+        if not having:
+            raise NoBackend(
+                "no installed backend has a tuner; `attnmux backends` lists what is installed"
+            )
         return having
     meant = [offer for offer in offers_named(backend, offers) if offer in having]
     if not meant:
@@ -142,29 +110,43 @@ def tunable(backend: str | None, offers: Sequence[Offer]) -> list[Offer]:
     return meant
 
 
-def _job(decision: Decision, device: str) -> Job:
-    """All phases have the one backend that was named."""
-    choice = next(iter(decision.phases.values()))
-    request = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
-    return Job(
-        request=request,
-        platform=decision.platform,
-        device=device or decision.platform.device_type,
-        options=choice.options,
-    )
+def _named_device(device: str, here: Platform) -> str:
+    """Whether the machine has one of that number, torch says."""
+    kind, colon, number = device.partition(":")
+    if device and (kind != here.device_type or bool(colon) != number.isdecimal()):
+        expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
+        raise InvalidInput("--device", came=repr(device), expected=expected)
+    return device or here.device_type
 
 
-def _tried(offer: Offer, job: Job) -> tuple[Trial, ...]:
-    """Raises BackendFailed for a tuner that cannot be imported, or that fails."""
-    from attnmux.core.cli.tune_report import track  # noqa: PLC0415  # rich, after all is decided
+def _opened(run: Run, settings: Settings) -> RecordFile[TunedLaunch]:
+    """The file for what will be found, with a warning for all in it that cannot be read.
 
+    Raises SettingsError where nothing could be kept, or would be used: trying takes minutes.
+    """
+    path = settings.launches_file()
+    if path is None:
+        source = settings.sources.get("no_launches", "")
+        raise SettingsError(
+            f"no_launches ({source}) forbids to use what is tuned: unset it, or --dry-run"
+        )
+    file = launch_file(path)
+    with _writing(path):
+        before = file.prepare()
+    for problem in before.problems:
+        run.warn(problem)
+    return file
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        tuner: Tuner = pkgutil.resolve_name(offer.card.tuner or "")
-        return tuple(track(tuner(job), offer.address))
-    except AttnmuxError:
-        raise
-    except Exception as error:  # whatever a library or a device raises
-        raise BackendFailed(offer.address, f"{offer.card.tuner}: {in_brief(error)}") from error
+        yield
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be written: {in_brief(error)}; "
+            "name another file as ATTNMUX_LAUNCHES, or --dry-run"
+        ) from error
 
 
 def _as_json(
@@ -182,6 +164,6 @@ def _as_json(
             for each in tuned
         ],
         "launches": [launch.to_dict() for launch in launches],
-        "file": None if path is None or not launches else str(path),
+        "file": None if path is None else str(path),
         "warnings": run.warnings,
     }

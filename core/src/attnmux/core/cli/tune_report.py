@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.choosing.launches import Value
+from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.trials import Trial, by_subject, winner
+from attnmux.core.cli.render import WIDTH, plain_table
 
 
 def track(trials: Iterable[Trial], name: str) -> Iterator[Trial]:
@@ -25,29 +27,29 @@ def track(trials: Iterable[Trial], name: str) -> Iterator[Trial]:
     )
 
 
-def report(tuned: Sequence[tuple[str, str, Sequence[Trial]]]) -> None:
-    """What each backend tried on which platform, the fastest first."""
+def report(name: str, platform: Platform, trials: Sequence[Trial]) -> None:
+    """What a backend tried, the fastest first."""
     console = Console(highlight=False)
-    for name, platform, trials in tuned:
-        for subject, tried in by_subject(trials).items():
-            console.print(_table(f"{name} on {platform}: {said(subject)}", tried))
+    if not console.is_terminal:  # a pipe has no width of its own
+        console = Console(highlight=False, width=WIDTH)
+    for subject, tried in by_subject(trials).items():
+        console.print(Text(f"{name} on {platform.name or platform}: {said(subject)}"))
+        console.print(_table(tried))
 
 
-def _table(title: str, trials: Sequence[Trial]) -> Table:
-    table = Table("launch", "us", "of today's", "", title=title, title_justify="left", box=None)
+def _table(trials: Sequence[Trial]) -> Table:
+    table = plain_table("launch", "us", "of today's", "")
     table.columns[1].justify = table.columns[2].justify = "right"
     today = [trial.median_us for trial in trials if trial.is_current and trial.median_us]
     best = winner(trials)
     never = float("inf")
     for trial in sorted(trials, key=lambda trial: trial.median_us or never):
-        time, share, note = "", "", trial.error
+        time, share = "", ""
         if trial.median_us is not None:
             time = f"{trial.median_us:.1f}"
             share = f"{trial.median_us / today[0]:.3f}" if today else ""
-        if trial is best:
-            note = "won"
-        elif trial.is_current:
-            note = "today's"
+        word = "won" if trial is best else "today's" if trial.is_current else ""
+        note = ": ".join(filter(None, (word, trial.error)))
         table.add_row(Text(said(trial.values)), time, share, Text(note))
     return table
 
