@@ -30,14 +30,20 @@ FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
     status="planned",
+    factory="attnmux.nvidia.flashmla.factory:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     companions=("flashinfer_mla",),
+    # Over e4m3 rows, queries and weights are rounded to e4m3 as well.
+    fp8_products=True,
     sources={
-        "version": "the dense kernels; what the library has for SM100 is sparse",
-        "dtype": "`flash_mla_with_kvcache`: fp16 and bf16",
-        "kv_dtype": "`flash_mla_with_kvcache`: the dtype of Q, or e4m3 with its scales",
-        "page_size": "k_cache [blocks, 64, 1, 576]",
+        "version": "dense decode is SM90a's alone; what the library has for SM100 is sparse",
+        "dtype": "dense_decode.h: fp16 and bf16",
+        "kv_dtype": (
+            "dense_decode.h: Q and cache in one dtype; dense_fp8_python_api.cpp: both in e4m3, "
+            "with a factor each for all of Q and all of the cache"
+        ),
+        "page_size": "dense_decode.h: page_block_size must be 64",
         "kv_lora_rank": "`head_dim_v` is 512 of the cache's 576",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "causal over the step's tokens, without a mask",

@@ -1,0 +1,165 @@
+"""What the kernels are told of a step, once for all layers.
+
+A request without keys: the kernels for 16-bit caches give it output 0. The one for e4m3 reads the
+block table one entry before such a request's row, and what it makes of that; it is told of one
+key, and what it answers is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.errors import InvalidInput
+from attnmux.nvidia.flashmla.calls import LayerCall, PlanGroup
+from attnmux.nvidia.flashmla.kernels import Kernels
+from attnmux.nvidia.latent import KeyLens
+from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+
+FP8_REQUESTS = 4095
+"""Most requests of one call over e4m3 (`MaxBatchSize` in flash_fwd_mla_metadata.cu, which ends the
+process beyond)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """A step for the layers of one group. The kernel's requests have as many queries each."""
+
+    queries_each: int
+    block_table: torch.Tensor
+    """[R, width] int32."""
+    cache_seqlens: torch.Tensor
+    """[R] int32: what the kernel is told."""
+    lens: KeyLens
+    """Which requests have no keys in truth."""
+    schedule: dict[str, Any]
+    """By the library's names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanBuffers:
+    """What graphs replay with."""
+
+    keys: dict[KeyGroup, Keys]
+    lens: KeyLens
+    schedules: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """By heads: the two tensors of `Kernels.schedule`, as large as they get."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Planner:
+    """Makes the plans of all groups of layers."""
+
+    kernels: Kernels
+    context: BackendContext
+    groups: tuple[PlanGroup, ...]
+    is_fp8: bool
+
+    @classmethod
+    def of(
+        cls, calls: Mapping[int, LayerCall], context: BackendContext, kernels: Kernels
+    ) -> Planner:
+        return cls(
+            kernels=kernels,
+            context=context,
+            groups=tuple(dict.fromkeys(call.group for call in calls.values())),
+            is_fp8=any(call.is_fp8 for call in calls.values()),
+        )
+
+    def buffers(self, max_batch_size: int) -> PlanBuffers:
+        """For graphs of up to max_batch_size requests, with any number of queries each.
+
+        Raises InvalidInput for more requests than the kernels take.
+        """
+        self.check(max_batch_size)
+        device = self.context.device
+        lens = KeyLens.buffers(max_batch_size, device)
+        heads = dict.fromkeys(group.num_heads for group in self.groups)
+        return PlanBuffers(
+            keys=fixed_buffers(self._key_groups(), max_batch_size, self.context),
+            lens=lens,
+            # A single query each has the most parts.
+            schedules={
+                count: self._schedule(lens.at_least_one, count) for count in heads
+            },
+        )
+
+    def check(self, num_requests: int) -> None:
+        """Raises InvalidInput for more requests than the kernels take."""
+        if self.is_fp8 and num_requests > FP8_REQUESTS:
+            raise InvalidInput(
+                "batch_size",
+                came=f"{num_requests} requests of the kernel",
+                expected=f"at most {FP8_REQUESTS} over {self.context.token_to_kv_pool.dtype}",
+            )
+
+    def plan(
+        self, step: Step, batch: ForwardBatch, buffers: PlanBuffers | None
+    ) -> dict[PlanGroup, Plan]:
+        """Device operations of static shape; what they leave is in the buffers where given."""
+        step.fill(batch, self._key_groups(), self.context)
+        keys = step.keys
+        if step.queries_each is None:
+            keys = _by_token(step, batch)
+        queries_each = step.queries_each or 1
+        # Only the places of keys differ by group.
+        given = keys[self.groups[0].keys].lens
+        lens = KeyLens.of(given, None if buffers is None else buffers.lens)
+        told = lens.at_least_one if self.is_fp8 else given
+        schedules = {
+            heads: self._schedule_arguments(told, heads, queries_each, buffers)
+            for heads in dict.fromkeys(group.num_heads for group in self.groups)
+        }
+        return {
+            group: Plan(
+                queries_each=queries_each,
+                block_table=keys[group.keys].page_table,
+                cache_seqlens=told,
+                lens=lens,
+                schedule=schedules[group.num_heads],
+            )
+            for group in self.groups
+        }
+
+    def _schedule_arguments(
+        self, lens: torch.Tensor, heads: int, queries_each: int, buffers: PlanBuffers | None
+    ) -> dict[str, Any]:
+        made = self._schedule(lens, queries_each * heads)
+        if buffers is not None:
+            fixed = buffers.schedules[heads]
+            made = tuple(
+                buffer[: len(new)].copy_(new) for buffer, new in zip(fixed, made, strict=True)
+            )
+        return self.kernels.schedule_arguments(*made)
+
+    def _schedule(self, lens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles, splits = self.kernels.schedule(lens, num_rows, self.is_fp8)
+        return tiles, splits
+
+    def _key_groups(self) -> tuple[KeyGroup, ...]:
+        return tuple(dict.fromkeys(group.keys for group in self.groups))
+
+
+def _by_token(step: Step, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
+    """Each new token as a request of its own, with the keys that it sees: requests that have more
+    or fewer new tokens than others cannot be one call else. Tokens of no request see none."""
+    new = batch.extend_seq_lens
+    assert new is not None  # which a Step has checked
+    bounds = step.query_bounds(new.device)
+    tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
+    request = torch.searchsorted(bounds[1:], tokens, right=True)
+    owner = request.clamp(max=batch.batch_size - 1)
+    place = tokens - bounds[owner]
+    expanded = {}
+    for group, keys in step.keys.items():
+        lens = (keys.lens - new)[owner] + place + 1
+        expanded[group] = Keys(
+            page_table=keys.page_table[owner],
+            lens=torch.where(request < batch.batch_size, lens, 0),
+        )
+    return expanded

@@ -1,0 +1,38 @@
+"""One launch before the first step: has the library a kernel for this device and these dtypes?"""
+
+from __future__ import annotations
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.nvidia.flashmla.calls import PAGE, LayerCall
+from attnmux.nvidia.flashmla.kernels import Kernels
+from attnmux.nvidia.latent import RANK, ROPE, latent_layers
+
+
+def try_kernels(kernels: Kernels, context: BackendContext) -> None:
+    """Attend to one key with the first layer's heads, and wait for it.
+
+    Raises BackendFailed with what the library said, InvalidInput for layers and pools that it does
+    not serve.
+    """
+    layer, device = latent_layers(context)[0], context.device
+    call = LayerCall.of(layer, context, kernels)
+    heads, dtype = layer.tp_q_head_num, context.token_to_kv_pool.dtype
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    try:
+        tiles, splits = kernels.schedule(one, heads, call.is_fp8)
+        kernels.flash_mla_with_kvcache(
+            torch.zeros(1, 1, heads, RANK + ROPE, device=device).to(dtype),
+            torch.zeros(1, PAGE, 1, RANK + ROPE, device=device).to(dtype),
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
+            one,
+            RANK,
+            **kernels.schedule_arguments(tiles, splits),
+            **call.arguments,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (RuntimeError, NotImplementedError, ImportError, AssertionError) as error:
+        raise BackendFailed("nvidia/flashmla", in_brief(error)) from error
