@@ -1,6 +1,6 @@
 """Host time of the Triton backend: what an eager step waits for before its kernels run.
 
-    python -m benchmarks.triton_host [--rounds 21] [--profile WORKLOAD] [--json FILE]
+    python -m benchmarks.triton_host [--rounds 21] [--only WORKLOAD] [--profile] [--json FILE]
     python -m benchmarks.triton_host --dry-run      without a GPU: launches go nowhere
 
 Wall time of one call, without waiting for the device: `metadata` is `init_forward_metadata`, once a

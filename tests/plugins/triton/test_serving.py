@@ -18,6 +18,7 @@ import triton
 
 from attnmux.triton import launch_tables, serving
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.kernels.latent_merge import HELD, merge_slices
 from attnmux.triton.layer_launches import LayerLaunches
 from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
 from attnmux.triton.serving import SHARES, TILES, Asked
@@ -290,7 +291,19 @@ def test_keys_of_a_call_are_of_q_s_dtype():
 
 def test_parts_of_a_batch_are_merged_in_slices_by_its_size():
     one, many = (told(decode(*[45] * size), **MLA)["latent_merge"] for size in (1, 4))
-    assert one["COLUMNS"] <= many["COLUMNS"]
+    assert one["SLICE_ROWS"] < many["SLICE_ROWS"]
+
+
+@pytest.mark.parametrize(
+    ("items", "part_rows", "slices"),
+    [(1, 1, 4), (1, 16, 64), (64, 16, 4), (256, 16, 1), (1, 64, 256)],
+)
+def test_slices_cover_an_item(items, part_rows, slices):
+    found, constants = merge_slices(items, part_rows, 132)
+    assert found == slices
+    values = constants["SLICE_ROWS"] * constants["COLUMNS"]
+    assert found * values == part_rows * 512
+    assert constants["PARTS"] * values == HELD
 
 
 def test_a_triton_of_another_gluon_has_the_portable_kernels(monkeypatch):

@@ -8,14 +8,18 @@ import torch
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.reference import attention
 from attnmux.core.testing import AttentionBackendTests, Candidate, make_world, prepare_step
-from attnmux.core.testing.cases import Case, decode, extend
+from attnmux.core.testing.builders import PreparedStep
+from attnmux.core.testing.cases import Case, Step, decode, extend, verify
+from attnmux.core.testing.world import World
 from attnmux.triton.cards.triton import TRITON
 
 pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.call import LayerCall
+from attnmux.triton.split_options import SplitOptions
 
 CANDIDATE = Candidate(
     card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
@@ -31,17 +35,19 @@ class TestTritonInterpreted(AttentionBackendTests):
     page_sizes = (1, 16)  # to the kernels a page is a list of slots
 
 
-def backend_of(*, max_batch_size: int = 4, **options: object) -> tuple[TritonBackend, Any]:
-    case = Case(
-        name="of-this-test", max_context_len=256, steps=(decode(200, 133),), deterministic=True
-    )
+def backend_of(
+    step: Step, *, max_batch_size: int | None = None, **options: object
+) -> tuple[TritonBackend, Any]:
+    case = Case(name="of-this-test", max_context_len=4096, steps=(step,), deterministic=True)
     world = make_world(case, CANDIDATE.platform, "cpu")
-    context = replace(world.context, max_batch_size=max_batch_size)
+    context = world.context
+    if max_batch_size is not None:
+        context = replace(context, max_batch_size=max_batch_size)
     return TritonBackend(context, options, compute_units=3), world
 
 
 def test_more_requests_than_there_is_room_for_are_refused():
-    backend, world = backend_of(max_batch_size=1)
+    backend, world = backend_of(decode(200, 133), max_batch_size=1)
     step = prepare_step(world, decode(200, 133))
     with pytest.raises(InvalidInput, match="max_batch_size, 1"):
         backend.init_forward_metadata(step.batch)
@@ -51,12 +57,23 @@ def test_more_requests_than_there_is_room_for_are_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_kv_splits": 3}, {"split_tile_size": 64}, {"reduce_in_fp32": True}]
+    ("options", "splits", "part_dtype"),
+    [
+        ({}, [3, 2], torch.bfloat16),
+        ({"num_kv_splits": 2}, [2, 2], torch.bfloat16),
+        ({"split_tile_size": 512}, [5, 3], torch.bfloat16),
+        ({"split_tile_size": 512, "num_kv_splits": 3}, [3, 3], torch.bfloat16),
+        ({"reduce_in_fp32": True}, [3, 2], torch.float32),
+    ],
 )
-def test_a_deterministic_result_does_not_depend_on_the_batch(options):
-    backend, world = backend_of(**options)
-    both = prepare_step(world, decode(200, 133))
+def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, part_dtype):
+    step = decode(2500, 1100)
+    backend, world = backend_of(step, **options)
+    both = prepare_step(world, step)
     backend.init_forward_metadata(both.batch)
+    (plan,) = backend._shares.values()
+    assert plan.stops[:3].diff().tolist() == splits
+    assert plan.partial.dtype == part_dtype
     given = both.inputs[0]
     together = backend.forward(given.q, given.k, given.v, given.layer, both.batch)
     for place in (0, 1):
@@ -76,8 +93,90 @@ def test_a_deterministic_result_does_not_depend_on_the_batch(options):
         )
 
 
+@pytest.mark.parametrize("name", ["num_kv_splits", "split_tile_size"])
+def test_options_below_0_are_refused(name):
+    with pytest.raises(InvalidInput, match=f"triton.{name}: expected 1 or more.*got -1"):
+        backend_of(decode(2), **{name: -1})
+
+
+def test_without_options_keys_are_shared_by_the_batch_and_parts_are_float32():
+    splits = SplitOptions.of({}, deterministic=False)
+    assert splits.splitting(64) is None
+    assert splits.part_dtype(None, torch.bfloat16) == torch.float32
+
+
+STEPS = {
+    "decode": decode(0, 60, 1),
+    "extend": extend((0, 0), (3, 7), (20, 30)),
+    "verify": verify(4, 0, 50),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_sink_of_minus_infinity_is_none(step):
+    """Of a request without keys too."""
+    world = make_world(Case(name="sinks", steps=(step,), sinks=True), CANDIDATE.platform, "cpu")
+    layer = world.context.layers[0]
+    assert layer.sinks is not None
+    layer.sinks[::2] = -torch.inf
+    backend = TritonBackend(world.context, {}, compute_units=3)
+    made = prepare_step(world, step)
+    given, lse = made.inputs[0], torch.empty(made.inputs[0].q.shape[:2])
+    backend.init_forward_metadata(made.batch)
+    out = backend.forward(given.q, given.k, given.v, layer, made.batch, lse=lse)
+    agree(world, made, out, lse)
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_results_may_lie_in_any_order(step):
+    """The heads of a token apart, and the columns of a head."""
+    backend, world = backend_of(step)
+    made = prepare_step(world, step)
+    given = made.inputs[0]
+    tokens, heads, width = given.q.shape
+    room = torch.full((heads, tokens, 2 * width), 7.0, dtype=given.q.dtype)
+    out, lse = room[..., ::2].transpose(0, 1), torch.full((heads, tokens), 7.0).t()
+    backend.init_forward_metadata(made.batch)
+    result = backend.forward(given.q, given.k, given.v, given.layer, made.batch, out=out, lse=lse)
+    assert result is out
+    agree(world, made, out, lse)
+    assert (room[..., 1::2] == 7.0).all()
+
+
+def agree(world: World, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """With the reference, of the first layer."""
+    context, given = world.context, step.inputs[0]
+    expected = attention(
+        given.q,
+        given.layer,
+        step.batch,
+        context.req_to_token_pool.req_to_token,
+        context.token_to_kv_pool,
+    )
+    for found, wanted in zip((out, lse), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (decode(9, 5), "seq_lens"),
+        (decode(9, 5), "req_pool_indices"),
+        (extend((4, 3), (0, 5)), "extend_seq_lens"),
+        (extend((4, 3), (0, 5)), "extend_prefix_lens"),
+    ],
+)
+def test_lengths_that_do_not_lie_side_by_side_are_refused(step, name):
+    backend, world = backend_of(step)
+    batch = prepare_step(world, step).batch
+    values = getattr(batch, name)
+    apart = torch.stack([values, values], 1)[:, 0]
+    with pytest.raises(InvalidInput, match=f"{name}: expected values side by side"):
+        backend.init_forward_metadata(replace(batch, **{name: apart}))
+
+
 def test_a_layer_that_the_pool_does_not_store_needs_its_own_keys():
-    backend, world = backend_of()
+    backend, world = backend_of(extend((0, 5)))
     step = prepare_step(world, extend((0, 5)))
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]

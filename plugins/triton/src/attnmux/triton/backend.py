@@ -7,7 +7,7 @@ queries in tiles. Nothing is read from the device, and a step's metadata is one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +16,12 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.triton.call import LayerCall
 from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.launching import Launcher
 from attnmux.triton.operands import Keys, Results
-from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
+from attnmux.triton.plans import ShareKey, SharePlan, TileKey, TilePlan
 from attnmux.triton.share_call import ShareCall
 from attnmux.triton.slots import Slots, SlotTables
+from attnmux.triton.split_options import SplitOptions
 from attnmux.triton.step import Step
 from attnmux.triton.sums import RunningSums
 from attnmux.triton.tile_call import TileCall
@@ -30,10 +30,6 @@ from attnmux.triton.write import KVWriter
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.layer import LayerSpec
-
-MOST_SPLITS = 32
-"""Of a request whose splits must not depend on the batch: what bounds their partial results."""
-SPLIT_TOKENS = 1024
 
 
 class TritonBackend(AttentionBackend):
@@ -50,9 +46,10 @@ class TritonBackend(AttentionBackend):
         """compute_units: SMs or CUs of the device, which decode's keys are shared among. launches:
         the tables, if this machine has entries of its own.
 
-        Raises InvalidInput for layers that the kernels do not serve.
+        Raises InvalidInput for layers that the kernels do not serve, and for options below 0.
         """
         super().__init__(context, options)
+        self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._units = compute_units
         self.launcher = Launcher()
         """Of all that this backend launches."""
@@ -167,7 +164,7 @@ class TritonBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attend(q, q_rope, None, layer, batch, _results(q, layer, out, lse))
+        return self._attend(q, q_rope, None, layer, batch, out, lse)
 
     def forward_extend(
         self,
@@ -186,7 +183,7 @@ class TritonBackend(AttentionBackend):
         in_call = None
         if not save_kv_cache and k is not None:
             in_call = Keys(k=k, v=k if v is None else v, k_rope=k_rope)
-        return self._attend(q, q_rope, in_call, layer, batch, _results(q, layer, out, lse))
+        return self._attend(q, q_rope, in_call, layer, batch, out, lse)
 
     def _attend(
         self,
@@ -195,12 +192,14 @@ class TritonBackend(AttentionBackend):
         in_call: Keys | None,
         layer: LayerSpec,
         batch: ForwardBatch,
-        results: Results,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over the keys of the call where they are given, else over the pool."""
         step = self._step
         if step is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        results = _results(q, layer, out, lse)
         if not q.shape[0]:
             return results.out
         layer_id = layer.layer_id
@@ -214,9 +213,11 @@ class TritonBackend(AttentionBackend):
             plan = self._share_plan(call, step.queries, hides=step.hides)
             mask_indptr = self._bounds.get("mask")
             self._share_calls[layer_id](q, q_rope, step, slots, plan, mask_indptr, results)
-            return results.out
-        tiles, attend = self._tiles[call.tile_key(hides=step.hides)], self._tile_calls[layer_id]
-        attend(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
+        else:
+            tiles, attend = self._tiles[call.tile_key(hides=step.hides)], self._tile_calls[layer_id]
+            attend(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
+        if lse is not None and results.lse is not None and results.lse is not lse:
+            lse.copy_(results.lse)
         return results.out
 
     def _share_plan(self, call: LayerCall, queries: int, *, hides: bool) -> SharePlan:
@@ -224,7 +225,7 @@ class TritonBackend(AttentionBackend):
         plan = self._share_of.get(wanted)
         if plan is None:
             launch = call.share_launch(queries, hides=hides)
-            key = call.share_key(queries, self._splitting(launch), hides=hides)
+            key = call.share_key(queries, self._splits.splitting(launch.block_n), hides=hides)
             plan = self._shares.get(key)
             if plan is None:
                 plan = self._shares[key] = SharePlan(
@@ -232,30 +233,20 @@ class TritonBackend(AttentionBackend):
                     self._max_batch_size,
                     self._units,
                     self.context.device,
-                    part_dtype=self._part_dtype(key),
+                    part_dtype=self._splits.part_dtype(key.splitting, self._dtype),
                     launcher=self.launcher,
                 )
             self._share_of[wanted] = plan
         return plan
 
-    def _splitting(self, launch: ShareLaunch) -> Splitting | None:
-        """How keys are split where the batch must not matter, or where an option says so."""
-        most = cast("int", self.options.get("num_kv_splits", 0))
-        tokens = cast("int", self.options.get("split_tile_size", 0))
-        if not (most or tokens or self.context.request.deterministic):
-            return None
-        return Splitting(
-            blocks=max((tokens or SPLIT_TOKENS) // launch.block_n, 1), most=most or MOST_SPLITS
-        )
-
-    def _part_dtype(self, key: ShareKey) -> torch.dtype:
-        in_fp32 = key.splitting is None or bool(self.options.get("reduce_in_fp32", False))
-        return torch.float32 if in_fp32 or self._dtype is None else self._dtype
-
 
 def _results(
     q: torch.Tensor, layer: LayerSpec, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> Results:
-    if out is None:
+    """Where kernels write, which have a token's heads side by side: to the caller's tensors, or to
+    others where in those they are not."""
+    if out is None or out.stride()[1:] != (layer.v_head_dim, 1):
         out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+    if lse is not None and lse.stride()[1] != 1:
+        lse = lse.new_empty(lse.shape)
     return Results(out=out, lse=lse)

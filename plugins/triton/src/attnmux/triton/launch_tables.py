@@ -74,6 +74,7 @@ TILES: tuple[Entry[TileLaunch], ...] = (
         launch=TileLaunch(block_m=64, block_n=32, num_warps=8, num_stages=2),
     ),
     Entry(arch="sm90", dims=(128, 128), launch=HOPPER_TILES, measured=H200),
+    # As for 128 columns, not measured.
     Entry(arch="sm90", dims=(64, 64), launch=HOPPER_TILES),
 )
 
@@ -169,6 +170,7 @@ SHARES: tuple[Entry[ShareLaunch], ...] = (
     ),
     Entry(arch="sm90", dims=(128, 128), launch=HOPPER_SHARES, measured=H200),
     Entry(arch="sm90", dims=(128, 128), key_bits=8, launch=HOPPER_EIGHT_BITS, measured=H200),
+    # As for 128 columns, not measured.
     Entry(arch="sm90", dims=(64, 64), launch=HOPPER_SHARES),
     Entry(arch="sm90", dims=(64, 64), key_bits=8, launch=HOPPER_EIGHT_BITS),
     Entry(arch="sm90", dims=(576, 512), launch=HOPPER_LATENT_SHARES, measured=H200),

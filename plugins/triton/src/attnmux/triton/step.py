@@ -23,7 +23,9 @@ class Step:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Step:
-        """Raises InvalidInput for a batch without the lengths of its mode."""
+        """Raises InvalidInput for a batch without the lengths of its mode, and for lengths, rows or
+        masks that are parts of wider tensors: the kernels read them one after the other."""
+        _check_dense(batch)
         if batch.forward_mode.is_decode():
             if batch.num_tokens != batch.batch_size:
                 raise InvalidInput(
@@ -79,3 +81,24 @@ class Step:
         if self.batch.encoder_lens is None:
             raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
         return self.batch.encoder_lens
+
+
+def _check_dense(batch: ForwardBatch) -> None:
+    items, spec = batch.multi_item, batch.spec_info
+    for argument, values in (
+        ("req_pool_indices", batch.req_pool_indices),
+        ("seq_lens", batch.seq_lens),
+        ("extend_seq_lens", batch.extend_seq_lens),
+        ("extend_prefix_lens", batch.extend_prefix_lens),
+        ("encoder_lens", batch.encoder_lens),
+        ("spec_info.custom_mask", None if spec is None else spec.custom_mask),
+        ("spec_info.mask_indptr", None if spec is None else spec.mask_indptr),
+        ("multi_item.prefix_lens", None if items is None else items.prefix_lens),
+        ("multi_item.token_pos_in_items", None if items is None else items.token_pos_in_items),
+    ):
+        if values is not None and not values.is_contiguous():
+            raise InvalidInput(
+                argument,
+                came=f"strides {tuple(values.stride())}",
+                expected="values side by side: its .contiguous()",
+            )

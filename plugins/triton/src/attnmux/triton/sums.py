@@ -42,7 +42,7 @@ class RunningSums:
         return found
 
     def _filled(self, name: str, lens: torch.Tensor) -> torch.Tensor:
-        self._bound[name]((1, 1, 1), (lens.contiguous(),), counts=(lens.shape[0],))
+        self._bound[name]((1, 1, 1), (lens,), counts=(lens.shape[0],))
         return self._sums[name]
 
     def _bind(self, sums: torch.Tensor) -> BoundKernel:

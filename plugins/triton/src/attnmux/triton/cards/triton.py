@@ -76,19 +76,22 @@ OPTIONS = (
         name="num_kv_splits",
         type=int,
         default=0,
-        summary="at most this many parts of a request's keys in decode; 0 plans on the device",
+        summary="at most this many parts of a request's keys in decode and verification, of 1024 "
+        "tokens at least unless split_tile_size says otherwise; 0: by the batch, on the device",
     ),
     Option(
         name="split_tile_size",
         type=int,
         default=0,
-        summary="tokens a part of a request's keys in decode; 0: as num_kv_splits says",
+        summary="tokens a part of a request's keys, more where there would be more parts than "
+        "num_kv_splits or else 32; 0: as num_kv_splits says",
     ),
     Option(
         name="reduce_in_fp32",
         type=bool,
         default=False,
-        summary="keep the parts' results in fp32 until they are merged",
+        summary="keep the results of parts that these options or deterministic ask for in fp32 "
+        "until they are merged; those of others always are",
     ),
 )
 
@@ -115,7 +118,8 @@ TRITON = BackendCard(
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
             "k_scale and v_scale are the kernels' arguments; SGLang 0.5.23 refuses 4-bit KV on "
-            "every device that is not of CUDA"
+            "every device that is not of CUDA. It is admitted as the field's support matrices have "
+            "it: no pool here stores it, and no kernel here reads it"
         ),
         "page_size": (
             "the kernels gather by token index; masks of trees are laid out by token: SGLang "

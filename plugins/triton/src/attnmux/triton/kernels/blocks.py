@@ -237,8 +237,10 @@ def store_rows(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2_E
         higher = tl.maximum(top, sink)
-        kept_share = tl.exp2(top - higher)
-        mass = mass * kept_share + tl.exp2(sink - higher)
+        # Neither keys nor a sink: the difference of two infinities is no number.
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        kept_share = tl.exp2(top - base)
+        mass = mass * kept_share + tl.exp2(sink - base)
         acc = acc * kept_share[:, None]
         top = higher
     has_keys = mass > 0
