@@ -9,7 +9,7 @@ from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
 def _clause(dtype: str) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
-        version=versions(">=10.0,<11"),
+        version=versions(">=10.0,<10.1"),
         phase=one_of("decode"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
@@ -29,6 +29,7 @@ CUTLASS_MLA = BackendCard(
     name="cutlass_mla",
     summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
     status="planned",
+    factory="attnmux.nvidia.cutlass_mla.factory:make",
     # Later releases, under the name sglang-kernel, have no `cutlass_mla_decode`.
     requires=("torch>=2.11", "sgl-kernel==0.3.21"),
     extra="cutlass-mla",
@@ -43,10 +44,13 @@ CUTLASS_MLA = BackendCard(
         ),
     ),
     sources={
-        "version": "the kernel is SM100's alone",
+        "version": "cutlass_mla_kernel.cu refuses all but compute capability 10.0",
         "dtype": "`cutlass_mla_decode` checks for fp16 or bf16",
         "kv_dtype": "`cutlass_mla_decode` wants Q and the cache in one dtype",
-        "page_size": "tables hold a multiple of 128 / page blocks; at 128 any number does",
+        "page_size": (
+            "tables hold a multiple of 128 / page blocks; at 128 any number does, and pages are "
+            "loaded whole"
+        ),
         "num_q_heads": "`cutlass_mla_decode` pads heads to 128",
         "kv_lora_rank": "`cutlass_mla_decode`: q_nope [B, H, 512], q_pe [B, H, 64]",
         "qk_rope_head_dim": "as kv_lora_rank",

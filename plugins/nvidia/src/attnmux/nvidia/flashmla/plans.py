@@ -84,9 +84,7 @@ class Planner:
             keys=fixed_buffers(self._key_groups(), max_batch_size, self.context),
             lens=lens,
             # A single query each has the most parts.
-            schedules={
-                count: self._schedule(lens.at_least_one, count) for count in heads
-            },
+            schedules={count: self._schedule(lens.at_least_one, count) for count in heads},
         )
 
     def check(self, num_requests: int) -> None:

@@ -30,6 +30,7 @@ SM_COUNT = 132
 PAGE, DIM, RANK = 64, 576, 512
 FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)
+_SCHEDULE = ("tile_scheduler_metadata", "num_splits")
 _FP8_MARK = 1 << 20
 _MOST_FP8_REQUESTS = 4095
 
@@ -75,9 +76,9 @@ def decode(
     """
     is_fp8 = q.dtype == FP8
     _check_operands(q, k_cache, block_table, lens, head_dim_v)
-    batch_size, num_queries, num_heads, _ = q.shape
+    _, num_queries, num_heads, _ = q.shape
     expected = schedule(lens, num_queries * num_heads, k_cache.shape[2], is_fp8=is_fp8)
-    for name, tensor, like in zip(("tile_scheduler_metadata", "num_splits"), made, expected):
+    for name, tensor, like in zip(_SCHEDULE, made, expected, strict=True):
         check(tensor.dtype == torch.int32, f"{name} must have dtype int32")
         check(tensor.shape == like.shape, f"{name} must have shape {tuple(like.shape)}")
         check(tensor.is_contiguous(), f"{name} must be contiguous")
