@@ -70,6 +70,8 @@ class Step:
     """New tokens of every request where all have as many: decode and verify."""
     max_seqlen_q: int
     max_seqlen_k: int
+    is_tree: bool
+    """Whether a mask says which drafts each draft sees. Then the keys are those of the prefix."""
     fixed: dict[KeyGroup, Keys]
     """Buffers that a graph replays with; empty for an eager step."""
     keys: dict[KeyGroup, Keys] = field(default_factory=dict)
@@ -78,22 +80,31 @@ class Step:
     """[B + 1] int32, by whose tokens they bound: see `query_bounds` and `encoder_bounds`."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, context: BackendContext, fixed: dict[KeyGroup, Keys]) -> Step:
+    def of(
+        cls,
+        batch: ForwardBatch,
+        context: BackendContext,
+        fixed: dict[KeyGroup, Keys],
+        *,
+        trees: bool = False,
+    ) -> Step:
         """The step's shape, from the host alone.
 
         Without host mirrors, lengths count as the longest that they can be. So they do where
         results must not depend on the batch: the kernels choose their tiles by the longest request.
 
-        Raises InvalidInput for what the kernels do not serve: a custom mask, many items.
+        trees: whether the caller serves the mask of a draft tree, beside these keys.
+        Raises InvalidInput for what the kernels do not serve: another custom mask, many items.
         """
-        _check_served(batch)
+        is_tree = trees and batch.forward_mode.is_target_verify() and _has_mask(batch)
+        _check_served(batch, is_tree=is_tree)
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
         max_seqlen_k = longest
         if known and batch.seq_lens_cpu is not None:
             max_seqlen_k = _largest(batch.seq_lens_cpu)
         queries_each = _queries_each(batch)
-        if batch.forward_mode.is_target_verify():
+        if batch.forward_mode.is_target_verify() and not is_tree:
             max_seqlen_k = min(max_seqlen_k + (queries_each or 0), longest)
         if queries_each is not None:
             max_seqlen_q = queries_each
@@ -108,6 +119,7 @@ class Step:
             queries_each=queries_each,
             max_seqlen_q=max(max_seqlen_q, 1),
             max_seqlen_k=max(max_seqlen_k, 1),
+            is_tree=is_tree,
             fixed=fixed,
         )
 
@@ -162,7 +174,8 @@ class Step:
     ) -> torch.Tensor:
         if group.is_cross:
             return _encoder_lens(batch)
-        if batch.forward_mode.is_target_verify() and self.queries_each is not None:
+        is_chain = batch.forward_mode.is_target_verify() and not self.is_tree
+        if is_chain and self.queries_each is not None:
             return verify_kv_lens(batch.seq_lens, self.queries_each, out=out)
         return batch.seq_lens
 
@@ -184,8 +197,12 @@ def fixed_buffers(
     }
 
 
-def _check_served(batch: ForwardBatch) -> None:
-    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+def _has_mask(batch: ForwardBatch) -> bool:
+    return batch.spec_info is not None and batch.spec_info.custom_mask is not None
+
+
+def _check_served(batch: ForwardBatch, *, is_tree: bool) -> None:
+    if _has_mask(batch) and not is_tree:
         raise InvalidInput(
             "custom_mask", came="a mask", expected="None: drafts are chains (spec_topk 1)"
         )

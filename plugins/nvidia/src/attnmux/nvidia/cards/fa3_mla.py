@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, one_of, runtimes, versions
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+
+_PHASES = one_of("extend", "decode", "verify", "draft")
 
 
-def _clause(dtype: str, spec_topk: Condition, page_size: Condition) -> Clause:
+def _clause(
+    dtype: str,
+    spec_topk: Condition,
+    page_size: Condition,
+    *,
+    phase: Condition = _PHASES,
+    custom_mask: Condition = NONE,
+) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
         version=versions(">=9.0,<10"),
         runtime=runtimes("cuda>=12.3"),
-        phase=one_of("extend", "decode", "verify", "draft"),
+        phase=phase,
         kind=one_of("mla"),
         dtype=one_of(dtype),
         kv_dtype=one_of(dtype),
@@ -20,6 +29,7 @@ def _clause(dtype: str, spec_topk: Condition, page_size: Condition) -> Clause:
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=spec_topk,
+        custom_mask=custom_mask,
         chunked_prefix=ANY,
         deterministic=ANY,
         graph=ANY,
@@ -33,8 +43,18 @@ FA3_MLA = BackendCard(
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
     status="planned",
-    requires=("torch>=2.11", ("sglang-kernel>=0.4.5", "sgl-kernel>=0.3.21")),
+    factory="attnmux.nvidia.fa3_mla.factory:make",
+    # Before 0.4, as sgl-kernel, the functions had no `out`.
+    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
+    options=(
+        Option(
+            name="num_splits",
+            type=int,
+            default=0,
+            summary="parts that the keys of a request are split into; 0 lets the library choose",
+        ),
+    ),
     sources={
         "version": "Q beside its rotary part (`qv`) is built for SM90 alone",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
@@ -54,6 +74,7 @@ FA3_MLA = BackendCard(
         for clause in (
             _clause(dtype, one_of(1), ANY),
             _clause(dtype, ANY, one_of(1)),
+            _clause(dtype, ANY, one_of(1), phase=one_of("verify"), custom_mask=ANY),
         )
     ),
     priors=(

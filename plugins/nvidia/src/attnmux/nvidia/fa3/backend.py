@@ -7,15 +7,15 @@ a window of w keys before a token is (w, 0); causality counts from the end of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.nvidia.fa3.calls import LayerCall
-from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.core.backend import BackendContext
+from attnmux.core.errors import InvalidInput
+from attnmux.nvidia.fa3.calls import LayerCall, splits
+from attnmux.nvidia.fa3.stepping import SteppingBackend
+from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned, by_request, is_aligned
 
@@ -25,52 +25,21 @@ if TYPE_CHECKING:
     from attnmux.nvidia.fa3.kernels import Kernels
 
 
-class FA3Backend(AttentionBackend):
+class FA3Backend(SteppingBackend):
     """MHA and GQA on Hopper GPUs."""
 
     def __init__(
         self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
     ) -> None:
         """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options)
-        self._kernels = kernels
-        # What is split depends on how many requests there are.
-        num_splits = 1 if context.request.deterministic else options.get("num_splits", 0)
+        num_splits = splits(context, options)
         self._calls = {
-            layer.layer_id: LayerCall.of(layer, context, num_splits=cast("int", num_splits))
+            layer.layer_id: LayerCall.of(layer, context, num_splits=num_splits)
             for layer in context.layers
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
-        self._groups: tuple[KeyGroup, ...] = tuple(dict.fromkeys(groups))
-        self._fixed: dict[KeyGroup, Keys] = {}
-        self._fixed_batch_size = 0
-        self._outgrown: list[dict[KeyGroup, Keys]] = []
-        self._step: Step | None = None
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Decide the step's shape on the host; nothing is launched."""
-        self._step = None
-        if batch.forward_mode is not ForwardMode.IDLE:
-            if in_capture and batch.batch_size > self._fixed_batch_size:
-                raise GraphUnsupported(
-                    f"a batch of {batch.batch_size} is captured with buffers for "
-                    f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-                )
-            self._step = Step.of(batch, self.context, self._fixed if in_capture else {})
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Build page tables and lengths on the device: at replay from what the batch then holds."""
-        if self._step is not None:
-            self._step.fill(batch, self._groups, self.context)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Called again, for graphs of another mode, it keeps what captured graphs point at."""
-        if max_bs > self._fixed_batch_size:
-            self._outgrown.append(self._fixed)
-            self._fixed = fixed_buffers(self._groups, max_bs, self.context)
-            self._fixed_batch_size = max_bs
+        super().__init__(context, options, groups, trees=False)
+        self._kernels = kernels
 
     def forward_decode(
         self,
@@ -118,10 +87,7 @@ class FA3Backend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over k and v where they are given, else over the pool."""
-        step = self._step
-        if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        call = self._calls[layer.layer_id]
+        step, call = self._required_step(), self._calls[layer.layer_id]
         no_keys = k is not None and not k.shape[0]
         if not q.shape[0] or no_keys:
             return nothing(q, layer, out, lse)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +17,15 @@ from attnmux.nvidia.page_tables import KeyGroup
 
 FP8 = torch.float8_e4m3fn
 """The one 8-bit float that the kernels read."""
+
+
+def splits(context: BackendContext, options: Mapping[str, object]) -> int:
+    """The library's `num_splits`: parts of a request's keys, 0 for its own choice.
+
+    It chooses by shapes alone, so that a captured choice holds; but they count the requests, so
+    that results which must not depend on the batch are of keys in one part.
+    """
+    return 1 if context.request.deterministic else cast("int", options.get("num_splits", 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,7 +69,7 @@ class LayerCall:
     def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
         """Raises InvalidInput for a latent layer, and for a KV dtype that is neither Q's nor e4m3.
 
-        num_splits: 0 lets the library choose, by shapes alone, so that a captured choice holds.
+        num_splits: as `splits` gives it.
         """
         if layer.kind != "mha":
             raise InvalidInput(

@@ -1,0 +1,62 @@
+"""A backend whose metadata are page tables: what both of FlashAttention 3's do with a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+
+
+class SteppingBackend(AttentionBackend):
+    """Prepares steps, eager and in graphs; how a layer attends is its subclasses'."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        options: Mapping[str, object],
+        groups: Iterable[KeyGroup],
+        *,
+        trees: bool,
+    ) -> None:
+        """groups: of each layer that the pool stores. trees: as `Step.of` takes it."""
+        super().__init__(context, options)
+        self._groups = tuple(dict.fromkeys(groups))
+        self._trees = trees
+        self._fixed: dict[KeyGroup, Keys] = {}
+        self._fixed_batch_size = 0
+        self._outgrown: list[dict[KeyGroup, Keys]] = []
+        self._step: Step | None = None
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Decide the step's shape on the host; nothing is launched."""
+        self._step = None
+        if batch.forward_mode is not ForwardMode.IDLE:
+            if in_capture and batch.batch_size > self._fixed_batch_size:
+                raise GraphUnsupported(
+                    f"a batch of {batch.batch_size} is captured with buffers for "
+                    f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
+                )
+            fixed = self._fixed if in_capture else {}
+            self._step = Step.of(batch, self.context, fixed, trees=self._trees)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Build page tables and lengths on the device: at replay from what the batch then holds."""
+        if self._step is not None:
+            self._step.fill(batch, self._groups, self.context)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Called again, for graphs of another mode, it keeps what captured graphs point at."""
+        if max_bs > self._fixed_batch_size:
+            self._outgrown.append(self._fixed)
+            self._fixed = fixed_buffers(self._groups, max_bs, self.context)
+            self._fixed_batch_size = max_bs
+
+    def _required_step(self) -> Step:
+        if self._step is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        return self._step

@@ -1,0 +1,291 @@
+"""FlashAttention 3 over a latent cache: Q's rotary part against K, the rest (`qv`) against V.
+
+The library's conventions and ours: a logit is q · k + qv · v, which is the absorbed one; LSE comes
+as [B, Hq, Tq] or [Hq, T] and is a natural logarithm, as ours; causality counts from the end of the
+keys. It takes no mask: all drafts of a tree attend to the prefix, and each to its own ancestors, as
+a request of one query whose table names slots; `merge_state_v2` makes one of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.errors import InvalidInput
+from attnmux.nvidia.fa3.calls import splits
+from attnmux.nvidia.fa3.stepping import SteppingBackend
+from attnmux.nvidia.fa3_mla.calls import Cache, LayerCall
+from attnmux.nvidia.fa3_mla.drafts import (
+    check_room,
+    check_tree,
+    draft_buffers,
+    draft_keys,
+    visible_drafts,
+)
+from attnmux.nvidia.latent import ROPE
+from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
+from attnmux.nvidia.results import nothing, store_lse
+from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
+    from attnmux.nvidia.fa3_mla.kernels import Kernels
+
+
+class FA3MLABackend(SteppingBackend):
+    """MLA on Hopper GPUs, absorbed."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+    ) -> None:
+        """Raises InvalidInput for layers and pools that the kernels do not serve."""
+        num_splits = splits(context, options)
+        self._calls = {
+            layer.layer_id: LayerCall.of(layer, context, num_splits=num_splits)
+            for layer in context.layers
+        }
+        groups = (call.group for call in self._calls.values() if call.group is not None)
+        super().__init__(context, options, groups, trees=True)
+        self._kernels = kernels
+        self._drafts: dict[KeyGroup, Keys] = {}
+        self._draft_buffers: dict[KeyGroup, Keys] = {}
+        self._fixed_drafts: dict[KeyGroup, Keys] = {}
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Decide the step's shape on the host; nothing is launched.
+
+        Raises InvalidInput in debug mode for a mask that is not a draft tree's.
+        """
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        self._drafts, self._draft_buffers = {}, {}
+        if self._step is None or not self._step.is_tree:
+            return
+        if self.context.debug:
+            check_tree(batch)
+        if in_capture:
+            self._draft_buffers = self._fixed_drafts
+            for keys in self._fixed_drafts.values():
+                check_room(keys, batch.num_tokens, self._step.max_seqlen_q)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Build page tables and lengths on the device, of a tree's drafts too."""
+        super().init_forward_metadata_in_graph(batch)
+        if self._step is None or not self._step.is_tree:
+            return
+        visible = visible_drafts(batch)
+        for group in self._groups:
+            self._drafts[group] = draft_keys(
+                batch, visible, group, self.context, out=self._draft_buffers.get(group)
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self._outgrown.append(self._fixed_drafts)
+        each = -(-max_num_tokens // max(max_bs, 1))
+        self._fixed_drafts = {
+            group: draft_buffers(self._fixed_drafts.get(group), max_num_tokens, each, self.context)
+            for group in self._groups
+        }
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attend(q, q_rope, None, None, layer, out, lse)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if save_kv_cache:
+            k = k_rope = None
+        return self._attend(q, q_rope, k, k_rope, layer, out, lse)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        k: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+        layer: LayerSpec,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over k and k_rope where they are given, else over the pool."""
+        step, call = self._required_step(), self._calls[layer.layer_id]
+        if q_rope is None:
+            raise InvalidInput("q_rope", came=None, expected=f"the rotary part [T, Hq, {ROPE}]")
+        if not q.shape[0]:
+            return nothing(q, layer, out, lse)
+        q, q_rope = aligned(q), aligned(q_rope)
+        if k is not None and k_rope is not None:
+            return self._in_call(q, q_rope, k, k_rope, call, step, out, lse)
+        if step.is_tree:
+            return self._tree(q, q_rope, call, step, out, lse)
+        return self._paged(q, q_rope, call, step, out, lse)
+
+    def _paged(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        group, pages, _ = call.stored()
+        arguments: dict[str, Any] = {"causal": True, "num_splits": call.num_splits}
+        each = step.queries_each
+        into = None if out is None or not is_aligned(out) else out
+        if each is None:
+            arguments["cu_seqlens_q"] = step.query_bounds(q.device)
+            arguments["max_seqlen_q"] = step.max_seqlen_q
+        else:
+            q, q_rope = by_request(q, each), by_request(q_rope, each)
+            into = None if into is None else by_request(into, each)
+        result = self._launch(
+            call,
+            pages,
+            step.keys[group],
+            q,
+            q_rope,
+            out=into,
+            return_softmax_lse=lse is not None,
+            **arguments,
+        )
+        if lse is not None:
+            result, kernels_lse, *_ = result
+            store_lse(kernels_lse, lse, each)
+        if into is not None and out is not None:
+            return out
+        attended: torch.Tensor = result.flatten(0, -3)
+        return attended
+
+    def _tree(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over the prefix, and over each draft token's ancestors and itself."""
+        group, pages, slots = call.stored()
+        each = step.max_seqlen_q
+        if out is None or not is_writable(out):
+            out = q.new_empty((*q.shape[:2], call.layer.v_head_dim))
+        _, prefix_lse, *_ = self._launch(
+            call,
+            pages,
+            step.keys[group],
+            by_request(q, each),
+            by_request(q_rope, each),
+            out=by_request(out, each),
+            return_softmax_lse=True,
+            num_splits=call.num_splits,
+        )
+        drafts, drafts_lse, *_ = self._launch(
+            call,
+            slots,
+            self._drafts[group],
+            by_request(q, 1),
+            by_request(q_rope, 1),
+            return_softmax_lse=True,
+            num_splits=1,  # There are d keys at most.
+        )
+        _, merged_lse = self._kernels.merge_state_v2(
+            out,
+            prefix_lse.transpose(1, 2).flatten(0, 1).contiguous(),
+            drafts.squeeze(1),
+            drafts_lse.squeeze(-1),
+            v_merged=out,
+        )
+        if lse is not None:
+            lse.copy_(merged_lse)
+        return out
+
+    def _launch(
+        self,
+        call: LayerCall,
+        cache: Cache,
+        keys: Keys,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        **arguments: Any,  # noqa: ANN401  # the library's
+    ) -> Any:  # noqa: ANN401  # with LSE a tuple
+        return self._kernels.flash_attn_with_kvcache(
+            q_rope,
+            cache.k_cache,
+            cache.v_cache,
+            qv=q,
+            cache_seqlens=keys.lens,
+            page_table=keys.page_table,
+            softmax_scale=call.softmax_scale,
+            **arguments,
+        )
+
+    def _in_call(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        k: torch.Tensor,
+        k_rope: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over the call's own latents; there is no prefix."""
+        if k.dtype != q.dtype or k_rope.dtype != q.dtype:
+            raise InvalidInput(
+                "k", came=f"{k.dtype} and {k_rope.dtype}", expected=f"{q.dtype}, as q is"
+            )
+        query_bounds = step.query_bounds(q.device)
+        into = None if out is None or not is_aligned(out) else out
+        result = self._kernels.flash_attn_varlen_func(
+            q_rope,
+            aligned(k_rope),
+            aligned(k),
+            query_bounds,
+            query_bounds,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=step.max_seqlen_q,
+            softmax_scale=call.softmax_scale,
+            causal=True,
+            qv=q,
+            num_splits=1,
+            return_softmax_lse=lse is not None,
+            out=into,
+        )
+        if lse is not None:
+            result, kernels_lse, *_ = result
+            store_lse(kernels_lse, lse, None)
+        attended: torch.Tensor = result
+        return attended if into is None or out is None else out

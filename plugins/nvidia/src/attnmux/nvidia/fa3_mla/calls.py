@@ -1,0 +1,106 @@
+"""What the library is told at every call of one latent layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.latent import RANK, check_latent, latent_pages
+from attnmux.nvidia.page_tables import KeyGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Cache:
+    """A layer's buffer as the kernels take it: the rotary keys are K, the latents V."""
+
+    k_cache: torch.Tensor
+    """[pages, page, 1, 64], every row 576 values behind the one before."""
+    v_cache: torch.Tensor
+    """[pages, page, 1, 512], likewise."""
+
+    @classmethod
+    def of(cls, layer: LayerSpec, context: BackendContext, page_size: int) -> Cache:
+        rows = latent_pages(layer, context, page_size)
+        return cls(k_cache=rows[..., RANK:], v_cache=rows[..., :RANK])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerCall:
+    """A layer's arguments that no step changes."""
+
+    layer: LayerSpec
+    softmax_scale: float
+    num_splits: int
+    group: KeyGroup | None
+    """None for a layer whose latents come with the call alone."""
+    pages: Cache | None = None
+    slots: Cache | None = None
+    """The same memory in pages of one: a draft's own keys are named by slots."""
+
+    @classmethod
+    def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
+        """Raises InvalidInput for a layer that is not a plain latent one, with 512 + 64 dims, and
+        for latents of another dtype than Q's.
+
+        num_splits: as `fa3.calls.splits` gives it.
+        """
+        check_latent(layer)
+        _check_plain(layer)
+        pool = context.token_to_kv_pool
+        stored = layer.layer_id in pool.layer_ids
+        if stored:
+            _check_pool(context)
+        return cls(
+            layer=layer,
+            softmax_scale=layer.scaling,
+            num_splits=num_splits,
+            group=KeyGroup.of(layer, context) if stored else None,
+            pages=Cache.of(layer, context, pool.page_size) if stored else None,
+            slots=Cache.of(layer, context, 1) if stored else None,
+        )
+
+    def stored(self) -> tuple[KeyGroup, Cache, Cache]:
+        """Group, pages and slots. Raises AttnmuxError for a layer that the pool does not store."""
+        if self.group is None or self.pages is None or self.slots is None:
+            raise AttnmuxError(
+                f"layer {self.layer.layer_id} is not in the KV pool: call it with its own k and "
+                "k_rope and save_kv_cache=False"
+            )
+        return self.group, self.pages, self.slots
+
+
+def _check_plain(layer: LayerSpec) -> None:
+    beyond: dict[str, Any] = {
+        "sliding_window_size": layer.sliding_window_size
+        if layer.sliding_window_size >= 0
+        else None,
+        "attention_chunk_size": layer.attention_chunk_size or None,
+        "logit_cap": layer.logit_cap or None,
+        "sinks": layer.sinks,
+        "is_cross_attention": layer.is_cross_attention or None,
+        "is_causal": None if layer.is_causal else False,
+    }
+    for name, came in beyond.items():
+        if came is not None:
+            raise InvalidInput(
+                f"layer {layer.layer_id}",
+                came=f"{name} {came}",
+                expected="causal attention to all keys before a token, as MLA models have it",
+            )
+
+
+def _check_pool(context: BackendContext) -> None:
+    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
+    served = (torch.bfloat16, torch.float16)
+    if dtype not in served or (asked is not None and dtype != torch_dtype(asked)):
+        raise InvalidInput(
+            "token_to_kv_pool",
+            came=dtype,
+            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
+        )

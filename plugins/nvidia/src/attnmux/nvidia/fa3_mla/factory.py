@@ -1,0 +1,31 @@
+"""Where the card's factory stands: the one module that imports the kernel library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sgl_kernel import merge_state_v2  # type: ignore[import-not-found]  # an optional library
+from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an optional library
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+from attnmux.core.backend import BackendContext
+from attnmux.nvidia.fa3_mla.backend import FA3MLABackend
+from attnmux.nvidia.fa3_mla.kernels import Kernels
+from attnmux.nvidia.fa3_mla.trial import try_kernels
+
+KERNELS = Kernels(
+    flash_attn_with_kvcache=flash_attn_with_kvcache,
+    flash_attn_varlen_func=flash_attn_varlen_func,
+    merge_state_v2=merge_state_v2,
+)
+
+
+def make(context: BackendContext, options: Mapping[str, object]) -> FA3MLABackend:
+    """The backend on the installed library.
+
+    Raises BackendFailed where its kernels do not run on the context's device.
+    """
+    try_kernels(KERNELS, context)
+    return FA3MLABackend(context, options, KERNELS)
