@@ -333,6 +333,9 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
         ("encoder_out_cache_loc", lambda values: torch.zeros(3, dtype=torch.int32)),
         ("positions", lambda values: values.int()),
         ("positions", lambda values: values[:-1]),
+        ("topk_indices", lambda values: torch.zeros(9, 4)),
+        ("topk_indices", lambda values: torch.zeros(8, 4, dtype=torch.int32)),
+        ("topk_indices", lambda values: torch.zeros(9, dtype=torch.int32)),
     ],
 )
 def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) -> None:

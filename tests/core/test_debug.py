@@ -154,8 +154,30 @@ def test_forward_checks_only_in_debug(extending) -> None:
 @pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
 def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
     world = make_world(case, fake_platform(), "cpu")
-    for step in case.steps:
-        check_batch(world.context, prepare_step(world, step).batch)
+    for lengths in case.steps:
+        step = prepare_step(world, lengths)
+        for given in step.inputs:
+            check_batch(world.context, replace(step.batch, topk_indices=given.topk_indices))
+
+
+@pytest.mark.parametrize(
+    ("token", "picks", "said"),
+    [
+        (0, [4, 1], "expected -1, or up to 3, .*got key 4 for token 0"),
+        (4, [7, -2], ".*got key -2 for token 4"),
+        (5, [0, 1], "expected -1, or up to 0, .*got key 1 for token 5"),
+        (1, [2, 2], "expected each key once.* got key 2 twice for token 1"),
+    ],
+)
+def test_refuses_keys_that_no_indexer_picks(extending, token, picks, said) -> None:
+    """Behind a token, of another request by mistake, or twice."""
+    world, step = extending
+    chosen = torch.full((step.batch.num_tokens, 2), -1, dtype=torch.int32)
+    batch = replace(step.batch, topk_indices=chosen)
+    check_batch(world.context, batch)
+    chosen[token] = torch.tensor(picks)
+    with pytest.raises(InvalidInput, match=f"topk_indices: {said}"):
+        check_batch(world.context, batch)
 
 
 def test_an_empty_batch_is_valid() -> None:

@@ -295,6 +295,39 @@ def test_mla_values_are_the_latent_columns_of_the_keys() -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_picked_keys_are_the_only_ones() -> None:
+    """Each token of two requests attends to rows that were gathered for it by hand."""
+    latent = random(NUM_SLOTS, 1, 12, seed=0)
+    q, q_rope = random(3, 4, 8, seed=1), random(3, 4, 4, seed=2)
+    table = scattered_table(2)
+    spec = layer(kind="mla", tp_k_head_num=1, tp_v_head_num=1, qk_head_dim=12, v_head_dim=8)
+    picks = torch.tensor([[-1, 2, 0, -1], [3, 1, 2, 4], [-1, -1, -1, -1]], dtype=torch.int32)
+    step = batch(ForwardMode.EXTEND, [5, 1], [2, 1], topk_indices=picks)
+    out, lse = attention(q, spec, step, table, pool_of(latent), q_rope=q_rope)
+    whole = torch.cat([q, q_rope], dim=-1)
+    for token, places in ((0, [0, 2]), (1, [1, 2, 3, 4])):
+        keys = latent[table[1, places].long()]
+        keep = torch.ones(1, len(places), dtype=torch.bool)
+        expected = sdpa(whole[token : token + 1], keys, keys[..., :8], keep)
+        torch.testing.assert_close(out[token : token + 1], expected)
+    assert not out[2].any()
+    assert bool(lse[2].isneginf().all())
+
+
+def test_expanded_layers_have_no_indexer() -> None:
+    k, v, q = (
+        random(NUM_SLOTS, 2, 8, seed=0),
+        random(NUM_SLOTS, 2, 6, seed=1),
+        random(1, 4, 8, seed=2),
+    )
+    table = scattered_table(1)
+    step = batch(ForwardMode.DECODE, [4], [1])
+    picks = torch.zeros(1, 2, dtype=torch.int32)
+    sparse = batch(ForwardMode.DECODE, [4], [1], topk_indices=picks)
+    out, _ = attention(q, layer(), sparse, table, pool_of(k, v))
+    torch.testing.assert_close(out, attention(q, layer(), step, table, pool_of(k, v))[0])
+
+
 def test_unsaved_keys_are_those_of_the_call() -> None:
     k, v, q = random(5, 2, 8, seed=0), random(5, 2, 6, seed=1), random(5, 4, 8, seed=2)
     step = batch(ForwardMode.EXTEND, [3, 2], [3, 2])

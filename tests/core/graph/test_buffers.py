@@ -38,7 +38,7 @@ def decode_batch(*lens: int, **changes) -> ForwardBatch:
     return replace(batch, **changes)
 
 
-def verify_batch(*prefixes: int, mask: bool = True) -> ForwardBatch:
+def verify_batch(*prefixes: int, mask: bool = True, **changes) -> ForwardBatch:
     lens = torch.tensor(prefixes, dtype=torch.int32)
     num_tokens = len(prefixes) * DRAFT
     parents = torch.tensor([[-1, 0, 0]] * len(prefixes))
@@ -58,6 +58,7 @@ def verify_batch(*prefixes: int, mask: bool = True) -> ForwardBatch:
         extend_prefix_lens=lens,
         extend_num_tokens=num_tokens,
         spec_info=spec,
+        **changes,
     )
 
 
@@ -251,3 +252,27 @@ def test_refuses_what_no_graph_is_captured_for(settings, argument) -> None:
     with pytest.raises(InvalidInput) as refused:
         GraphConfig(**{"batch_sizes": (1,), **settings})
     assert refused.value.argument == argument
+
+
+def test_an_indexer_has_a_buffer_that_no_step_loads() -> None:
+    """The captured model writes it; a step needs to bring none."""
+    settings = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": DRAFT}
+    buffers = make(index_topk=5, **settings)
+    small, large = buffers.views(2)[0], buffers.views(4)[0]
+    assert (small.topk_indices.shape, large.topk_indices.shape) == ((6, 5), (12, 5))
+    assert small.topk_indices.data_ptr() == large.topk_indices.data_ptr()
+    assert bool((large.topk_indices == -1).all())
+    large.topk_indices.fill_(7)
+    picks = torch.zeros((6, 5), dtype=torch.int32)
+    padded = buffers.load(verify_batch(3, 4, mask=False, topk_indices=picks), {}, large)
+    assert padded.topk_indices.data_ptr() == large.topk_indices.data_ptr()
+    assert bool((padded.topk_indices == 7).all())
+    assert make().views(2)[0].topk_indices is None
+
+
+def test_halves_have_their_own_picks() -> None:
+    whole, _ = make(index_topk=5, two_batches=True).views(4)
+    first, second = whole.tbo_children
+    assert first.topk_indices.data_ptr() == whole.topk_indices.data_ptr()
+    assert second.topk_indices.data_ptr() == whole.topk_indices[2:].data_ptr()
+    assert first.topk_indices.shape == second.topk_indices.shape == (2, 5)

@@ -189,6 +189,26 @@ def test_catches_buffers_that_other_graphs_still_read(
     assert "memory has been freed or moved" in outcome.message
 
 
+class PicksOfTheCapture(GraphFakeBackend):
+    """Takes what the indexer wrote while a graph was captured."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.kept = {}
+
+    def _visible(self, layer, batch, *args):
+        key = layer.layer_id, batch.batch_size
+        kept = self.kept.setdefault(key, batch.topk_indices.clone())
+        return super()._visible(layer, replace(batch, topk_indices=kept), *args)
+
+
+def test_catches_picks_that_are_not_those_of_the_replay() -> None:
+    outcome = run_case(candidate_of(PicksOfTheCapture), CASES["nsa-decode-page16-graph"])
+    assert outcome.status == "failed"
+    whole = run_case(candidate_of(GraphFakeBackend), CASES["nsa-decode-page16-graph"])
+    assert whole.status == "passed", whole.message
+
+
 def test_larger_steps_run_eagerly_beside_graphs() -> None:
     sizes = []
 

@@ -313,6 +313,48 @@ class ProductsOfEightBits(FakeBackend):
         return out / total.unsqueeze(-1), torch.logsumexp(logits, -1)
 
 
+class AllKeysSeen(FakeBackend):
+    def visible(self, layer, batch, *args):
+        return super().visible(layer, replace(batch, topk_indices=None), *args)
+
+
+class PicksOfTheFirstLayer(FakeBackend):
+    """Kept for the layers that follow, whose indexers pick others."""
+
+    kept: torch.Tensor | None = None
+
+    def visible(self, layer, batch, *args):
+        if layer.layer_id == self.context.layers[0].layer_id:
+            self.kept = batch.topk_indices.clone()
+        return super().visible(layer, replace(batch, topk_indices=self.kept), *args)
+
+
+class NoKeyIsTheLast(FakeBackend):
+    """-1 as Python has it."""
+
+    def visible(self, layer, batch, request, rows, first, num_keys, mask_start):
+        picks = torch.where(batch.topk_indices < 0, num_keys - 1, batch.topk_indices)
+        batch = replace(batch, topk_indices=picks)
+        return super().visible(layer, batch, request, rows, first, num_keys, mask_start)
+
+
+class PicksUpToTheFirstGap(FakeBackend):
+    """Reads keys up to the first -1."""
+
+    def visible(self, layer, batch, *args):
+        picks = batch.topk_indices
+        gone = (picks < 0).cumsum(1) > 0
+        batch = replace(batch, topk_indices=picks.masked_fill(gone, -1))
+        return super().visible(layer, batch, *args)
+
+
+class PicksWrittenOver(FakeBackend):
+    def forward_decode(self, q, k, v, layer, batch, *args, **named):
+        out = super().forward_decode(q, k, v, layer, batch, *args, **named)
+        batch.topk_indices.clamp_(min=0)
+        return out
+
+
 CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     OffByOnePage: ("decode-page-boundaries", "extend-page-boundaries", "extend-max-length"),
     WindowOneTooWide: ("decode-window", "extend-window", "decode-two-windows"),
@@ -352,6 +394,11 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     SlotsOfTheTable: ("decode-window-pool", "extend-window-pool", "verify-window-pool"),
     SlotsOfTheFirstLayer: ("decode-window-pool", "extend-two-windows-pool"),
     WindowWrittenUntranslated: ("decode-window-pool", "extend-window-pool-shared-prefix"),
+    AllKeysSeen: ("nsa-decode", "nsa-extend", "nsa-verify-chain", "nsa-extend-unsaved"),
+    PicksOfTheFirstLayer: ("nsa-decode", "nsa-extend"),
+    NoKeyIsTheLast: ("nsa-decode", "nsa-extend"),
+    PicksUpToTheFirstGap: ("nsa-decode-fewer-than-topk", "nsa-extend"),
+    PicksWrittenOver: ("nsa-decode",),
     ProductsOfEightBits: ("decode-fp8_e4m3", "extend-fp8_e5m2"),
 }
 """The cases, at page size 16 where they have pages, that each fault fails."""

@@ -100,6 +100,12 @@ class ForwardBatch:
     first slots of the request's row, and decoder tokens follow them."""
     encoder_out_cache_loc: torch.Tensor | None = None
     """[encoder tokens of this step] int64: slots that cross attention writes K and V to."""
+    topk_indices: torch.Tensor | None = None
+    """[T, topk] int32, for a request of kind "nsa": places, in its own request's sequence, of the
+    keys that each new token sees, in any order and each once; -1 is no key. Layers of kind "mla"
+    see these keys and no other: it is the indexer that keeps them causal. The model's indexer
+    writes them in place before each layer's call, so that nothing is in them when the step is
+    prepared; a graph runner has a buffer of its own for them."""
     spec_info: SpecInput | None = None
     multi_item: MultiItem | None = None
     actual_forward_mode: ForwardMode | None = None

@@ -44,6 +44,8 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
             expected=f"{batch.batch_size}, one a decoding request",
         )
     _check_keys(context, batch, lens)
+    if batch.topk_indices is not None:
+        _check_picks(batch, batch.topk_indices)
 
 
 def _check_keys(context: BackendContext, batch: ForwardBatch, ends: torch.Tensor) -> None:
@@ -118,6 +120,39 @@ def _check_extend(batch: ForwardBatch) -> None:
             "multi_item.token_pos_in_items",
             came=f"{items.token_pos_in_items.shape[0]} values",
             expected=f"{total}, one a new token",
+        )
+
+
+def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
+    """Refuse keys that do not come before their token, and keys that are picked twice.
+
+    Behind the last request's tokens nothing is looked at.
+    """
+    new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
+    if new is None or cached is None:
+        last = batch.seq_lens.long() - 1
+    else:
+        ends = new.long().cumsum(0)
+        token = torch.arange(int(new.sum()), device=new.device)
+        request = torch.searchsorted(ends, token, right=True)
+        last = cached.long()[request] + token - (ends - new)[request]
+    picks = picks[: len(last)].long()
+    wrong = (picks < -1) | (picks > last.clamp(min=-1).unsqueeze(1))
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise InvalidInput(
+            "topk_indices",
+            came=f"key {int(picks[row, column])} for token {row}",
+            expected=f"-1, or up to {int(last[row])}, the token's own place in its sequence",
+        )
+    ordered = picks.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        row, column = twice.nonzero()[0].tolist()
+        raise InvalidInput(
+            "topk_indices",
+            came=f"key {int(ordered[row, column])} twice for token {row}",
+            expected="each key once: a kernel would count it twice",
         )
 
 

@@ -68,13 +68,16 @@ def attention(
             if batch.multi_item is not None:
                 item_starts = positions - batch.multi_item.token_pos_in_items[rows]
                 shared_prefix = int(batch.multi_item.prefix_lens[request])
+            mask = custom_masks[request]
+            if layer.kind == "mla" and batch.topk_indices is not None:
+                mask = picked(batch.topk_indices[rows], len(keys))
             keep = visibility(
                 positions,
                 len(keys),
                 causal=layer.is_causal,
                 window=layer.sliding_window_size,
                 chunk=layer.attention_chunk_size,
-                custom_mask=custom_masks[request],
+                custom_mask=mask,
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
@@ -119,6 +122,17 @@ def visibility(
         keep = keep & (key // chunk == token // chunk)
     if item_starts is not None:
         keep = keep & ((key < shared_prefix) | (key >= item_starts.unsqueeze(1)))
+    return keep
+
+
+def picked(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Which of one sequence's keys an indexer picked for each token: [T, num_keys] bool.
+
+    topk_indices: [T, topk], as on `ForwardBatch`.
+    """
+    keep = torch.zeros((len(topk_indices), num_keys), dtype=torch.bool, device=topk_indices.device)
+    token, place = (topk_indices >= 0).nonzero(as_tuple=True)
+    keep[token, topk_indices[token, place].long()] = True
     return keep
 
 

@@ -66,6 +66,15 @@ class FixedBuffers:
                 self._masks = MaskBuffers(
                     config, seq_len_fill=seq_len_fill, max_len=max_context_len, device=device
                 )
+            # What an indexer writes in the graph itself is nothing to load.
+            self._topk_indices = None
+            if config.index_topk:
+                self._topk_indices = torch.full(
+                    (config.max_num_tokens, config.index_topk),
+                    -1,
+                    dtype=torch.int32,
+                    device=device,
+                )
             self._no_slots = torch.zeros(0, dtype=torch.int64, device=device)
             self._new_lens = torch.full(
                 (config.max_batch_size,),
@@ -99,6 +108,7 @@ class FixedBuffers:
                 of_batch["extend_prefix_lens_cpu"] = of_batch["seq_lens_cpu"]
         if config.encoder:
             of_batch["encoder_out_cache_loc"] = self._no_slots
+        picks = self._topk_indices
         batch = ForwardBatch(
             forward_mode=config.forward_mode,
             batch_size=size,
@@ -106,6 +116,7 @@ class FixedBuffers:
             extend_num_tokens=size * config.tokens_per_request
             if config.forward_mode.is_extend()
             else None,
+            topk_indices=None if picks is None else picks[: size * config.tokens_per_request],
             spec_info=self._spec_info(size),
             **of_batch,  # type: ignore[arg-type]  # fields of ForwardBatch by name
         )

@@ -57,6 +57,9 @@ class GraphConfig:
     spec_topk: int = 1
     custom_mask: bool = False
     """Whether the drafts come with a mask, as trees do."""
+    index_topk: int = 0
+    """Keys that an indexer picks for each token: with more than 0 the runner owns a buffer for
+    `ForwardBatch.topk_indices`, which the captured model writes before each layer's call."""
     two_batches: bool = False
     """Whether batches have `tbo_children`: the first half of the rows and the others."""
     compile: Callable[[Forward], Forward] | None = None
@@ -79,6 +82,8 @@ class GraphConfig:
                 came=self.tokens_per_request,
                 expected="1 in DECODE, the number of draft tokens in TARGET_VERIFY",
             )
+        if self.index_topk < 0:
+            raise InvalidInput("index_topk", came=self.index_topk, expected="at least 0")
         if self.custom_mask and (self.two_batches or not is_verify):
             raise InvalidInput(
                 "custom_mask", came=True, expected="False but in TARGET_VERIFY of one batch"

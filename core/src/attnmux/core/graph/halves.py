@@ -39,5 +39,6 @@ def _part(batch: ForwardBatch, first: int, last: int, tokens_per_request: int) -
         extend_prefix_lens_cpu=of_requests(batch.extend_prefix_lens_cpu),
         extend_num_tokens=None if batch.extend_num_tokens is None else tokens.stop - tokens.start,
         encoder_lens=of_requests(batch.encoder_lens),
+        topk_indices=None if batch.topk_indices is None else batch.topk_indices[tokens],
         tbo_children=(),
     )

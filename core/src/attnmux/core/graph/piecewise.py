@@ -115,7 +115,7 @@ class PiecewiseRunner:
             raise InvalidInput(
                 "batch",
                 came=f"{batch.forward_mode.name} of {num_tokens} tokens",
-                expected=f"an extend step of 1 to {self.token_counts[-1]} tokens",
+                expected=f"an extend step of 1 to {self.token_counts[-1]} tokens, no topk_indices",
             )
         with _mode():
             self._load(batch, inputs, size)
@@ -125,6 +125,8 @@ class PiecewiseRunner:
 
     def _size(self, batch: ForwardBatch) -> int | None:
         if batch.forward_mode not in CAPTURED_MODES or not batch.num_tokens:
+            return None
+        if batch.topk_indices is not None:  # of the step's own rows, and the model's are padded
             return None
         return padded_size(batch.num_tokens, self.token_counts)
 

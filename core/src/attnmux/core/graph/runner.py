@@ -214,6 +214,7 @@ class GraphRunner:
             ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
             ("spec_info.custom_mask", has_mask, config.custom_mask),
             ("multi_item", batch.multi_item is not None, False),
+            ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):
             if expected is not None and came is not expected:
                 return InvalidInput(

@@ -35,12 +35,14 @@ def alone(step: PreparedStep, request: int) -> tuple[PreparedStep, slice]:
         extend_prefix_lens=of_request(batch.extend_prefix_lens),
         extend_prefix_lens_cpu=of_request(batch.extend_prefix_lens_cpu),
         extend_num_tokens=None if new is None else num_tokens,
+        topk_indices=None if batch.topk_indices is None else batch.topk_indices[tokens],
     )
     inputs = tuple(
         replace(
             given,
             q=given.q[tokens],
             q_rope=None if given.q_rope is None else given.q_rope[tokens],
+            topk_indices=None if given.topk_indices is None else given.topk_indices[tokens],
         )
         for given in step.inputs
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from attnmux.core.kv.quantise import FP8_DTYPES, quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.core.spec import SpecInput, tree_mask
 from attnmux.core.testing.cases import Step
+from attnmux.core.testing.picks import pick, unwritten
 from attnmux.core.testing.placement import (
     Placed,
     buffers,
@@ -35,6 +36,8 @@ class LayerInput:
     v: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     k_rope: torch.Tensor | None = None
+    topk_indices: torch.Tensor | None = None
+    """What the layer's indexer picks: it is written to the batch before the call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,6 +68,11 @@ def prepare_step(
         _make_input(world, layer, batch, fused=index % 2 == 1)
         for index, layer in enumerate(world.context.layers)
     )
+    if world.case.index_topk:
+        inputs = tuple(
+            replace(given, topk_indices=pick(world, requests, batch, in_front=index % 2 == 0))
+            for index, given in enumerate(inputs)
+        )
     return PreparedStep(
         batch=batch,
         inputs=inputs,
@@ -126,6 +134,7 @@ def _make_batch(world: World, step: Step, requests: list[Placed], host_lens: boo
         )
         if has_encoder
         else None,
+        topk_indices=unwritten(world, len(out_cache_loc)),
         spec_info=spec_info,
         multi_item=_multi_item(step, device) if step.items else None,
     )

@@ -122,7 +122,7 @@ class Case:
 
     name: str
     steps: tuple[Step, ...]
-    kind: Literal["mha", "mla"] = "mha"
+    kind: Literal["mha", "mla", "nsa"] = "mha"
     num_q_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 128
@@ -130,6 +130,8 @@ class Case:
     v_head_dim: int = 128
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
+    index_topk: int = 0
+    """Keys that an indexer picks for each token and layer at most, in kind "nsa"."""
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     """None: as `dtype`."""
@@ -168,6 +170,11 @@ class Case:
     def execution(self) -> Literal["eager", "graph"]:
         """How the steps are run."""
         return "graph" if self.graph else "eager"
+
+    @property
+    def latent(self) -> bool:
+        """Whether layers are MLA's."""
+        return self.kind in ("mla", "nsa")
 
     @property
     def cross_attention(self) -> bool:

@@ -47,10 +47,20 @@ class EagerExecution(Execution):
 
     def run(self, step: PreparedStep) -> list[LayerOutput]:
         self.backend.init_forward_metadata(step.batch)
-        return [
-            call_layer(self.world, self.backend, given, step.batch, step.num_request_tokens, index)
-            for index, given in enumerate(step.inputs)
-        ]
+        outputs = []
+        for index, given in enumerate(step.inputs):
+            outputs.append(
+                call_layer(
+                    self.world, self.backend, given, step.batch, step.num_request_tokens, index
+                )
+            )
+            picks = step.batch.topk_indices
+            if given.topk_indices is not None and not torch.equal(given.topk_indices, picks):
+                raise Disagreement(
+                    f"layer {given.layer.layer_id}: topk_indices was written, and a backend only "
+                    "reads it"
+                )
+        return outputs
 
 
 def call_layer(
@@ -61,11 +71,14 @@ def call_layer(
     num_request_tokens: int,
     index: int,
 ) -> LayerOutput:
-    """Call one layer, every other one with an `out` of the caller's.
+    """Let the layer's indexer write, then call the layer, every other one with an `out` of the
+    caller's.
 
     num_request_tokens: rows that belong to requests; a kernel need not reach those behind.
     """
     layer, with_lse = given.layer, world.case.lse
+    if given.topk_indices is not None and batch.topk_indices is not None:
+        batch.topk_indices.copy_(given.topk_indices)
     shape = (*given.q.shape[:2], layer.v_head_dim)
     out, lse, num_defined_rows = None, None, num_request_tokens
     if index % 2 == 0:

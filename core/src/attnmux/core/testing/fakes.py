@@ -13,7 +13,7 @@ from attnmux.core.choosing.card import BackendCard, Clause
 from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.layer import LayerSpec
-from attnmux.core.reference import dense_attention, visibility
+from attnmux.core.reference import dense_attention, picked, visibility
 
 _DTYPES = one_of("bfloat16", "float16", "float32")
 _KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
@@ -36,7 +36,7 @@ def fake_card(**changes: Condition) -> BackendCard:
         **{
             **everything,
             "vendor": one_of("fake"),
-            "kind": one_of("mha", "mla"),
+            "kind": one_of("mha", "mla", "nsa"),
             "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
             "dtype": _DTYPES,
             "kv_dtype": _KV_DTYPES,
@@ -227,6 +227,8 @@ class FakeBackend(AttentionBackend):
         custom_mask = None if batch.spec_info is None else batch.spec_info.custom_mask
         if custom_mask is not None:
             custom_mask = custom_mask[mask_start : mask_start + num_new * num_keys]
+        if batch.topk_indices is not None:
+            custom_mask = picked(batch.topk_indices[rows], num_keys)
         item_starts, shared_prefix = None, 0
         if batch.multi_item is not None:
             item_starts = positions - batch.multi_item.token_pos_in_items[rows]

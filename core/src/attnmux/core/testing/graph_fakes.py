@@ -162,6 +162,9 @@ class GraphFakeBackend(FakeBackend):
             width = state.cached[request] + new
             places = spec.mask_indptr[request] + order[:new, None] * width + order
             mask = spec.custom_mask[places.clamp(max=len(spec.custom_mask) - 1).long()]
+        if batch.topk_indices is not None:
+            picks = batch.topk_indices[request * new : (request + 1) * new]
+            mask = (picks.unsqueeze(-1) == order).any(1)
         return visibility(
             positions,
             num_keys,

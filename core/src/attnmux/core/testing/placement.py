@@ -157,7 +157,7 @@ def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
 def buffers(world: World, layer_id: int) -> tuple[torch.Tensor, ...]:
     """The pool's memory of a layer: K and V, or the one buffer of MLA."""
     pool = world.context.token_to_kv_pool
-    if world.case.kind == "mla":
+    if world.case.latent:
         return (pool.get_key_buffer(layer_id),)
     return pool.get_kv_buffer(layer_id)
 

@@ -110,7 +110,8 @@ def _read_only(world: World, step: PreparedStep) -> list[tuple[str, torch.Tensor
         for item in fields(given)
     ]
     batch = step.batch
-    for part in (batch, batch.spec_info, batch.multi_item):
+    # Not the batch's topk_indices, which every layer's indexer writes.
+    for part in (replace(batch, topk_indices=None), batch.spec_info, batch.multi_item):
         if part is not None:
             named += [(item.name, getattr(part, item.name)) for item in fields(part)]
     named.append(("req_to_token", world.context.req_to_token_pool.req_to_token))
@@ -183,7 +184,7 @@ def _check_output(
     expected, expected_lse = reference.attention(
         given.q,
         layer,
-        step.batch,
+        replace(step.batch, topk_indices=given.topk_indices),
         context.req_to_token_pool.req_to_token,
         context.token_to_kv_pool,
         q_rope=given.q_rope,

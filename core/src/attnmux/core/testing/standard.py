@@ -8,21 +8,13 @@ from typing import Any
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.testing.cases import Case, Step, decode, extend, verify
+from attnmux.core.testing.latent_cases import LATENT, mla_cases, nsa_cases
+from attnmux.core.testing.naming import case_of, longest
 
 PAGE_SIZES = (1, 16, 64)
 
 ODD_PAGE_SIZES = (3, 48)
 """No powers of two: for backends that take any page size."""
-
-
-_EXPANDED: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}
-_LATENT: dict[str, Any] = {
-    **_EXPANDED,
-    "kind": "mla",
-    "num_kv_heads": 1,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
 
 
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
@@ -34,16 +26,19 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += _speculation(page)
         cases += _features(page)
         cases += _shapes(page)
-        cases += _mla(page)
+        cases += mla_cases(page)
+        cases += nsa_cases(page)
         cases += _fp8(page)
         cases += _window_pool(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
-        cases.append(_case("decode-uneven", page, decode(1, 70, 3, 33, 18)))
-        cases.append(_case("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
+        cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
+        cases.append(case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
     # An encoder has no KV cache, so the page size is nothing to it.
     encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
-    cases.append(_case("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
-    cases.append(_case("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder))
+    cases.append(case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
+    cases.append(
+        case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder)
+    )
     return tuple(cases)
 
 
@@ -56,29 +51,8 @@ def in_graphs(cases: Sequence[Case]) -> tuple[Case, ...]:
     )
 
 
-def _case(
-    name: str, page_size: int, *steps: Step, max_context_len: int = 0, **settings: object
-) -> Case:
-    """A case; a single step is followed by a variation of it, so that stale metadata shows."""
-    max_context_len = max_context_len or _longest(page_size)
-    if len(steps) == 1:
-        steps = (*steps, steps[0].varied(max_context_len))
-    return Case(
-        name=f"{name}-page{page_size}",
-        steps=steps,
-        page_size=page_size,
-        max_context_len=max_context_len,
-        **settings,  # type: ignore[arg-type]  # fields of Case by name
-    )
-
-
-def _longest(page_size: int) -> int:
-    """The usual `max_context_len`: room for a few pages."""
-    return max(256, 5 * page_size)
-
-
 def _batches(page: int) -> Iterator[Case]:
-    longest = _longest(page)
+    most = longest(page)
     boundaries = tuple(length for length in (page - 1, page, page + 1, 3 * page) if length)
     steps: dict[str, tuple[Step, ...]] = {
         "decode-one-request": (decode(37),),
@@ -86,7 +60,7 @@ def _batches(page: int) -> Iterator[Case]:
         "decode-changing-batch-size": (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5)),
         "decode-page-boundaries": (decode(*boundaries),),
         "decode-length-0-and-1": (decode(1, 0, 21),),
-        "decode-max-length": (decode(longest, longest - 1),),
+        "decode-max-length": (decode(most, most - 1),),
         "decode-padding": (decode(20, 3, padding=3),),
         "extend-one-request": (extend((0, 37)),),
         "extend-empty-prefix": (extend((0, 7), (0, 33), (0, 1)),),
@@ -96,7 +70,7 @@ def _batches(page: int) -> Iterator[Case]:
         "extend-full-prefix-hit": (extend((2 * page, 1), (page, 0), (0, 4)),),
         "extend-nothing-new": (extend((2 * page, 0), (5, 0)), extend((0, 6), (page, 2))),
         "extend-length-1": (extend((0, 1)), extend((0, 1), (0, 1))),
-        "extend-max-length": (extend((longest - 64, 64), (0, 9)),),
+        "extend-max-length": (extend((most - 64, 64), (0, 9)),),
         "extend-padding": (extend((4, 9), (0, 20), padding=2, trailing=3),),
         "extend-shared-prefix": (
             extend((4 * page, 5), (4 * page, 9), (4 * page, 1), shared_prefix=4 * page),
@@ -106,17 +80,17 @@ def _batches(page: int) -> Iterator[Case]:
         "idle": (decode(7, 12), extend(mode=ForwardMode.IDLE)),
     }
     for name, of_case in steps.items():
-        yield _case(name, page, *of_case)
+        yield case_of(name, page, *of_case)
     larger = decode(9, 40), decode(2, 60, 17, 5, 33), decode(10, 41)
-    yield _case("decode-larger-than-graphs", page, *larger, max_graph_batch_size=2)
+    yield case_of("decode-larger-than-graphs", page, *larger, max_graph_batch_size=2)
 
 
 def _parts(page: int) -> Iterator[Case]:
     """Long enough for kernels that cut the keys of one request into parts and put results together:
     a sink must count once, an LSE must be that of all parts."""
-    far = max(_longest(page), 1152)
-    yield _case("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
-    yield _case("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
+    far = max(longest(page), 1152)
+    yield case_of("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
+    yield case_of("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
     features: dict[str, dict[str, Any]] = {
         "deterministic": {"kv_in_pool": True, "deterministic": True},
         "sinks-lse": {"sinks": True, "lse": True},
@@ -127,31 +101,31 @@ def _parts(page: int) -> Iterator[Case]:
     }
     for name, settings in features.items():
         steps = decode(1100, 5, 700)
-        yield _case(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
+        yield case_of(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
     drafts: dict[str, Any] = {"spec_topk": 1, "lse": True}
-    yield _case("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
+    yield case_of("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
 
 
 def _speculation(page: int) -> Iterator[Case]:
     chain: dict[str, Any] = {"spec_topk": 1}
     tree: dict[str, Any] = {"spec_topk": 4}
-    yield _case("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
-    yield _case("verify-empty-prefix", page, verify(3, 0, 5), **chain)
-    yield _case("verify-padding", page, verify(4, 9, 30, padding=2), **chain)
-    yield _case("verify-tree", page, verify(6, 9, page, 2 * page + 1), **tree)
-    yield _case("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
-    yield _case("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
-    yield _case("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
+    yield case_of("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
+    yield case_of("verify-empty-prefix", page, verify(3, 0, 5), **chain)
+    yield case_of("verify-padding", page, verify(4, 9, 30, padding=2), **chain)
+    yield case_of("verify-tree", page, verify(6, 9, page, 2 * page + 1), **tree)
+    yield case_of("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
+    yield case_of("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
+    yield case_of("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
     # On one backend: the second mode's graphs need larger buffers than the first's.
     growing = decode(9, 40), verify(4, 9, 30, page, 1, 17), decode(41, 10), verify(4, 21, 34, 5)
-    yield _case("decode-and-verify", page, *growing, **chain)
+    yield case_of("decode-and-verify", page, *growing, **chain)
     growing = verify(3, 9, 30), decode(9, 40, 2, 33, 5), verify(3, 8, 16), decode(41, 10, 3)
-    yield _case("verify-and-decode", page, *growing, **chain)
+    yield case_of("verify-and-decode", page, *growing, **chain)
     larger = verify(4, 9, 30), verify(4, 2, 60, 17, 5, 33), verify(4, 20, 3)
-    yield _case("verify-larger-than-graphs", page, *larger, max_graph_batch_size=2, **chain)
-    yield _case("verify-tree-larger-than-graphs", page, *larger, max_graph_batch_size=2, **tree)
+    yield case_of("verify-larger-than-graphs", page, *larger, max_graph_batch_size=2, **chain)
+    yield case_of("verify-tree-larger-than-graphs", page, *larger, max_graph_batch_size=2, **tree)
     catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
-    yield _case("draft-extend", page, catching_up, **chain)
+    yield case_of("draft-extend", page, catching_up, **chain)
 
 
 def _features(page: int) -> Iterator[Case]:
@@ -175,15 +149,15 @@ def _features(page: int) -> Iterator[Case]:
         "float32-bfloat16-kv": {"dtype": "float32", "kv_dtype": "bfloat16"},
     }
     for name, settings in features.items():
-        yield _case(f"decode-{name}", page, decode(45, 3, 17, 70), **settings)
-        yield _case(f"extend-{name}", page, extend((0, 41), (page + 3, 20)), **settings)
-    yield _case("decode-lse-of-nothing", page, decode(0, 5), lse=True)
-    yield _case("decode-sinks-lse-of-nothing", page, decode(0, 5), lse=True, sinks=True)
-    yield _case("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
+        yield case_of(f"decode-{name}", page, decode(45, 3, 17, 70), **settings)
+        yield case_of(f"extend-{name}", page, extend((0, 41), (page + 3, 20)), **settings)
+    yield case_of("decode-lse-of-nothing", page, decode(0, 5), lse=True)
+    yield case_of("decode-sinks-lse-of-nothing", page, decode(0, 5), lse=True, sinks=True)
+    yield case_of("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
     unsaved = extend((0, 5), (0, 9), (0, 3), encoder=(12, 0, 30))
-    yield _case("extend-cross-unsaved", page, unsaved, save_kv_cache=False)
-    yield _case("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
-    yield _case("extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2))))
+    yield case_of("extend-cross-unsaved", page, unsaved, save_kv_cache=False)
+    yield case_of("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
+    yield case_of("extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2))))
 
 
 def _shapes(page: int) -> Iterator[Case]:
@@ -197,31 +171,31 @@ def _shapes(page: int) -> Iterator[Case]:
         "dims-192-128": {"num_kv_heads": 8, "head_dim": 192},
     }
     for name, settings in shapes.items():
-        yield _case(f"decode-{name}", page, decode(45, 3), **settings)
-        yield _case(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
+        yield case_of(f"decode-{name}", page, decode(45, 3), **settings)
+        yield case_of(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
 
 
 def _window_pool(page: int) -> Iterator[Case]:
     """Layers with a window over a pool of their own, whose slots have other numbers."""
     pool: dict[str, Any] = {"window_pool": True, "windows": (8, None)}
     long = 2 * page + 30
-    yield _case("decode-window-pool", page, decode(45, 3, long, 9), **pool)
-    yield _case("decode-window-pool-padding", page, decode(long, 3, padding=3), **pool)
+    yield case_of("decode-window-pool", page, decode(45, 3, long, 9), **pool)
+    yield case_of("decode-window-pool-padding", page, decode(long, 3, padding=3), **pool)
     growing = extend((0, 41), (page + 3, 20), (long, 5))
-    yield _case("extend-window-pool", page, growing, **pool)
+    yield case_of("extend-window-pool", page, growing, **pool)
     shared = extend((2 * page, 5), (2 * page, 9), shared_prefix=2 * page)
-    yield _case("extend-window-pool-shared-prefix", page, shared, **pool)
-    yield _case("extend-then-decode-window-pool", page, growing, decode(42, page + 24), **pool)
+    yield case_of("extend-window-pool-shared-prefix", page, shared, **pool)
+    yield case_of("extend-then-decode-window-pool", page, growing, decode(42, page + 24), **pool)
     two: dict[str, Any] = {**pool, "windows": (None, 8, 21, None)}
-    yield _case("decode-two-windows-pool", page, decode(45, 3, long), **two)
-    yield _case("extend-two-windows-pool", page, growing, **two)
+    yield case_of("decode-two-windows-pool", page, decode(45, 3, long), **two)
+    yield case_of("extend-two-windows-pool", page, growing, **two)
     chain = verify(4, 9, page, long)
-    yield _case("verify-window-pool", page, chain, spec_topk=1, **pool)
-    yield _case("decode-window-pool-sinks", page, decode(45, 3, long), sinks=True, **pool)
-    yield _case("extend-window-pool-kv-in-pool", page, growing, kv_in_pool=True, **pool)
+    yield case_of("verify-window-pool", page, chain, spec_topk=1, **pool)
+    yield case_of("decode-window-pool-sinks", page, decode(45, 3, long), sinks=True, **pool)
+    yield case_of("extend-window-pool-kv-in-pool", page, growing, kv_in_pool=True, **pool)
     scaled: dict[str, Any] = {**pool, "kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
-    yield _case("decode-window-pool-fp8_e4m3", page, decode(45, 3, long), **scaled)
-    yield _case("extend-window-pool-fp8_e4m3", page, growing, **scaled)
+    yield case_of("decode-window-pool-fp8_e4m3", page, decode(45, 3, long), **scaled)
+    yield case_of("extend-window-pool-fp8_e4m3", page, growing, **scaled)
 
 
 def _fp8(page: int) -> Iterator[Case]:
@@ -241,32 +215,16 @@ def _fp8(page: int) -> Iterator[Case]:
         }
         for name, settings in variants.items():
             of_case: dict[str, Any] = {"kv_dtype": kv_dtype, **settings}
-            yield _case(f"decode-{kv_dtype}{name}", page, decode(45, 3, 17, 70), **of_case)
-            yield _case(
+            yield case_of(f"decode-{kv_dtype}{name}", page, decode(45, 3, 17, 70), **of_case)
+            yield case_of(
                 f"extend-{kv_dtype}{name}", page, extend((0, 41), (page + 3, 20)), **of_case
             )
         scaled: dict[str, Any] = {"kv_dtype": kv_dtype, **scales}
         chain, tree = verify(4, 9, page, 2 * page + 1), verify(6, 9, page)
-        yield _case(f"verify-{kv_dtype}", page, chain, kv_dtype=kv_dtype, spec_topk=1)
-        yield _case(f"verify-{kv_dtype}-scales", page, chain, spec_topk=1, **scaled)
-        yield _case(f"verify-{kv_dtype}-tree", page, tree, spec_topk=4, **scaled)
-        latent: dict[str, Any] = {**_LATENT, **scaled}
-        yield _case(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
-        yield _case(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
-        yield _case(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)
-
-
-def _mla(page: int) -> Iterator[Case]:
-    expanded, latent = _EXPANDED, _LATENT
-    yield _case("mla-decode", page, decode(45, 3, 17, page), **latent)
-    yield _case("mla-decode-lse", page, decode(45, 3), lse=True, **latent)
-    yield _case("mla-decode-128-heads", page, decode(30, 5), **{**latent, "num_q_heads": 128})
-    yield _case("mla-decode-padding", page, decode(20, 3, padding=2), **latent)
-    yield _case("mla-extend", page, extend((0, 30), (page, 7), (5, 1)), **latent)
-    yield _case("mla-verify-chain", page, verify(3, 12, page), spec_topk=1, **latent)
-    yield _case("mla-verify-tree", page, verify(5, 12, page), spec_topk=4, **latent)
-    yield _case("mla-kv-in-pool", page, decode(45, 3), kv_in_pool=True, **latent)
-    yield _case("mla-unsaved", page, extend((0, 30), (0, 7)), save_kv_cache=False, **latent)
-    yield _case(
-        "mla-expanded-prefill", page, extend((0, 30), (0, 7)), save_kv_cache=False, **expanded
-    )
+        yield case_of(f"verify-{kv_dtype}", page, chain, kv_dtype=kv_dtype, spec_topk=1)
+        yield case_of(f"verify-{kv_dtype}-scales", page, chain, spec_topk=1, **scaled)
+        yield case_of(f"verify-{kv_dtype}-tree", page, tree, spec_topk=4, **scaled)
+        latent: dict[str, Any] = {**LATENT, **scaled}
+        yield case_of(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
+        yield case_of(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
+        yield case_of(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)

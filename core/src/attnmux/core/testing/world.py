@@ -69,7 +69,7 @@ def make_layers(
 ) -> tuple[LayerSpec, ...]:
     """The case's layers. Ids have gaps; what a layer can have of its own differs where it is set;
     the last layer is the cross attention."""
-    latent = case.kind == "mla"
+    latent = case.latent
     rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
     last = len(case.windows) - 1
     return tuple(
@@ -81,7 +81,7 @@ def make_layers(
             qk_head_dim=rank + rope if latent else case.head_dim,
             v_head_dim=rank if latent else case.v_head_dim,
             scaling=case.head_dim**-0.5 if case.scaling is None else case.scaling * (index + 1),
-            kind=case.kind,
+            kind="mla" if latent else "mha",
             logit_cap=(case.logit_cap or 0.0) * (index + 1),
             sliding_window_size=-1 if window is None else window,
             attention_chunk_size=case.attention_chunk or 0 if index % 2 == 0 else 0,
@@ -117,7 +117,7 @@ def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -
     size = pages * case.page_size
     dtype = torch_dtype(case.kv_dtype or case.dtype)
     layer_ids = [layer.layer_id for layer in layers]
-    if case.kind == "mla":
+    if case.latent:
         return MLATokenToKVPool(
             size=size,
             page_size=case.page_size,
