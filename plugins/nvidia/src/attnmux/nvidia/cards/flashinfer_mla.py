@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
-from attnmux.core.choosing.conditions import ANY, emulated, one_of, runtimes, versions
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    at_most,
+    emulated,
+    one_of,
+    runtimes,
+    versions,
+)
 
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
 
 
-def _clause(dtype: str) -> Clause:
+def _clause(dtype: str, kv_dtype: Condition, *, graph: Condition) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
         version=versions(">=8.0"),
@@ -16,43 +25,65 @@ def _clause(dtype: str) -> Clause:
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
-        kv_dtype=one_of(dtype, "fp8_e4m3", "fp4_e2m1"),
+        kv_dtype=kv_dtype,
         page_size=emulated(1),
+        num_q_heads=at_most(128),
         head_dim=ANY,
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
         chunked_prefix=ANY,
-        graph=ANY,
+        graph=graph,
         lse=ANY,
     )
 
+
+DTYPES = ("bfloat16", "float16")
 
 FLASHINFER_MLA = BackendCard(
     name="flashinfer_mla",
     # What users of other engines type; the request's kind says which card is meant.
     aliases=("flashinfer",),
-    summary="flashinfer's MLA kernels: absorbed, any page by token indices; prefill for others",
+    summary="flashinfer's MLA kernels: absorbed, over the pool's pages; prefill for others",
+    factory="attnmux.nvidia.flashinfer_mla.factory:make",
     status="planned",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
     sources={
-        "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90, cutlass SM100",
+        "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90",
         "runtime": 'README, "Supported CUDA Versions"',
         "dtype": "`BatchMLAPagedAttentionWrapper`: fp16 and bf16",
         "kv_dtype": (
             "the kernels read K and V in the dtype of Q: smaller floats are widened first, so "
             "that this can be the prefill half of backends that decode over them"
         ),
-        "page_size": (
-            "`kv_indices` are planned as tokens: 0.7 refuses lengths that differ from the indptr's"
-        ),
+        "page_size": "1 is preferred; `load_kv` in mla.cuh divides by any other",
+        "num_q_heads": "rows of the largest tile: `kv_tile_idx` in mla.cuh wants whole tokens",
         "kv_lora_rank": "q_nope [n, H, 512], q_pe [n, H, 64]",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "`plan` knows causal or not, and no mask",
     },
-    clauses=tuple(map(_clause, ("bfloat16", "float16"))),
+    clauses=(
+        *(_clause(dtype, one_of(dtype), graph=ANY) for dtype in DTYPES),
+        # Keys are widened into memory of the step's size, which no graph has.
+        *(_clause(dtype, one_of("fp8_e4m3", "fp4_e2m1"), graph=NONE) for dtype in DTYPES),
+    ),
+    options=(
+        Option(
+            name="backend",
+            type=str,
+            default="auto",
+            choices=("auto", "fa2", "fa3"),
+            summary="kernels: auto is fa3 on SM90, else fa2",
+        ),
+        Option(
+            name="workspace_bytes",
+            type=int,
+            default=0,
+            summary="scratch memory; 0: 256 MiB",
+        ),
+    ),
     priors=(
         Prior(
             rank=10,

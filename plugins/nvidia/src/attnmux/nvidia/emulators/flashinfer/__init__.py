@@ -17,12 +17,14 @@ from attnmux.nvidia.emulators.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from attnmux.nvidia.emulators.flashinfer.mla import BatchMLAPagedAttentionWrapper
 from attnmux.nvidia.emulators.flashinfer.numerics import merge_state_in_place
 from attnmux.nvidia.emulators.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnmux.nvidia.emulators.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "fast_decode_plan",

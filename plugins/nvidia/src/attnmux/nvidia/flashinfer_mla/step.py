@@ -1,0 +1,189 @@
+"""One step's lengths, the pages of its keys, and what one plan holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
+from attnmux.nvidia.flashinfer_mla.settings import PlanGroup
+
+TILE = 128
+"""Rows of a tile, a row being a head of a token. Short requests have tiles of half as many, and
+then no more than two a request."""
+
+PLAN_TILES = 16384 - 512
+"""Tiles that a plan holds. It has room for 16384 works (`max_total_num_works` in scheduler.cuh),
+writes behind them unchecked, and makes up to a work for each SM of those whose keys are split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """What one plan serves: requests, of the first and the last perhaps some of their rows.
+
+    Rows of a request see no keys behind themselves, so those that end early have fewer keys.
+    All on the host.
+    """
+
+    rows: slice
+    qo_indptr: torch.Tensor
+    """[B + 1] int32, from 0 on."""
+    kv_indptr: torch.Tensor
+    """[B + 1] int32: where each request's pages begin among those of the step."""
+    kv_lens: torch.Tensor
+    """[B] int32."""
+
+
+class Step:
+    """A batch with what its plans are made of."""
+
+    def __init__(self, batch: ForwardBatch, context: BackendContext) -> None:
+        """Raises InvalidInput for a mask, many items, and without lengths on the host."""
+        _check_served(batch)
+        self.batch = batch
+        self._context = context
+        if batch.forward_mode.is_decode():
+            kv_lens = _on_host(batch, "seq_lens_cpu")
+            q_lens = torch.ones_like(kv_lens)
+        else:
+            q_lens = _on_host(batch, "extend_seq_lens_cpu")
+            kv_lens = _on_host(batch, "extend_prefix_lens_cpu") + q_lens
+        self._q_lens = q_lens
+        self._kv_lens = kv_lens.masked_fill(q_lens == 0, 0)
+        self.num_rows = int(q_lens.sum())
+        """Rows of Q that belong to requests."""
+        self.is_causal = bool((q_lens > 1).any())
+        """Whether rows see different keys: a request's only row sees all of its keys."""
+        _check_tokens(batch, self.num_rows)
+        self._indices: dict[tuple[int, int], torch.Tensor] = {}
+
+    def parts(self, num_heads: int, page_size: int, *, of_call: bool) -> tuple[Part, ...]:
+        """What plans for that many heads hold, in the order of the rows.
+
+        of_call: the keys are those that the call brings, one page each.
+        """
+        q_lens = self._q_lens
+        kv_lens = q_lens if of_call else self._kv_lens
+        starts = kv_indptr(kv_lens, page_size=page_size)[:-1]
+        has_rows = q_lens > 0
+        if not has_rows.all():
+            q_lens, kv_lens, starts = (each[has_rows] for each in (q_lens, kv_lens, starts))
+        tiles = self.num_rows * num_heads // TILE + 2 * len(q_lens)
+        if tiles <= PLAN_TILES:
+            return (_part(0, q_lens, kv_lens, starts, page_size),)
+        parts, first_row = [], 0
+        for cut in _cut(q_lens, kv_lens, starts, num_heads):
+            part = _part(first_row, *cut, page_size)
+            parts.append(part)
+            first_row = part.rows.stop
+        return tuple(parts)
+
+    def indices(
+        self, group: PlanGroup, page_size: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The pages of all requests end to end, int32, made once for each group of the pool.
+
+        out: where they go and what is returned, with whatever it holds behind them. A graph's plans
+        are given all of it, since later steps have other lengths.
+        """
+        key = (group.pool_group, page_size)
+        if key not in self._indices:
+            self._indices[key] = self._build(group, page_size, out)
+        return self._indices[key]
+
+    def _build(self, group: PlanGroup, page_size: int, out: torch.Tensor | None) -> torch.Tensor:
+        pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
+        indptr = kv_indptr(self._kv_lens, page_size=page_size)
+        indices = kv_indices(
+            table,
+            self.batch.req_pool_indices,
+            indptr.to(table.device, non_blocking=True),
+            page_size=page_size,
+            total=int(indptr[-1]),
+            out=out,
+        )
+        translate = pool.translate_pages if page_size == pool.page_size else pool.translate
+        translated = translate(indices, group.layer_id)
+        if out is None:
+            return translated
+        if translated is not indices:
+            indices.copy_(translated)
+        return out
+
+
+def _part(
+    first_row: int,
+    q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    starts: torch.Tensor,
+    page_size: int,
+) -> Part:
+    qo_indptr = cu_seqlens(q_lens)
+    last_pages = -(-kv_lens[-1:] // page_size)
+    return Part(
+        rows=slice(first_row, first_row + int(qo_indptr[-1])),
+        qo_indptr=qo_indptr,
+        kv_indptr=torch.cat([starts, starts[-1:] + last_pages]),
+        kv_lens=kv_lens,
+    )
+
+
+def _cut(
+    q_lens: torch.Tensor, kv_lens: torch.Tensor, starts: torch.Tensor, num_heads: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The lists, cut so that each stretch has at most `PLAN_TILES`."""
+    held: list[tuple[int, int, int]] = []
+    room = PLAN_TILES
+    for q_len, kv_len, start in zip(
+        q_lens.tolist(), kv_lens.tolist(), starts.tolist(), strict=True
+    ):
+        done = 0
+        while done < q_len:
+            rows = min(q_len - done, (room - 2) * TILE // num_heads)
+            if rows < 1:
+                yield _columns(held)
+                held, room = [], PLAN_TILES
+                continue
+            done += rows
+            held.append((rows, kv_len - q_len + done, start))
+            room -= 2 - (-rows * num_heads // TILE)
+    yield _columns(held)
+
+
+def _columns(rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first, second, third = torch.tensor(rows, dtype=torch.int32).unbind(1)
+    return first, second, third
+
+
+def _check_served(batch: ForwardBatch) -> None:
+    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+        raise InvalidInput(
+            "custom_mask", came="a mask", expected="None: drafts are chains (spec_topk 1)"
+        )
+    if batch.multi_item is not None:
+        raise InvalidInput("multi_item", came="many items", expected="None")
+
+
+def _check_tokens(batch: ForwardBatch, num_rows: int) -> None:
+    """Rows that follow the requests' are padding, which decode pads with requests instead."""
+    is_short = batch.num_tokens < num_rows
+    if is_short or (batch.forward_mode.is_decode() and batch.num_tokens > num_rows):
+        raise InvalidInput(
+            "out_cache_loc",
+            came=f"{batch.num_tokens} tokens",
+            expected=f"the requests' {num_rows}",
+        )
+
+
+def _on_host(batch: ForwardBatch, field: str) -> torch.Tensor:
+    lens: torch.Tensor | None = getattr(batch, field)
+    if lens is None:
+        raise InvalidInput(
+            field, came=None, expected="lengths on the host, which flashinfer plans with"
+        )
+    return lens
