@@ -52,29 +52,35 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         page_size=one_of(128),
         group_size=one_of(2, 4, 8, 16, 32, 64, 128),
     )
-    # XQA in decode
-    decode = one_of(*PHASES[1:])
-    yield _clause(HOPPER, dtype, phase=decode, kv_dtype=one_of(dtype, "fp8_e4m3"))
-    yield _clause(DESKTOP_BLACKWELL, dtype, phase=decode, kv_dtype=wide)
-    # `trtllm_fmha_v2_prefill`, which says of its e4m3 kernels that they hang on SM90, and refuses
-    # them and windows on SM120.
-    prefill: dict[str, Any] = {"phase": one_of("extend"), "kv_dtype": one_of(dtype)}
-    yield _clause(HOPPER, dtype, **prefill)
-    yield _clause(DESKTOP_BLACKWELL, dtype, **prefill, sliding_window=NONE)
-    for version, stored in (
-        (HOPPER, one_of(dtype, "fp8_e4m3")),
-        (DESKTOP_BLACKWELL, wide),
-    ):
-        # XQA takes 128 with any heads.
-        yield _clause(version, dtype, phase=decode, kv_dtype=stored, page_size=one_of(128))
+    for version, stored in ((HOPPER, one_of(dtype, "fp8_e4m3")), (DESKTOP_BLACKWELL, wide)):
+        yield from _tiled(version, dtype, stored)
+
+
+def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause]:
+    """XQA for decode and verify, fmha_v2 for the rest."""
+    for page_size in (PAGES, one_of(128)):
+        paged: dict[str, Any] = {"kv_dtype": stored, "page_size": page_size}
+        yield _clause(version, dtype, phase=one_of("decode"), **paged)
+        yield _clause(version, dtype, phase=one_of("verify"), **paged, sliding_window=NONE)
+    window = ANY if version is HOPPER else NONE
+    yield _clause(
+        version,
+        dtype,
+        phase=one_of("extend", "draft"),
+        kv_dtype=one_of(dtype),
+        sliding_window=window,
+    )
 
 
 TRTLLM_MHA = BackendCard(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
     status="planned",
+    factory="attnmux.nvidia.trtllm_mha.factory:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
+    # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
+    fp8_products=True,
     options=(
         Option(
             name="workspace_bytes",
@@ -97,6 +103,10 @@ TRTLLM_MHA = BackendCard(
         ),
         "head_dim": "64, 128 and 256, of the multiples of 16 that jit/xqa.py compiles",
         "group_size": "as page_size: where a page has 128 tokens on SM100",
+        "sliding_window": (
+            "of a verify step XQA hides only whole tiles before the window of the last draft "
+            "(mha.cu, `nbTotalSkipTokens`); `trtllm_fmha_v2_prefill` has none on SM120"
+        ),
         "spec_topk": "masks of a verify step are rows of a chain; there is none for a tree",
     },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),

@@ -31,8 +31,11 @@ TRTLLM_MLA = BackendCard(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA decode through flashinfer, in bf16 or e4m3; SM100 and SM120",
     status="planned",
+    factory="attnmux.nvidia.trtllm_mla.factory:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
+    # Over e4m3 the kernels want queries in e4m3, and round weights to it.
+    fp8_products=True,
     companions=("flashinfer_mla",),
     options=(
         Option(
@@ -48,7 +51,9 @@ TRTLLM_MLA = BackendCard(
         "dtype": "XQA takes bf16 or e4m3; SGLang 0.5.23 passes bf16",
         "kv_dtype": "SGLang 0.5.23 refuses any but bf16 and e4m3; XQA takes both",
         "page_size": "SGLang 0.5.23: 32 or 64, else it is set to 64",
-        "num_q_heads": "between 64 and 128 heads trtllm-gen has no kernel",
+        "num_q_heads": (
+            "between 64 and 128 heads trtllm-gen has no kernel; `xqa_mla` takes 128: fewer are padded"
+        ),
         "kv_lora_rank": "`_check_trtllm_gen_mla_shape`: 512 and 64; a smaller pair was not tried",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "causal over the step's tokens, without a mask",
@@ -56,8 +61,8 @@ TRTLLM_MLA = BackendCard(
     clauses=(
         _clause(versions(">=10.0,<11"), at_most(64), "decode", "verify", "draft"),
         _clause(versions(">=10.0,<11"), one_of(128), "decode", "verify", "draft"),
-        # XQA, which takes one query a request.
-        _clause(versions(">=12.0,<13"), ANY, "decode"),
+        # XQA, which takes one query a request and 128 heads: fewer are padded.
+        _clause(versions(">=12.0,<13"), at_most(128), "decode"),
     ),
     priors=(
         Prior(rank=33, source="SGLang 0.5.23 takes it by name, or for single models on SM100"),
