@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import Any
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.launches import TunedLaunch
@@ -62,8 +63,8 @@ def job_for(
     Raises NoBackend where it does not serve the request, or others serve all phases, as an
     encoder's; else as `solve`.
     """
-    unnamed = replace(policy, **dict.fromkeys(NAMING), origins={})
-    decision = solve(request, here, offers, replace(unnamed, backend=offer.address))
+    named: Mapping[str, Any] = {**dict.fromkeys(NAMING), "backend": offer.address, "origins": {}}
+    decision = solve(request, here, offers, replace(policy, **named))
     name = (offer.plugin, offer.card.name)
     chosen = decision.phases.values()
     choice = next((each for each in chosen if (each.plugin, each.backend) == name), None)
