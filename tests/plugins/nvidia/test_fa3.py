@@ -154,6 +154,52 @@ def test_keys_of_the_call_are_not_looked_for_in_the_pool():
     assert {call["function"] for call in spy.calls} == {"flash_attn_varlen_func"}
 
 
+@pytest.mark.parametrize("step", [decode(40, 7), extend((16, 9), (0, 4)), verify(3, 9, 20)])
+def test_keys_in_the_pool_are_never_packed(step):
+    """`flash_attn_varlen_func` takes a page table and ignores it."""
+    spy, world = Spy(), world_of(step, spec_topk=1)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
+
+
+def test_lse_of_batched_and_of_packed_queries():
+    """Drafts come back as [B, Hq, d], the same tokens of an extend step as [Hq, T]."""
+    step = verify(3, 9, 20)
+    spy, world = Spy(), world_of(step, spec_topk=1, kv_in_pool=True)
+    backend, made = FA3Backend(world.context, {}, spy.kernels), prepare_step(world, step)
+    given, drafts = made.inputs[0], made.batch
+    extended = replace(
+        drafts,
+        forward_mode=ForwardMode.EXTEND,
+        seq_lens=drafts.seq_lens + 3,
+        seq_lens_cpu=None,
+        spec_info=None,
+    )
+    found = []
+    for batch in (drafts, extended):
+        lse = torch.zeros(given.q.shape[:2])
+        backend.init_forward_metadata(batch)
+        backend.forward(given.q, None, None, given.layer, batch, lse=lse)
+        found.append(lse)
+    assert [call["args"][0].dim() for call in spy.calls] == [4, 3]
+    torch.testing.assert_close(*found)
+    assert len(found[0].unique()) == found[0].numel()
+
+
+def test_a_captured_table_is_as_wide_as_the_longest_context():
+    """The library splits keys by the table's width, and a graph keeps what it chose."""
+    spy, world = Spy(), world_of(decode(5, 6), page_size=16)
+    backend = FA3Backend(world.context, {}, spy.kernels)
+    backend.init_cuda_graph_state(2, 2)
+    made = prepare_step(world, decode(5, 6))
+    backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(made.batch)
+    given = made.inputs[0]
+    backend.forward(given.q, given.k, given.v, given.layer, made.batch)
+    assert spy.calls[0]["page_table"].shape == (2, 256 // 16)
+    assert spy.calls[0]["num_splits"] == 0
+
+
 def test_layers_without_a_place_in_the_pool():
     step = extend((0, 9), (0, 4))
     world = world_of(step, save_kv_cache=False)

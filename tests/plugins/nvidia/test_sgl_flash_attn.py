@@ -1,4 +1,4 @@
-"""The emulator of sgl_kernel.flash_attn: the real signature, and conventions counted out.
+"""The emulator of sgl_kernel's functions: the real signatures, and conventions counted out.
 
 With Q of 0 every visible key weighs the same, so that LSE is the logarithm of their number.
 """
@@ -16,7 +16,11 @@ from attnmux.core import reference
 from attnmux.nvidia.emulators import sgl_flash_attn as emulator
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "sgl_flash_attn.json").read_text())
-FUNCTIONS = tuple(RECORDED["functions"])
+SIGNATURES = [
+    pytest.param(module, name, recorded, id=name)
+    for module, functions in RECORDED["modules"].items()
+    for name, recorded in functions.items()
+]
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 
@@ -28,14 +32,14 @@ def parameters(function) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_signature_is_the_recorded_one(name):
-    assert parameters(getattr(emulator, name)) == RECORDED["functions"][name]
+@pytest.mark.parametrize(("module", "name", "recorded"), SIGNATURES)
+def test_signature_is_the_recorded_one(module, name, recorded):
+    assert parameters(getattr(emulator, name)) == recorded
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_signature_is_the_installed_one(name):
-    real = pytest.importorskip(RECORDED["module"], exc_type=ImportError)
+@pytest.mark.parametrize(("module", "name", "recorded"), SIGNATURES)
+def test_signature_is_the_installed_one(module, name, recorded):
+    real = pytest.importorskip(module, exc_type=ImportError)
     assert parameters(getattr(emulator, name)) == parameters(getattr(real, name))
 
 
@@ -228,3 +232,110 @@ def test_varlen_wants_both_longest_lengths():
     q = torch.zeros(3, HEADS, DIM).half()
     with pytest.raises(ValueError, match="max_seqlen_k"):
         emulator.flash_attn_varlen_func(q, q, q, int32(0, 3), int32(0, 3), max_seqlen_q=3)
+
+
+RANK, ROPE = 512, 64
+
+
+def latent(*lens: int) -> dict[str, torch.Tensor]:
+    """A cache of latents and rotary keys, both views of one buffer; other pages hold NaN."""
+    pages = -(-max(lens) // PAGE)
+    rows = torch.randn(len(lens) * pages + 1, PAGE, 1, RANK + ROPE).half()
+    rows[0] = torch.nan
+    return {
+        "k_cache": rows[..., RANK:],
+        "v_cache": rows[..., :RANK],
+        "page_table": torch.arange(1, len(rows), dtype=torch.int32).view(len(lens), pages),
+        "cache_seqlens": int32(*lens),
+    }
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_qv_is_multiplied_with_v(scale):
+    """The default scale is that of both parts."""
+    cache = latent(6, 3)
+    q, qv = torch.randn(2, 2, HEADS, ROPE).half(), torch.randn(2, 2, HEADS, RANK).half()
+    out, lse, *_ = emulator.flash_attn_with_kvcache(
+        q, **cache, qv=qv, causal=True, softmax_scale=scale, return_softmax_lse=True
+    )
+    assert (out.shape, lse.shape) == ((2, 2, HEADS, RANK), (2, HEADS, 2))
+    for request, length in enumerate((6, 3)):
+        pages = cache["page_table"][request].long()
+        k, v = (cache[name][pages].flatten(0, 1)[:length] for name in ("k_cache", "v_cache"))
+        expected, expected_lse = reference.dense_attention(
+            torch.cat([qv[request], q[request]], -1),
+            torch.cat([v, k], -1),
+            v,
+            reference.visibility(torch.arange(length - 2, length), length),
+            scaling=scale or (RANK + ROPE) ** -0.5,
+        )
+        torch.testing.assert_close(out[request].double(), expected, atol=1e-3, rtol=2e-3)
+        torch.testing.assert_close(lse[request].t().double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_qv_has_packed_lse():
+    q, qv = torch.randn(3, HEADS, ROPE).half(), torch.randn(3, HEADS, RANK).half()
+    k, v = torch.randn(3, 1, ROPE).half(), torch.randn(3, 1, RANK).half()
+    bounds = int32(0, 2, 3)
+    _, lse, *_ = emulator.flash_attn_varlen_func(
+        q * 0, k, v, bounds, bounds, 2, 2, causal=True, qv=qv * 0, return_softmax_lse=True
+    )
+    torch.testing.assert_close(lse.exp(), torch.tensor([1.0, 2.0, 1.0]).expand(HEADS, 3))
+
+
+def test_a_request_without_latents():
+    cache = latent(4, 4)
+    cache["cache_seqlens"][0] = 0
+    q, qv = torch.randn(2, 1, HEADS, ROPE).half(), torch.randn(2, 1, HEADS, RANK).half()
+    out, lse, *_ = emulator.flash_attn_with_kvcache(q, **cache, qv=qv, return_softmax_lse=True)
+    assert not out[0].any()
+    assert lse[0].isneginf().all()
+
+
+def bad_latent(**changes):
+    q = {
+        "q": torch.zeros(2, 1, HEADS, ROPE).half(),
+        "qv": torch.zeros(2, 1, HEADS, RANK).half(),
+    }
+    return {**q, **latent(3, 6), **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (bad_latent(qv=torch.zeros(2, 1, HEADS, RANK)), "q_v must have the same dtype"),
+        (bad_latent(qv=torch.zeros(2, 1, HEADS, 256).half()), "q_v must have the shape"),
+        (bad(qv=torch.zeros(2, 1, HEADS, DIM).half()), "hdim_v >= 256"),
+        (
+            bad_latent(qv=torch.zeros(2 * HEADS * RANK + 1).half()[1:].view(2, 1, HEADS, RANK)),
+            "misaligned",
+        ),
+        (
+            bad_latent(v_cache=torch.zeros(5, PAGE, 1, RANK + 1).half()[..., 1:]),
+            "misaligned",
+        ),
+    ],
+)
+def test_what_the_library_refuses_of_latents(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        emulator.flash_attn_with_kvcache(**arguments)
+
+
+def test_a_merge_is_attention_over_both():
+    out = torch.tensor([1.0, 3.0, 5.0, 7.0]).view(4, 1, 1).expand(4, HEADS, DIM)
+    other = torch.full_like(out, 9.0)
+    lse = torch.tensor([1.0, 3.0, 0.0, 0.0]).log().view(4, 1).expand(4, HEADS).contiguous()
+    lse_other = torch.tensor([3.0, 1.0, 1.0, 0.0]).log().view(4, 1).expand(4, HEADS).contiguous()
+    lse[2] = torch.inf  # counts as -inf
+    into = out.contiguous()
+    merged, merged_lse = emulator.merge_state_v2(into, lse, other, lse_other, v_merged=into)
+    assert merged is into
+    assert merged[:3, 0, 0].tolist() == pytest.approx([7.0, 4.5, 9.0])
+    assert merged_lse[:3, 0].exp().tolist() == pytest.approx([4.0, 4.0, 1.0])
+    assert merged[3].isnan().all()
+
+
+def test_a_merge_reads_rows_end_to_end():
+    out, lse = torch.zeros(3, HEADS, DIM), torch.zeros(HEADS, 3)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        emulator.merge_state_v2(out, lse.t(), out, lse.t())

@@ -61,12 +61,16 @@ FA3_MLA = BackendCard(
         "dtype": "flash_api.cpp: fp16 and bf16",
         "kv_dtype": "e4m3 kernels are built for square head dims and 192/128, not for 64/512",
         "page_size": (
-            "a tree is a causal call on the prefix and one on each branch's own tokens, whose "
-            "table names single tokens"
+            "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
+            "names single tokens"
         ),
         "kv_lora_rank": "the instance (64, 512): a rotary part of 64 beside a latent of 512",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "as page_size: a chain is causal over any page",
+        "custom_mask": (
+            "a draft tree's alone, which hides drafts and no cached token: the kernels take no "
+            "mask, and the prefix is attended to as a whole. BackendContext.debug refuses others"
+        ),
     },
     clauses=tuple(
         clause

@@ -17,16 +17,10 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import splits
 from attnmux.nvidia.fa3.stepping import SteppingBackend
-from attnmux.nvidia.fa3_mla.calls import Cache, LayerCall
-from attnmux.nvidia.fa3_mla.drafts import (
-    check_room,
-    check_tree,
-    draft_buffers,
-    draft_keys,
-    visible_drafts,
-)
+from attnmux.nvidia.fa3_mla.calls import LayerCall
+from attnmux.nvidia.fa3_mla.drafts import DraftTables
 from attnmux.nvidia.latent import ROPE
-from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
+from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
 
@@ -51,9 +45,7 @@ class FA3MLABackend(SteppingBackend):
         groups = (call.group for call in self._calls.values() if call.group is not None)
         super().__init__(context, options, groups, trees=True)
         self._kernels = kernels
-        self._drafts: dict[KeyGroup, Keys] = {}
-        self._draft_buffers: dict[KeyGroup, Keys] = {}
-        self._fixed_drafts: dict[KeyGroup, Keys] = {}
+        self._drafts = DraftTables(self._groups, context)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -63,35 +55,19 @@ class FA3MLABackend(SteppingBackend):
         Raises InvalidInput in debug mode for a mask that is not a draft tree's.
         """
         super().init_forward_metadata_out_graph(batch, in_capture)
-        self._drafts, self._draft_buffers = {}, {}
-        if self._step is None or not self._step.is_tree:
-            return
-        if self.context.debug:
-            check_tree(batch)
-        if in_capture:
-            self._draft_buffers = self._fixed_drafts
-            for keys in self._fixed_drafts.values():
-                check_room(keys, batch.num_tokens, self._step.max_seqlen_q)
+        if self._step is not None and self._step.is_tree:
+            self._drafts.begin(batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Build page tables and lengths on the device, of a tree's drafts too."""
+        """Build page tables and lengths on the device, those of a tree's drafts too."""
         super().init_forward_metadata_in_graph(batch)
-        if self._step is None or not self._step.is_tree:
-            return
-        visible = visible_drafts(batch)
-        for group in self._groups:
-            self._drafts[group] = draft_keys(
-                batch, visible, group, self.context, out=self._draft_buffers.get(group)
-            )
+        if self._step is not None and self._step.is_tree:
+            self._drafts.fill(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Called again, for graphs of another mode, it keeps what captured graphs point at."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self._outgrown.append(self._fixed_drafts)
-        each = -(-max_num_tokens // max(max_bs, 1))
-        self._fixed_drafts = {
-            group: draft_buffers(self._fixed_drafts.get(group), max_num_tokens, each, self.context)
-            for group in self._groups
-        }
+        self._drafts.reserve(max_bs, max_num_tokens)
 
     def forward_decode(
         self,
@@ -169,8 +145,8 @@ class FA3MLABackend(SteppingBackend):
         else:
             q, q_rope = by_request(q, each), by_request(q_rope, each)
             into = None if into is None else by_request(into, each)
-        result = self._launch(
-            call,
+        result = call.over(
+            self._kernels,
             pages,
             step.keys[group],
             q,
@@ -201,8 +177,8 @@ class FA3MLABackend(SteppingBackend):
         each = step.max_seqlen_q
         if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], call.layer.v_head_dim))
-        _, prefix_lse, *_ = self._launch(
-            call,
+        _, prefix_lse, *_ = call.over(
+            self._kernels,
             pages,
             step.keys[group],
             by_request(q, each),
@@ -211,10 +187,10 @@ class FA3MLABackend(SteppingBackend):
             return_softmax_lse=True,
             num_splits=call.num_splits,
         )
-        drafts, drafts_lse, *_ = self._launch(
-            call,
+        drafts, drafts_lse, *_ = call.over(
+            self._kernels,
             slots,
-            self._drafts[group],
+            self._drafts.keys[group],
             by_request(q, 1),
             by_request(q_rope, 1),
             return_softmax_lse=True,
@@ -230,26 +206,6 @@ class FA3MLABackend(SteppingBackend):
         if lse is not None:
             lse.copy_(merged_lse)
         return out
-
-    def _launch(
-        self,
-        call: LayerCall,
-        cache: Cache,
-        keys: Keys,
-        q: torch.Tensor,
-        q_rope: torch.Tensor,
-        **arguments: Any,  # noqa: ANN401  # the library's
-    ) -> Any:  # noqa: ANN401  # with LSE a tuple
-        return self._kernels.flash_attn_with_kvcache(
-            q_rope,
-            cache.k_cache,
-            cache.v_cache,
-            qv=q,
-            cache_seqlens=keys.lens,
-            page_table=keys.page_table,
-            softmax_scale=call.softmax_scale,
-            **arguments,
-        )
 
     def _in_call(
         self,

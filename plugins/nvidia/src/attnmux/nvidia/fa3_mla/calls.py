@@ -11,8 +11,9 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3_mla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, check_latent, latent_pages
-from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.page_tables import KeyGroup, Keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,6 +64,27 @@ class LayerCall:
             group=KeyGroup.of(layer, context) if stored else None,
             pages=Cache.of(layer, context, pool.page_size) if stored else None,
             slots=Cache.of(layer, context, 1) if stored else None,
+        )
+
+    def over(
+        self,
+        kernels: Kernels,
+        cache: Cache,
+        keys: Keys,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        **arguments: Any,  # noqa: ANN401  # the library's
+    ) -> Any:  # noqa: ANN401  # with LSE a tuple
+        """The library's answer over cached keys, for queries that lie as it takes them."""
+        return kernels.flash_attn_with_kvcache(
+            q_rope,
+            cache.k_cache,
+            cache.v_cache,
+            qv=q,
+            cache_seqlens=keys.lens,
+            page_table=keys.page_table,
+            softmax_scale=self.softmax_scale,
+            **arguments,
         )
 
     def stored(self) -> tuple[KeyGroup, Cache, Cache]:

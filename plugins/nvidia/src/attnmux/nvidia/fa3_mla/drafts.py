@@ -16,6 +16,62 @@ from attnmux.core.spec import SpecInput
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 
 
+class DraftTables:
+    """What a tree's drafts attend to of each other, for every group of layers."""
+
+    def __init__(self, groups: tuple[KeyGroup, ...], context: BackendContext) -> None:
+        self._groups, self._context = groups, context
+        self._room = (0, 0)
+        self._fixed: dict[KeyGroup, Keys] = {}
+        self._outgrown: list[dict[KeyGroup, Keys]] = []
+        self._buffers: dict[KeyGroup, Keys] = {}
+        self.keys: dict[KeyGroup, Keys] = {}
+        """Of the step: a row for each draft token."""
+
+    def reserve(self, max_batch_size: int, max_num_tokens: int) -> None:
+        """Make buffers for graphs of up to that size, with as many drafts of each request."""
+        needed = max_num_tokens, -(-max_num_tokens // max(max_batch_size, 1))
+        room = max(needed[0], self._room[0]), max(needed[1], self._room[1])
+        if room != self._room:
+            self._outgrown.append(self._fixed)
+            self._fixed = {group: self._made(room) for group in self._groups}
+            self._room = room
+
+    def begin(self, batch: ForwardBatch, *, in_capture: bool) -> None:
+        """Decide on the host where the tables of a step will lie.
+
+        Raises GraphUnsupported for a captured tree that the buffers do not hold, in debug mode
+        InvalidInput for a mask that is not a tree's.
+        """
+        if self._context.debug:
+            check_tree(batch)
+        self.keys = {}
+        self._buffers = self._fixed if in_capture else {}
+        needed = batch.num_tokens, _masked(batch)[0].draft_token_num
+        if in_capture and (needed[0] > self._room[0] or needed[1] > self._room[1]):
+            raise GraphUnsupported(
+                f"a tree of {needed[1]} drafts a request, {needed[0]} in all, is captured with "
+                f"buffers for {self._room[1]} and {self._room[0]}: call init_cuda_graph_state with "
+                "the largest first"
+            )
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Build the tables on the device: static shapes, nothing is read on the host."""
+        visible = visible_drafts(batch)
+        for group in self._groups:
+            table, lens = draft_keys(batch, visible, group, self._context)
+            buffers = self._buffers.get(group)
+            if buffers is not None:
+                rows, columns = table.shape
+                table = buffers.page_table[:rows, :columns].copy_(table)
+                lens = buffers.lens[:rows].copy_(lens)
+            self.keys[group] = Keys(page_table=table, lens=lens)
+
+    def _made(self, room: tuple[int, int]) -> Keys:
+        table = torch.zeros(room, dtype=torch.int32, device=self._context.device)
+        return Keys(page_table=table, lens=torch.zeros_like(table[:, 0]))
+
+
 def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
     """[B, d, d] bool: which draft tokens each draft token sees, by the mask of TARGET_VERIFY."""
     spec, mask = _masked(batch)
@@ -26,17 +82,11 @@ def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
 
 
 def draft_keys(
-    batch: ForwardBatch,
-    visible: torch.Tensor,
-    group: KeyGroup,
-    context: BackendContext,
-    *,
-    out: Keys | None = None,
-) -> Keys:
+    batch: ForwardBatch, visible: torch.Tensor, group: KeyGroup, context: BackendContext
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots of what each draft token sees among the drafts: a table [B·d, d] and lengths [B·d].
 
-    visible: as `visible_drafts` gives it. out: buffers of `draft_buffers`, whose front is written.
-    Shapes are static and nothing is read on the host.
+    visible: as `visible_drafts` gives it.
     """
     batch_size, count, _ = visible.shape
     slots = context.token_to_kv_pool.translate(batch.out_cache_loc, group.layer_id).int()
@@ -48,39 +98,7 @@ def draft_keys(
         places.masked_fill(~visible, count),
         slots.view(batch_size, 1, count).expand(-1, count, -1),
     )
-    table, lens = table[..., :count].flatten(0, 1), visible.sum(-1, dtype=torch.int32).flatten()
-    if out is None:
-        return Keys(page_table=table, lens=lens)
-    rows = batch_size * count
-    return Keys(
-        page_table=out.page_table[:rows, :count].copy_(table), lens=out.lens[:rows].copy_(lens)
-    )
-
-
-def draft_buffers(
-    held: Keys | None, max_num_tokens: int, max_drafts: int, context: BackendContext
-) -> Keys:
-    """What graphs of up to max_num_tokens draft tokens, max_drafts a request, are captured with.
-
-    held: what earlier graphs were; given back where it is large enough.
-    """
-    rows, width = max_num_tokens, max_drafts
-    if held is not None:
-        rows, width = max(rows, held.page_table.shape[0]), max(width, held.page_table.shape[1])
-        if held.page_table.shape == (rows, width):
-            return held
-    table = torch.zeros((rows, width), dtype=torch.int32, device=context.device)
-    return Keys(page_table=table, lens=torch.zeros_like(table[:, 0]))
-
-
-def check_room(buffers: Keys, num_tokens: int, drafts: int) -> None:
-    """Raises GraphUnsupported for a captured tree that the buffers do not hold."""
-    rows, width = buffers.page_table.shape
-    if num_tokens > rows or drafts > width:
-        raise GraphUnsupported(
-            f"a tree of {drafts} drafts a request, {num_tokens} in all, is captured with buffers "
-            f"for {width} and {rows}: call init_cuda_graph_state with the largest first"
-        )
+    return table[..., :count].flatten(0, 1), visible.sum(-1, dtype=torch.int32).flatten()
 
 
 def check_tree(batch: ForwardBatch) -> None:
