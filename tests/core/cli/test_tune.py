@@ -163,7 +163,7 @@ def test_a_backend_without_a_tuner(installed, file) -> None:
 
 def test_where_nothing_fits(installed, file) -> None:
     for args in (("fake0",), ()):
-        result = tune(*args, "--request", "kind=nsa")
+        result = tune(*args, "--request", "graph=true")
         assert result.exit_code == 3, result.output
         assert "fake0" in result.stderr
     assert jobs == []
