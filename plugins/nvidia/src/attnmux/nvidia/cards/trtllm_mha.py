@@ -61,7 +61,10 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
     for page_size in (PAGES, one_of(128)):
         paged: dict[str, Any] = {"kv_dtype": stored, "page_size": page_size}
         yield _clause(version, dtype, phase=one_of("decode"), **paged)
+        # Of drafts XQA hides what lies before the last one's window, by whole tiles (mha.cu,
+        # `nbTotalSkipTokens`).
         yield _clause(version, dtype, phase=one_of("verify"), **paged, sliding_window=NONE)
+    # fmha_v2 says of its e4m3 kernels that they hang on SM90; on SM120 it refuses them and windows.
     window = ANY if version is HOPPER else NONE
     yield _clause(
         version,
@@ -103,10 +106,6 @@ TRTLLM_MHA = BackendCard(
         ),
         "head_dim": "64, 128 and 256, of the multiples of 16 that jit/xqa.py compiles",
         "group_size": "as page_size: where a page has 128 tokens on SM100",
-        "sliding_window": (
-            "of a verify step XQA hides only whole tiles before the window of the last draft "
-            "(mha.cu, `nbTotalSkipTokens`); `trtllm_fmha_v2_prefill` has none on SM120"
-        ),
         "spec_topk": "masks of a verify step are rows of a chain; there is none for a tree",
     },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),

@@ -52,7 +52,7 @@ TRTLLM_MLA = BackendCard(
         "kv_dtype": "SGLang 0.5.23 refuses any but bf16 and e4m3; XQA takes both",
         "page_size": "SGLang 0.5.23: 32 or 64, else it is set to 64",
         "num_q_heads": (
-            "between 64 and 128 heads trtllm-gen has no kernel; `xqa_mla` takes 128: fewer are padded"
+            "from 65 to 127 heads trtllm-gen has no kernel; `xqa_mla` takes 128: fewer get padded"
         ),
         "kv_lora_rank": "`_check_trtllm_gen_mla_shape`: 512 and 64; a smaller pair was not tried",
         "qk_rope_head_dim": "as kv_lora_rank",
