@@ -148,3 +148,16 @@ def test_options_of_the_user_are_laid_over_those_of_the_file(tmp_path) -> None:
     (tmp_path / "attnmux.toml").write_text(FILE + "mode = 'x'\n")
     policy = load(tmp_path).policy(options={"triton": {"splits": "8"}, "a": {"b": "1"}})
     assert policy.options == {"triton": {"splits": "8", "mode": "x"}, "a": {"b": "1"}}
+
+
+def test_without_a_home_directory_nothing_is_kept_that_is_not_named(tmp_path, monkeypatch) -> None:
+    def homeless(*_: object, **__: object) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr("platformdirs.user_cache_path", homeless)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    settings = load(tmp_path)
+    assert (settings.measurements_file(), settings.launches_file()) == (None, None)
+    settings = load(tmp_path, ATTNMUX_LAUNCHES="~nobody/launches.json")
+    with pytest.raises(SettingsError, match=r"ATTNMUX_LAUNCHES.*~nobody.*whole path"):
+        settings.launches_file()

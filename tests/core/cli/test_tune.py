@@ -269,3 +269,15 @@ def test_what_would_not_be_used_is_not_kept(installed, file, monkeypatch) -> Non
     assert result.exit_code == 2
     assert "ATTNMUX_NO_LAUNCHES" in result.stderr
     assert tune("--dry-run", "fake0").exit_code == 0
+
+
+def test_without_a_home_directory_a_file_has_to_be_named(installed, monkeypatch) -> None:
+    def homeless(*_: object, **__: object) -> None:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr("platformdirs.user_cache_path", homeless)
+    result = tune("fake0")
+    assert result.exit_code == 2
+    assert "ATTNMUX_LAUNCHES" in result.stderr
+    assert jobs == []
+    assert tune("--dry-run", "fake0").exit_code == 0

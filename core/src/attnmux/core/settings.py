@@ -85,22 +85,32 @@ class Settings:
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
 
     def measurements_file(self) -> Path | None:
-        """Where measurements of this machine are kept; None where they are not to be used."""
+        """Where measurements of this machine are kept; None where they are not to be used, or none
+        is named and there is no home directory. Raises SettingsError for one in no home."""
         return None if self.no_measurements else self._kept("measurements", self.measurements)
 
     def launches_file(self) -> Path | None:
-        """Where launches that were tuned on this machine are kept; None where they are not to be
-        used."""
+        """Where launches that were tuned on this machine are kept, as `measurements_file`."""
         return None if self.no_launches else self._kept("launches", self.launches)
 
-    def _kept(self, name: str, given: str | None) -> Path:
+    def _kept(self, name: str, given: str | None) -> Path | None:
         if given is not None:
-            path = Path(given).expanduser()
             source = self.sources.get(name, PREFIX)
-            return path if source.startswith(PREFIX) else Path(source).parent / path
+            said = source.startswith(PREFIX)
+            try:
+                path = Path(given).expanduser()
+            except RuntimeError as error:
+                raise SettingsError(
+                    f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
+                    "whose home directory is not known; write the whole path"
+                ) from error
+            return path if said else Path(source).parent / path
         import platformdirs  # noqa: PLC0415  # off the path of who needs no file of ours
 
-        return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
+        try:
+            return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
+        except RuntimeError:  # HOME is unset, and the user in no list: a container's
+            return None
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of what the user gave (None: nothing), else what was configured.

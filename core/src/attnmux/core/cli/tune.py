@@ -125,11 +125,13 @@ def _opened(run: Run, settings: Settings) -> RecordFile[TunedLaunch]:
     Raises SettingsError where nothing could be kept, or would be used: trying takes minutes.
     """
     path = settings.launches_file()
-    if path is None:
+    if settings.no_launches:
         source = settings.sources.get("no_launches", "")
         raise SettingsError(
             f"no_launches ({source}) forbids to use what is tuned: unset it, or --dry-run"
         )
+    if path is None:
+        raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
     file = launch_file(path)
     with _writing(path):
         before = file.prepare()
