@@ -102,22 +102,26 @@ def draft_keys(
 
 
 def check_tree(batch: ForwardBatch) -> None:
-    """Raises InvalidInput for a mask that is not a draft tree's: one that hides a token of the
-    prefix from a draft token, or a draft token from itself. Synchronises with the device."""
+    """Raises InvalidInput for a mask that is not a draft tree's: one that is too short, that hides
+    a token of the prefix from a draft token, or a draft token from itself. Synchronises."""
     spec, mask = _masked(batch)
-    if not bool(visible_drafts(batch).diagonal(dim1=1, dim2=2).all()):
-        raise InvalidInput(
-            "spec_info.custom_mask", came="a draft token hidden from itself", expected="a tree's"
-        )
+    drafts = spec.draft_token_num
     starts, widths = _starts(batch, spec).tolist(), _widths(batch, spec).tolist()
     for request, (start, width) in enumerate(zip(starts, widths, strict=True)):
-        rows = mask[start : start + spec.draft_token_num * width].view(-1, width)
-        if not bool(rows[:, : width - spec.draft_token_num].all()):
-            raise InvalidInput(
-                "spec_info.custom_mask",
-                came=f"cached tokens hidden from drafts of request {request} in the batch",
-                expected="a tree's, which hides drafts alone",
-            )
+        rows = mask[start : start + drafts * width]
+        if len(rows) < drafts * width:
+            came = f"{len(rows)} values, not {drafts * width},"
+        elif not bool(rows.view(drafts, width)[:, : width - drafts].all()):
+            came = "cached tokens hidden from drafts"
+        elif not bool(rows.view(drafts, width)[:, width - drafts :].diagonal().all()):
+            came = "a draft token hidden from itself"
+        else:
+            continue
+        raise InvalidInput(
+            "spec_info.custom_mask",
+            came=f"{came} in request {request} of the batch",
+            expected="a draft tree's mask, which hides drafts alone",
+        )
 
 
 def _masked(batch: ForwardBatch) -> tuple[SpecInput, torch.Tensor]:
