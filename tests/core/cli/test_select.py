@@ -44,6 +44,7 @@ def test_json_form(call) -> None:
         "kv_dtype",
         "hash",
         "phases",
+        "decode_sizes",
         "coercions",
         "candidates",
         "warnings",

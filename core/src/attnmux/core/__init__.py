@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.probe import detect, pick_platform
     from attnmux.core.choosing.request import Request
     from attnmux.core.choosing.solver import solve
-    from attnmux.core.compose import HybridAttnBackend
+    from attnmux.core.compose import BatchSizeAttnBackend, HybridAttnBackend
     from attnmux.core.compose.building import build
     from attnmux.core.compose.fallback import make_first
     from attnmux.core.layer import LayerSpec
@@ -29,6 +29,7 @@ _MODULES = {
     "AttentionBackend": "backend",
     "BackendCard": "choosing.card",
     "BackendContext": "backend",
+    "BatchSizeAttnBackend": "compose",
     "Clause": "choosing.card",
     "Decision": "choosing.decision",
     "ForwardBatch": "batch",
@@ -58,6 +59,7 @@ __all__ = [
     "AttentionBackend",
     "BackendCard",
     "BackendContext",
+    "BatchSizeAttnBackend",
     "Clause",
     "Decision",
     "ForwardBatch",

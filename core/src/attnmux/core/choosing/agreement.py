@@ -31,8 +31,10 @@ def disagreements(
             yield f"{field} {here or 'unknown'} here, {decided or 'unknown'} in the decision"
     found = {offer.address: offer for offer in offers}
     served: dict[Choice, list[str]] = {}
-    for phase, choice in decision.phases.items():
-        served.setdefault(replace(choice, origin=""), []).append(phase)
+    for phase, choice in decision.choices:
+        those = served.setdefault(replace(choice, origin=""), [])
+        if phase not in those:
+            those.append(phase)
     for choice, phases in served.items():
         address = f"{choice.plugin}/{choice.backend}"
         if address not in found:

@@ -34,6 +34,11 @@ class Choice:
     origin: str = ""
     """Who named the backend: user, env or config; empty where nobody did."""
 
+    @property
+    def address(self) -> str:
+        """`plugin/name`."""
+        return f"{self.plugin}/{self.backend}"
+
     def to_dict(self) -> dict[str, Any]:
         return {**self.identity(), "origin": self.origin}
 
@@ -54,6 +59,34 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SizeRange:
+    """Decode steps that another backend serves than the phase's: those of some batch sizes."""
+
+    least: int
+    most: int | None
+    """None: there is no largest."""
+    choice: Choice
+    gain: float
+    """The share of the time of the phase's backend that it saves at each of the measured sizes at
+    least: 0.05 is 5 %."""
+
+    def __str__(self) -> str:
+        return f"{self.least} and more" if self.most is None else f"{self.least} to {self.most}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "least": self.least,
+            "most": self.most,
+            "gain": self.gain,
+            "choice": self.choice.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:
+        return cls(**{**data, "choice": Choice.from_dict(data["choice"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """What `solve` decided. It survives JSON unchanged, so that one process decides for all."""
 
@@ -64,9 +97,18 @@ class Decision:
     kv_dtype: str
     phases: Mapping[str, Choice]
     """Only the requested phases."""
+    decode_sizes: tuple[SizeRange, ...] = ()
+    """Batch sizes at which another backend decodes faster by measurements of this machine,
+    ascending; at the others, and in every other mode, `phases` says who serves. Of a step that is
+    replayed from a graph the captured size counts."""
     coercions: tuple[Coercion, ...] = ()
     candidates: Sequence[Verdict] = ()
     """One for each backend and phase. Read-only; `solve` leaves them to be made when first read."""
+
+    @property
+    def choices(self) -> tuple[tuple[str, Choice], ...]:
+        """(phase, choice) of all that may run, those of `decode_sizes` behind those of `phases`."""
+        return (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
 
     @property
     def is_last_resort(self) -> bool:
@@ -83,8 +125,8 @@ class Decision:
         """SHA-256 over what was decided: two processes that agree on it run the same backends.
 
         It covers the kind of device, what the request asks for, page size, KV dtype, and each
-        phase's backend with its options and its plugin's version; not who asked for a value, the
-        product's name, or the losers.
+        phase's backend with its options and its plugin's version, those of `decode_sizes` too; not
+        who asked for a value, the product's name, or the losers.
         """
         asked = self.request.to_dict()
         del asked["origins"]
@@ -95,6 +137,10 @@ class Decision:
             "kv_dtype": self.kv_dtype,
             "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
         }
+        if self.decode_sizes:
+            decided["decode_sizes"] = [
+                [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
+            ]
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -124,6 +170,7 @@ class Decision:
             "kv_dtype": self.kv_dtype,
             "hash": self.hash,
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
+            "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "coercions": [asdict(coercion) for coercion in self.coercions],
             "candidates": [verdict.to_dict() for verdict in self.candidates],
         }
@@ -151,6 +198,7 @@ class Decision:
                 phases=FrozenMapping(
                     {phase: Choice.from_dict(choice) for phase, choice in data["phases"].items()}
                 ),
+                decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
             )
@@ -177,6 +225,11 @@ class Decision:
             f"{name} ({plugin}{planned.get(name, '')}) serves {_listed(phases)}, "
             f"{self._standing(name, plugin, phases)}"
             for (name, plugin), phases in served.items()
+        ]
+        said += [
+            f"{each.choice.backend} ({each.choice.plugin}) serves decode of {each} requests, "
+            f"which takes it {each.gain:.0%} less time at least (measured)"
+            for each in self.decode_sizes
         ]
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"

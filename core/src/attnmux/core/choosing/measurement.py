@@ -61,6 +61,10 @@ def _is_time(value: object) -> bool:
         return False
 
 
+def _is_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
 def _is_date(value: object) -> bool:
     return isinstance(value, datetime) and value.utcoffset() is not None
 
@@ -75,6 +79,7 @@ EXPECTED: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "device": ("a Device of texts", _is_device),
     "versions": ("texts by name of distribution", _is_versions),
     "median_us": ("microseconds, more than 0", _is_time),
+    "batch_size": ("a number of requests, or none", _is_count),
     "conformant": ("true or false", lambda value: isinstance(value, bool)),
     "date": ("a date with its time zone", _is_date),
 }
@@ -105,6 +110,9 @@ class Measurement:
     conformant: bool
     """Whether the backend passed its conformance check in this phase, with these versions."""
     date: datetime
+    batch_size: int | None = None
+    """Requests of the step, where a choice may depend on them: of the decode steps that device
+    graphs are captured for."""
 
     def __post_init__(self) -> None:
         for name, (expected, holds) in EXPECTED.items():

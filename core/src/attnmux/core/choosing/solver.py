@@ -110,7 +110,7 @@ def _decision(
     if request.page_size is None or request.kv_dtype is None:
         raise RuntimeError("the search returned an unresolved request")
     chosen = {
-        phase: _choice(offer, given.get(offer.address, {}), _origin(problem.policy, group))
+        phase: choice_of(offer, given.get(offer.address, {}), _origin(problem.policy, group))
         for group, offer in zip(problem.groups, point.winners, strict=True)
         for phase in group.phases
     }
@@ -133,7 +133,8 @@ def _origin(policy: Policy, group: Group) -> str:
     return policy.origins.get(given[0], "user")
 
 
-def _choice(offer: Offer, given: Mapping[str, OptionValue], origin: str) -> Choice:
+def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
+    """given: options, as `read_options` reads them; those that are missing have their defaults."""
     return Choice(
         backend=offer.card.name,
         plugin=offer.plugin,

@@ -7,7 +7,7 @@ backends whose answers were checked first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from attnmux.core.choosing.axes import Question
 from attnmux.core.choosing.card import Offer
@@ -37,7 +37,7 @@ Times = Mapping[str, float]
 def measured_ranking(
     measurements: Iterable[Measurement],
     platform: Platform,
-    offers: Iterable[Offer],
+    offers: Sequence[Offer],
     policy: Policy | None = None,
     *,
     libraries: Libraries = installed_version,
@@ -55,11 +55,32 @@ def measured_ranking(
     nothing (libraries, `policy`) keeps the backend out. Where the platform is hypothetical, none
     does. Like every rank, a measured one is behind what `policy` names or prefers.
     """
+    found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
+    by_address = {offer.address: offer for offer in offers}
+    times = {
+        asked: {
+            address: {each.workload: each.median_us for each in timed}
+            for address, timed in by_backend.items()
+        }
+        for asked, by_backend in found.items()
+    }
+    return _Measured(times, by_address) if times else prior_rank
+
+
+def current_measurements(
+    measurements: Iterable[Measurement],
+    platform: Platform,
+    offers: Iterable[Offer],
+    policy: Policy | None = None,
+    *,
+    libraries: Libraries = installed_version,
+) -> Mapping[tuple[str, str], Mapping[str, Sequence[Measurement]]]:
+    """Those that count, by (phase, shape) and the backend's address: see `measured_ranking`."""
     policy = policy or Policy()
     device = Device.of(platform)
     here = [each for each in measurements if each.device == device]
     if policy.hypothetical or not here:
-        return prior_rank
+        return {}
     known = assumed(policy.without, libraries, False)
     by_address = {offer.address: offer for offer in offers}
     current: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
@@ -72,15 +93,14 @@ def measured_ranking(
         for each in latest(own):
             found = current.setdefault((each.phase, each.shape), {})
             found.setdefault(address, []).append(each)
-    times = {
+    return {
         asked: {
-            address: {each.workload: each.median_us for each in timed}
+            address: timed
             for address, timed in found.items()
             if all(each.conformant for each in timed)
         }
         for asked, found in current.items()
     }
-    return _Measured(times, by_address) if times else prior_rank
 
 
 class _Measured:
@@ -120,14 +140,14 @@ def ranks(priors: Mapping[str, int], times: Mapping[str, Times]) -> Mapping[str,
     found: dict[str, int] = {}
     while left:
         first = left[0]
-        share = {address: _share(times[address], times[first]) for address in left}
+        share = {address: share_of(times[address], times[first]) for address in left}
         fastest = min(left, key=lambda address: share[address])
         taken = fastest if share[fastest] < 1 - LEAST_GAIN else first
         # The best of the priors' ranks that are left, but behind the one before
         rank = priors[first]
         if placed:
             before = placed[-1]
-            faster = _share(times[before], times[taken]) < 1 - LEAST_GAIN
+            faster = share_of(times[before], times[taken]) < 1 - LEAST_GAIN
             level = priors[before] == priors[taken] and not faster
             rank = max(rank, found[before] + (not level))
         placed.append(taken)
@@ -136,7 +156,7 @@ def ranks(priors: Mapping[str, int], times: Mapping[str, Times]) -> Mapping[str,
     return found
 
 
-def _share(times: Times, others: Times) -> float:
+def share_of(times: Times, others: Times) -> float:
     """The share of the others' time that is taken: the geometric mean over the workloads that both
     were measured for; 1 where there are none."""
     common = times.keys() & others.keys()

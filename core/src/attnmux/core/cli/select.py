@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from packaging.utils import canonicalize_name
 
-from attnmux.core.choosing.checking import Ranking, prior_rank
+from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.libraries import installed_version
 from attnmux.core.choosing.platform import Platform
@@ -23,6 +23,9 @@ from attnmux.core.choosing.version_ranges import parsed_requirement
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.measurement import Measurement
 
 
 @click.command()
@@ -90,10 +93,8 @@ def select(
     policy = settings.policy(**given)
     answer: Decision | NoBackend
     try:
-        ranking = (
-            prior_rank if no_measurements else measured(run, settings, plugins, device, policy)
-        )
-        answer = solve(request, device, plugins.offers(), policy, ranking=ranking)
+        measurements = () if no_measurements or hypothetical else run.measurements(settings)
+        answer = decided(request, device, plugins.offers(), policy, measurements)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
@@ -124,17 +125,20 @@ def select(
         raise answer
 
 
-def measured(
-    run: Run, settings: Settings, plugins: Plugins, device: Platform, policy: Policy
-) -> Ranking:
-    """The ranking by this machine's measurements, where there are any."""
-    measurements = () if policy.hypothetical else run.measurements(settings)
+def decided(
+    request: Request,
+    device: Platform,
+    offers: Sequence[Offer],
+    policy: Policy,
+    measurements: Sequence[Measurement],
+) -> Decision:
+    """What is decided with this machine's measurements, where there are any."""
     if not measurements:
-        return prior_rank
+        return solve(request, device, offers, policy)
     # Off the path of who has measured nothing
-    from attnmux.core.choosing.tuning import measured_ranking  # noqa: PLC0415
+    from attnmux.core.choosing.batch_sizes import solve_measured  # noqa: PLC0415
 
-    return measured_ranking(measurements, device, plugins.offers(), policy)
+    return solve_measured(request, device, offers, policy, measurements=measurements)
 
 
 def answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
@@ -148,6 +152,7 @@ def answered(answer: Decision | NoBackend, request: Request, device: Platform) -
         "kv_dtype": request.kv_dtype,
         "hash": None,
         "phases": {},
+        "decode_sizes": [],
         "coercions": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],
     }

@@ -31,6 +31,7 @@ GROUP = "attnmux.commands"
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.backends:backends", "List what the installed plugins offer."),
+    "bench": ("attnmux.core.cli.bench:bench", "Time every backend here on the same steps."),
     "matrix": ("attnmux.core.cli.matrix:matrix", "Print what every backend serves."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here, what not, and why."),
     "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.compose.by_batch_size import BatchSizeAttnBackend, Sizes
 from attnmux.core.compose.hybrid import HybridAttnBackend
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.decision import Choice, Decision
+    from attnmux.core.choosing.decision import Choice, Decision, SizeRange
     from attnmux.core.choosing.request import Request
     from attnmux.core.layer import LayerSpec
 
 
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
-    """Make the backend of a decision: a leaf, or a hybrid where decode and extend differ.
+    """Make the backend of a decision: a leaf, a hybrid where decode and extend differ, and one that
+    goes by the batch size where the decision names others for decode steps of some sizes.
 
     A context whose layers are an encoder's gets the backend of that phase.
     Raises InvalidInput when a layer of the context has a feature that the decision's request
@@ -37,18 +40,44 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     differences = _differences(context.request, decision.request)
     if differences:
         raise InvalidInput("context.request", came=differences, expected="the decision's request")
-    leaves: dict[tuple[str, str], AttentionBackend] = {}
-    for choice in serving.values():
-        if (choice.plugin, choice.backend) not in leaves:
-            leaves[choice.plugin, choice.backend] = _make(choice, context)
-    by_phase = {phase: leaves[choice.plugin, choice.backend] for phase, choice in serving.items()}
-    if len(leaves) == 1:
-        return next(iter(leaves.values()))
-    return HybridAttnBackend(prefill=by_phase["extend"], decode=by_phase["decode"])
+    leaves: dict[str, AttentionBackend] = {}
+
+    def leaf(choice: Choice) -> AttentionBackend:
+        if choice.address not in leaves:
+            leaves[choice.address] = _make(choice, context)
+        return leaves[choice.address]
+
+    by_phase = {phase: leaf(choice) for phase, choice in serving.items()}
+    if len(leaves) > 1:
+        made: AttentionBackend = HybridAttnBackend(
+            prefill=by_phase["extend"], decode=by_phase["decode"]
+        )
+    else:
+        made = next(iter(leaves.values()))
+    if "decode" not in serving or not decision.decode_sizes:
+        return made
+    return _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+
+
+def _by_batch_size(
+    usual: AttentionBackend, sizes: Sequence[tuple[SizeRange, AttentionBackend]]
+) -> AttentionBackend:
+    """Raises BackendFailed for one that cannot stand beside `usual`: an automatic choice goes on
+    without it."""
+    fill = usual.get_cuda_graph_seq_len_fill_value()
+    for each, backend in sizes:
+        own = backend.get_cuda_graph_seq_len_fill_value()
+        if own != fill:
+            reason = f"padding rows of {own} tokens, and the backend beside it has {fill}"
+            raise BackendFailed(each.choice.address, reason)
+    return BatchSizeAttnBackend(
+        usual=usual,
+        sizes=[Sizes(least=each.least, most=each.most, backend=leaf) for each, leaf in sizes],
+    )
 
 
 def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
-    name = f"{choice.plugin}/{choice.backend}"
+    name = choice.address
     if choice.factory is None:
         raise PluginError(f"{name} is planned: it has a card and no implementation yet")
     try:

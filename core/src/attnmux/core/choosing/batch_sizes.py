@@ -1,0 +1,142 @@
+"""Another backend for decode steps of some batch sizes, where measurements of this machine say so.
+
+Steps are replayed from graphs of a few batch sizes, and which backend is fastest can depend on the
+size; one backend for all of them gives that away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import isqrt
+
+from attnmux.core.choosing.axes import Question
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.decision import Decision, SizeRange
+from attnmux.core.choosing.libraries import Libraries, installed_version
+from attnmux.core.choosing.measurement import Measurement, shape_of
+from attnmux.core.choosing.options import read_options
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.solver import choice_of, solve
+from attnmux.core.choosing.tuning import (
+    LEAST_GAIN,
+    Times,
+    current_measurements,
+    measured_ranking,
+    share_of,
+)
+
+
+def solve_measured(
+    request: Request,
+    platform: Platform,
+    offers: Iterable[Offer],
+    policy: Policy | None = None,
+    *,
+    measurements: Iterable[Measurement],
+    libraries: Libraries = installed_version,
+) -> Decision:
+    """`solve` with the ranks that follow from measurements, then `with_batch_sizes`.
+
+    Raises what `solve` raises.
+    """
+    offers, measurements = tuple(offers), tuple(measurements)
+    if not measurements:
+        return solve(request, platform, offers, policy, libraries=libraries)
+    ranking = measured_ranking(measurements, platform, offers, policy, libraries=libraries)
+    decision = solve(request, platform, offers, policy, libraries=libraries, ranking=ranking)
+    return with_batch_sizes(decision, offers, policy, measurements, libraries=libraries)
+
+
+def with_batch_sizes(
+    decision: Decision,
+    offers: Sequence[Offer],
+    policy: Policy | None,
+    measurements: Iterable[Measurement],
+    *,
+    libraries: Libraries = installed_version,
+) -> Decision:
+    """The decision, with the backends that decode some batch sizes faster than the phase's does.
+
+    A backend comes into question where it could have been taken for decode as decided (page size,
+    KV dtype, the other phases' backends) and nobody prefers the phase's own. Of those measured with
+    it at a batch size the fastest serves that size where it saves more than 2 %; sizes in between
+    go with the measured size that is nearer as a ratio, those beyond with the last one. A backend
+    that somebody named decodes alone.
+    """
+    policy = policy or Policy()
+    if "decode" not in decision.phases or policy.named_for("decode") is not None:
+        return decision
+    question = Question(request=decision.request, platform=decision.platform, phase="decode")
+    found = current_measurements(
+        measurements, decision.platform, offers, policy, libraries=libraries
+    )
+    times = _by_size(found.get(("decode", shape_of(question)), {}))
+    usual = decision.phases["decode"].address
+    sizes = [size for size, timed in sorted(times.items()) if usual in timed]
+    if len(sizes) < 2:
+        return decision
+    rivals = _rivals(decision, offers, policy, usual)
+    best = [_best(times[size], usual, rivals) for size in sizes]
+    given = read_options(policy.options, offers, libraries)
+    ranges = []
+    for address, places in groupby(range(len(sizes)), key=lambda place: best[place][0]):
+        if address == usual:
+            continue
+        alike = list(places)
+        share = max(best[place][1] for place in alike)
+        ranges.append(
+            SizeRange(
+                least=_between(sizes, alike[0]) + 1,
+                most=None if alike[-1] + 1 == len(sizes) else _between(sizes, alike[-1] + 1),
+                choice=choice_of(rivals[address], given.get(address, {})),
+                gain=round(1 - share, 4),
+            )
+        )
+    return replace(decision, decode_sizes=tuple(ranges)) if ranges else decision
+
+
+def _by_size(found: Mapping[str, Sequence[Measurement]]) -> Mapping[int, Mapping[str, Times]]:
+    """Medians by batch size and backend."""
+    times: dict[int, dict[str, dict[str, float]]] = {}
+    for address, timed in found.items():
+        for each in timed:
+            if each.batch_size is not None:
+                of_size = times.setdefault(each.batch_size, {})
+                of_size.setdefault(address, {})[each.workload] = each.median_us
+    return times
+
+
+def _rivals(
+    decision: Decision, offers: Sequence[Offer], policy: Policy, usual: str
+) -> Mapping[str, Offer]:
+    """Those that could decode in place of `usual`, which nobody prefers to them."""
+    by_address = {offer.address: offer for offer in offers}
+    least = policy.preference(by_address[usual])
+    eligible = {
+        f"{verdict.plugin}/{verdict.backend}"
+        for verdict in decision.candidates
+        if verdict.phase == "decode" and verdict.eligible
+    }
+    return {
+        address: offer
+        for address, offer in by_address.items()
+        if address in eligible and address != usual and policy.preference(offer) <= least
+    }
+
+
+def _best(times: Mapping[str, Times], usual: str, rivals: Iterable[str]) -> tuple[str, float]:
+    """The backend that serves one size, and the share of the usual one's time that it takes."""
+    shares = {
+        address: share_of(times[address], times[usual]) for address in rivals if address in times
+    }
+    fastest = min(shares, key=lambda address: (shares[address], address), default=usual)
+    return (fastest, shares[fastest]) if shares.get(fastest, 1) < 1 - LEAST_GAIN else (usual, 1.0)
+
+
+def _between(sizes: Sequence[int], place: int) -> int:
+    """The largest size that goes with the measured one before `place`; 0 before the first."""
+    return isqrt(sizes[place - 1] * sizes[place]) if place else 0
