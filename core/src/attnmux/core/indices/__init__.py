@@ -26,6 +26,7 @@ from attnmux.core.indices.csr import kv_indices, kv_indptr, kv_last_page_len, ou
 from attnmux.core.indices.paged import block_count_multiple, page_table, whole_page_lens
 from attnmux.core.indices.ragged import cu_seqlens, extend_positions, uniform_indptr
 from attnmux.core.indices.splits import num_kv_splits
+from attnmux.core.indices.topk import select_topk, token_rows, topk_slots
 from attnmux.core.indices.verify import mask_indptr, verify_kv_lens, verify_qo_indptr
 from attnmux.core.indices.window import KVView, window_view
 
@@ -43,6 +44,9 @@ __all__ = [
     "num_kv_splits",
     "out_cache_loc",
     "page_table",
+    "select_topk",
+    "token_rows",
+    "topk_slots",
     "uniform_indptr",
     "verify_kv_lens",
     "verify_qo_indptr",

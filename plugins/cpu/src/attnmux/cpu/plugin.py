@@ -57,6 +57,21 @@ _H200 = Verified(
 
 _LATENT: dict[str, Condition] = {"kv_lora_rank": ANY, "qk_rope_head_dim": ANY}
 
+_SPARSE = Clause(
+    **_LATENT,
+    # On a GPU a kernel gathers the keys of each token by itself.
+    vendor=one_of("cpu"),
+    phase=one_of("extend", "decode", "verify", "draft"),
+    kind=one_of("nsa"),
+    dtype=DTYPES,
+    kv_dtype=KV_DTYPES,
+    page_size=ANY,
+    head_dim=ANY,
+    v_head_dim=ANY,
+    spec_topk=one_of(1),
+    lse=ANY,
+)
+
 TORCH_NATIVE = BackendCard(
     name="torch_native",
     summary="attention in plain torch operations: every feature, any device, no graphs",
@@ -85,6 +100,7 @@ TORCH_NATIVE = BackendCard(
         _plain("mla", **_LATENT, vendor=one_of("cpu")),
         _plain("mla", **_LATENT, spec_topk=one_of(1)),
         _plain("mla", **_LATENT, page_size=one_of(1)),
+        _SPARSE,
     ),
     priors=(
         Prior(

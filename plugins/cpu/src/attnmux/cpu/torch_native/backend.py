@@ -14,9 +14,11 @@ import torch
 from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import AttnmuxError
+from attnmux.core.indices import cu_seqlens, token_rows, topk_slots
 from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native.attend import LayerCall, attend
 from attnmux.cpu.torch_native.metadata import Plan, TileSize, make_plan
+from attnmux.cpu.torch_native.picked import attend_picked
 from attnmux.cpu.torch_native.widening import Widening
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ class TorchNativeBackend(AttentionBackend):
             return
         self._lens = StepLens.on_host(batch)
         for layer in self.context.layers:
-            if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
+            in_pool = layer.layer_id in self.context.token_to_kv_pool.layer_ids
+            if in_pool and _picks(layer, batch) is None:
                 self._plan(layer, batch, in_call=False)
 
     def forward_decode(
@@ -105,10 +108,22 @@ class TorchNativeBackend(AttentionBackend):
         in_call: bool,
     ) -> torch.Tensor:
         """Attend over keys [n, Hkv, D] and values [n, Hkv, Dv], where the plan's slots are."""
-        plan = self._plan(layer, batch, in_call=in_call)
         pool = self.context.token_to_kv_pool
         if out is None:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        picks = _picks(layer, batch)
+        if picks is not None:
+            places = self._places(picks, layer, batch, in_call=in_call)
+            return self._attend_picked(
+                q if q_rope is None else torch.cat([q, q_rope], dim=-1),
+                keys,
+                places,
+                layer,
+                out,
+                lse,
+                in_call=in_call,
+            )
+        plan = self._plan(layer, batch, in_call=in_call)
         dtype = _product_dtype(q.dtype, keys.dtype)
         call = LayerCall(
             layer=layer,
@@ -131,6 +146,44 @@ class TorchNativeBackend(AttentionBackend):
             if lse is not None:
                 lse[plan.keyless] = -torch.inf if layer.sinks is None else layer.sinks
         return out
+
+    def _attend_picked(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        places: torch.Tensor,
+        layer: LayerSpec,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        in_call: bool,
+    ) -> torch.Tensor:
+        """Attend over the rows `places` [T, topk] of keys [n, 1, D]."""
+        pool = self.context.token_to_kv_pool
+        scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[0]
+        blocks = attend_picked(
+            q, _rows_of_heads(keys), places, rank=layer.v_head_dim, scaling=layer.scaling * scale
+        )
+        for rows, of_block, lse_of_block in blocks:
+            out[rows] = (of_block * scale).to(out.dtype)
+            if lse is not None:
+                lse[rows] = lse_of_block
+        return out
+
+    def _places(
+        self, picks: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool
+    ) -> torch.Tensor:
+        """[T, topk]: where the keys that were picked are, in the pool's buffer or the call's K."""
+        new = batch.extend_seq_lens
+        if in_call and new is not None:
+            starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens)
+            return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)
+        rows = batch.req_pool_indices
+        if new is not None:
+            rows = token_rows(rows, new, batch.num_tokens)
+        slots = topk_slots(self.context.req_to_token_pool.req_to_token, rows, picks)
+        translated = self.context.token_to_kv_pool.translate(slots.clamp(min=0), layer.layer_id)
+        return torch.where(slots < 0, -1, translated)
 
     def _widening(self, source: torch.dtype, target: torch.dtype) -> Widening | None:
         """The conversion of 8-bit floats, made once; None for other dtypes."""
@@ -158,6 +211,11 @@ class TorchNativeBackend(AttentionBackend):
             plan = make_plan(rule, size, layer, batch, self._lens, self.context)
             self._plans[rule, size, group] = plan
         return plan
+
+
+def _picks(layer: LayerSpec, batch: ForwardBatch) -> torch.Tensor | None:
+    """What the layer's indexer says which keys it sees by; None for a layer without one."""
+    return batch.topk_indices if layer.kind == "mla" else None
 
 
 def _rows_of_heads(cache: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""Sparse attention: which keys an indexer picks for each token, and where they are."""
+
+from __future__ import annotations
+
+import torch
+
+from attnmux.core.errors import InvalidInput
+from attnmux.core.indices.args import check_lens, check_table
+
+
+def token_rows(
+    req_pool_indices: torch.Tensor, extend_seq_lens: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """The row of the request table of each new token, [num_tokens] int64; 0 for a token behind
+    those of all requests. Static shapes: fit for a device graph.
+
+    req_pool_indices: [B] int64. extend_seq_lens: [B] int32.
+    """
+    check_lens("extend_seq_lens", extend_seq_lens, req_pool_indices.shape[0])
+    ends = extend_seq_lens.cumsum(0)
+    token = torch.arange(num_tokens, device=ends.device)
+    rows = torch.cat([req_pool_indices, req_pool_indices.new_zeros(1)])
+    return rows[torch.searchsorted(ends, token, right=True)]
+
+
+def topk_slots(
+    req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
+) -> torch.Tensor:
+    """Slots of the keys that were picked, [T, topk] int32; -1 where there is none.
+
+    rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32, as on
+    `ForwardBatch`. Static shapes: fit for a device graph.
+    """
+    num_tokens = check_table(req_to_token, rows)
+    if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
+        raise InvalidInput(
+            "topk_indices",
+            came=f"{topk_indices.dtype} of shape {tuple(topk_indices.shape)}",
+            expected=f"torch.int32 of shape ({num_tokens}, topk)",
+        )
+    places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices.clamp(min=0)
+    return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])
+
+
+def select_topk(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    """The keys with the highest scores up to each token, [..., T, topk] int32, best first; -1
+    behind the last where there are fewer.
+
+    The score of key s for token t is the sum over the indexer's heads h of
+    `weights[t, h] * relu(index_q[t, h] . index_k[s])` (DeepSeek-V3.2-Exp, equation 1), in float32.
+
+    index_q: [..., T, Hi, Di], with its rotary part applied. index_k: [..., S, Di], of one sequence
+    from its first token on. weights: [..., T, Hi], scales included. positions: [..., T], each
+    token's place in its sequence: it sees keys up to it. Leading dims are sequences, so that a
+    decoding batch is [B, 1, Hi, Di] over keys [B, S, Di]; what lies behind a position may be any
+    finite value. It holds T * Hi * S scores at once.
+    Raises InvalidInput for a topk below 1.
+    """
+    if topk < 1:
+        raise InvalidInput("topk", came=topk, expected="at least 1")
+    scores = torch.einsum("...thd,...sd->...ths", index_q.float(), index_k.float()).relu_()
+    scores = torch.einsum("...ths,...th->...ts", scores, weights.float())
+    num_keys = index_k.shape[-2]
+    key = torch.arange(num_keys, device=index_k.device)
+    scores = scores.masked_fill(key > positions.unsqueeze(-1), -torch.inf)
+    best = scores.topk(min(topk, num_keys), dim=-1)
+    picks = torch.where(best.values.isneginf(), -1, best.indices).int()
+    return torch.nn.functional.pad(picks, (0, topk - picks.shape[-1]), value=-1)
