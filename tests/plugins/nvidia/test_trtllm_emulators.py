@@ -1,0 +1,299 @@
+"""The emulators of TensorRT-LLM's kernels: conventions counted out.
+
+With Q of 0 every visible key weighs the same, so that the output is the mean of their values. Value
+j of a request is j + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.nvidia.trtllm_mha.masks import chain_mask
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+COUNTERS = 8 << 20
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def workspace() -> torch.Tensor:
+    return torch.zeros(COUNTERS + 1024, dtype=torch.uint8)
+
+
+def cache_of(*lens: int, dtype=torch.float16, behind: float = 7.0) -> tuple[Any, torch.Tensor]:
+    """K and V with that many keys a request, pages in falling order, and their table.
+
+    behind: what lies in pages of nobody and behind a request's last token.
+    """
+    counts = [-(-length // PAGE) for length in lens]
+    pages = torch.arange(sum(counts), 0, -1, dtype=torch.int32).split(counts)
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    cache = torch.full((2, sum(counts) + 1, PAGE, KV_HEADS, DIM), behind)
+    for row, own, length in zip(table, pages, lens, strict=True):
+        row[: len(own)] = own
+        values = torch.full((len(own) * PAGE,), behind)
+        values[:length] = torch.arange(1, length + 1)
+        cache[:, own.long()] = values.view(-1, PAGE)[..., None, None]
+    return tuple(cache.to(dtype)), table
+
+
+def queries(num_rows: int, dtype=torch.float16) -> torch.Tensor:
+    return torch.zeros(num_rows, HEADS, DIM, dtype=dtype)
+
+
+def means(out: torch.Tensor) -> list[float]:
+    """Of the visible values, for each row. All heads say the same."""
+    assert torch.equal(out, out[:, :1, :1].expand_as(out))
+    return out[:, 0, 0].tolist()
+
+
+DECODES = {
+    "xqa": (trtllm_decode.xqa_batch_decode_with_kv_cache, {}),
+    "gen": (trtllm_decode.trtllm_batch_decode_with_kv_cache, {}),
+}
+
+
+def decode(which: str, *lens: int, each: int = 1, **rule: Any) -> torch.Tensor:
+    function, more = DECODES[which]
+    kv, table = cache_of(*lens)
+    if which == "xqa" and each > 1:
+        rule.setdefault("mask", chain_mask(len(lens), each, torch.device("cpu")))
+    rule.setdefault("workspace_buffer", workspace())
+    rule.setdefault("query", queries(len(lens) * each))
+    return function(
+        kv_cache=kv,
+        block_tables=table,
+        seq_lens=int32(*lens),
+        max_seq_len=max(lens),
+        q_len_per_req=each,
+        kv_layout="NHD",
+        **more,
+        **rule,
+    )
+
+
+@pytest.mark.parametrize("which", DECODES)
+class TestDecode:
+    def test_every_key_is_seen(self, which):
+        assert means(decode(which, 1, 3, 37)) == [1, 2, 19]
+
+    @pytest.mark.parametrize(("window", "seen"), [(0, 9.0), (1, 8.5), (4, 7.0), (-1, 5.0)])
+    def test_a_window_is_the_keys_before_the_token(self, which, window, seen):
+        assert means(decode(which, 9, window_left=window)) == [seen]
+
+    def test_drafts_are_causal_from_the_end(self, which):
+        assert means(decode(which, 5, 3, each=3)) == [2, 2.5, 3, 1, 1.5, 2]
+
+    def test_a_sink_takes_its_part(self, which):
+        out = decode(which, 2, sinks=torch.full((HEADS,), 2.0).log())
+        assert means(out) == [0.75]
+
+    def test_a_row_without_keys_is_anything(self, which):
+        assert decode(which, 3, 0)[1].isnan().all()
+
+    def test_counters_that_are_not_zero(self, which):
+        used = workspace()
+        used[0] = 1
+        assert decode(which, 3, workspace_buffer=used).isnan().all()
+
+    def test_it_writes_to_out(self, which):
+        out = torch.empty(2, HEADS, DIM, dtype=torch.float16)
+        assert decode(which, 3, 5, out=out) is out
+        assert means(out) == [2, 3]
+
+    def test_a_workspace_of_counters_alone(self, which):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            decode(which, 3, workspace_buffer=torch.zeros(COUNTERS, dtype=torch.uint8))
+
+
+def test_xqa_takes_strided_queries_for_packed_ones():
+    wide = torch.randn(2, 2 * HEADS, DIM).half()
+    assert not torch.equal(
+        decode("xqa", 9, 9, query=wide[:, :HEADS]),
+        decode("xqa", 9, 9, query=wide[:, :HEADS].clone()),
+    )
+    assert torch.equal(
+        decode("gen", 9, 9, query=wide[:, :HEADS]),
+        decode("gen", 9, 9, query=wide[:, :HEADS].clone()),
+    )
+
+
+def test_xqa_skips_only_whole_tiles_before_the_window_of_drafts():
+    assert means(decode("xqa", 9, each=2, window_left=1)) == [4.5, 5]
+    assert means(decode("gen", 9, each=2, window_left=1)) == [7.5, 8.5]
+
+
+def test_xqa_wants_a_mask_for_drafts():
+    with pytest.raises(AssertionError, match="Mask is required"):
+        decode("xqa", 9, each=2, mask=None)
+
+
+def test_xqa_scales_values_of_8_bits_alone():
+    kv, table = cache_of(3)
+    arguments: dict[str, Any] = {
+        "query": queries(1),
+        "workspace_buffer": workspace(),
+        "block_tables": table,
+        "seq_lens": int32(3),
+        "max_seq_len": 3,
+        "bmm2_scale": 2.0,
+    }
+    xqa = trtllm_decode.xqa_batch_decode_with_kv_cache
+    assert means(xqa(kv_cache=kv, **arguments)) == [2]
+    in_8_bits = tuple(cache.to(torch.float8_e4m3fn) for cache in kv)
+    assert means(xqa(kv_cache=in_8_bits, **arguments)) == [4]
+
+
+def test_trtllm_gen_has_kernels_for_one_dtype():
+    kv, table = cache_of(3, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="Missing TRTLLM-GEN kernel"):
+        trtllm_decode.trtllm_batch_decode_with_kv_cache(
+            queries(1), kv, workspace(), table, int32(3), 3, kv_layout="NHD"
+        )
+
+
+def prefill(which: str, *requests: tuple[int, int], trailing: int = 0, **rule: Any) -> torch.Tensor:
+    """requests: (keys, queries)."""
+    lens = [keys for keys, _ in requests]
+    kv, table = cache_of(*lens)
+    q_bounds = int32(0, *torch.tensor([new for _, new in requests]).cumsum(0).tolist())
+    kv_bounds = int32(0, *torch.tensor(lens).cumsum(0).tolist())
+    num_rows = int(q_bounds[-1]) + trailing
+    out = torch.full((num_rows, HEADS, DIM), 99, dtype=torch.float16)
+    common: dict[str, Any] = {
+        "seq_lens": int32(*lens),
+        "max_q_len": max(new for _, new in requests),
+        "max_kv_len": max(lens),
+        "bmm1_scale": 1.0,
+        "bmm2_scale": 1.0,
+        "batch_size": len(requests),
+        "cum_seq_lens_q": q_bounds,
+        "cum_seq_lens_kv": kv_bounds,
+        "block_tables": table,
+        "out": out,
+        **rule,
+    }
+    common.setdefault("workspace_buffer", workspace())
+    if which == "fmha_v2":
+        together = torch.stack(kv, dim=1)
+        return trtllm_prefill.trtllm_fmha_v2_prefill(
+            (queries(num_rows), together), "Q_PAGED_KV_NHD", **common
+        )
+    return trtllm_prefill.trtllm_batch_context_with_kv_cache(
+        queries(num_rows), kv, kv_layout="NHD", **common
+    )
+
+
+@pytest.mark.parametrize("which", ["fmha_v2", "gen"])
+class TestPrefill:
+    def test_queries_are_causal_from_the_end(self, which):
+        assert means(prefill(which, (3, 3), (5, 2), (4, 0))) == [1, 1.5, 2, 2.5, 3]
+
+    def test_rows_of_nobody_stay(self, which):
+        assert means(prefill(which, (2, 1), trailing=2)) == [1.5, 99, 99]
+
+    def test_a_sink_takes_its_part(self, which):
+        out = prefill(which, (2, 1), sinks=torch.full((HEADS,), 2.0).log())
+        assert means(out) == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("rule", "seen"),
+    [
+        ({"window_left": 1}, 8.5),
+        ({"window_left": 0}, 5.0),
+        ({"window_left": 0, "mask_mode": "sliding_window"}, 9.0),
+        ({"window_left": 20, "mask_mode": "sliding_window"}, 5.0),
+    ],
+)
+def test_a_window_of_fmha_v2(rule, seen):
+    assert means(prefill("fmha_v2", (9, 1), **rule)) == [seen]
+
+
+def test_a_window_of_trtllm_gen_prefill():
+    assert means(prefill("gen", (9, 1), window_left=0)) == [9]
+
+
+def test_fmha_v2_leaves_its_count_at_the_front():
+    used = workspace()
+    prefill("fmha_v2", (2, 1), workspace_buffer=used)
+    assert decode("xqa", 3, workspace_buffer=used).isnan().all()
+
+
+def test_fmha_v2_has_no_kernel_for_8_bits():
+    kv, table = cache_of(2, dtype=torch.float8_e4m3fn)
+    together = torch.stack([cache.view(torch.uint8) for cache in kv], 1).view(torch.float8_e4m3fn)
+    q = queries(1).to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="hang"):
+        trtllm_prefill.trtllm_fmha_v2_prefill(
+            (q, together), "Q_PAGED_KV_NHD", workspace(), int32(2), 1, 2, 1.0, 1.0, 1,
+            int32(0, 1), int32(0, 2), block_tables=table,
+        )  # fmt: skip
+
+
+def latent(heads: int, each: int = 1, width: int = 4, page: int = 32, **rule: Any) -> torch.Tensor:
+    """One request with 5 keys, of values 1 to 5, over pages of 32."""
+    rows = torch.zeros(width + 1, page, 576, dtype=torch.bfloat16)
+    rows[1, :5] = torch.arange(1.0, 6)[:, None].bfloat16()
+    table = torch.zeros(1, width, dtype=torch.int32)
+    table[0, 0] = 1
+    which = rule.pop("which", trtllm_mla.trtllm_batch_decode_with_kv_cache_mla)
+    rule.setdefault("query", torch.zeros(1, each, heads, 576, dtype=torch.bfloat16))
+    return which(
+        kv_cache=rows,
+        workspace_buffer=workspace(),
+        qk_nope_head_dim=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        block_tables=table,
+        seq_lens=int32(5),
+        max_seq_len=5,
+        **rule,
+    )
+
+
+def test_mla_of_several_queries_is_causal_from_the_end():
+    out = latent(16, each=3)
+    assert out.shape == (1, 3, 16, 512)
+    assert out[0, :, 0, 0].tolist() == [2, 2.5, 3]
+
+
+def test_mla_clears_its_counters():
+    used = workspace().fill_(1)
+    rows = torch.ones(2, 64, 576, dtype=torch.bfloat16)
+    out = trtllm_mla.trtllm_batch_decode_with_kv_cache_mla(
+        torch.zeros(1, 1, 16, 576, dtype=torch.bfloat16),
+        rows, used, 128, 512, 64, int32(1, 0).view(1, 2), int32(3), 3,
+    )  # fmt: skip
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"heads": 96}, RuntimeError, "Missing"),
+        ({"heads": 16, "width": 3}, ValueError, "block_num"),
+        ({"heads": 16, "query": torch.zeros(1, 16, 576)}, ValueError, "ndim == 4"),
+    ],
+)
+def test_what_trtllm_gen_refuses_of_mla(settings, error, words):
+    with pytest.raises(error, match=words):
+        latent(**settings)
+
+
+def test_xqa_mla_multiplies_logits_by_both_scales():
+    xqa = trtllm_mla.xqa_batch_decode_with_kv_cache_mla
+    query = torch.full((1, 1, 128, 576), 1 / 576, dtype=torch.bfloat16)
+    plain = latent(128, which=xqa, query=query, bmm1_scale=2.0)
+    scaled = latent(128, which=xqa, query=query, bmm1_scale=1.0, bmm2_scale=2.0)
+    torch.testing.assert_close(scaled, plain * 2)
+    with pytest.raises(ValueError, match="128 query heads"):
+        latent(96, which=xqa)
+    with pytest.raises(ValueError, match="q_len_per_request"):
+        latent(128, each=2, which=xqa)
