@@ -8,7 +8,7 @@ step (bar: 40 us); `attend` is `forward_decode` or `forward_extend`, `write` is 
 `forward` is both and the contract's checks, once a layer each. `unbound` is `attend` launched as
 Triton does it. `flashinfer plan` is what that
 library does once a step for the same batch, where it is installed. `build` is how long the backend
-took to make, its kernels compiled or found on disk; `first` is the first decode's first call.
+took to make, its kernels compiled or found on disk; `first` is the first call of `attend`.
 """
 
 from __future__ import annotations

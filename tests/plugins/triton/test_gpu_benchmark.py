@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 PEERS = {
     "decode": {"flashinfer", "fa3"},
     "fp8": {"our bf16", "flashinfer"},
-    "mla": set(),  # nothing emulates what serves it
+    "mla": {"flashinfer", "fa3"},
     "extend": {"flashinfer", "flashinfer fa2", "fa3"},
 }
 
