@@ -182,7 +182,13 @@ def completed(request: Request) -> Request:
     return request.replace(origin="default", **unset) if unset else request
 
 
-def unstated(request: Request) -> tuple[str, ...]:
-    """The shapes that the request leaves open, and that a time depends on."""
+def check_stated(request: Request) -> None:
+    """Raise InvalidInput, naming them, for shapes that the request leaves open.
+
+    What was measured for the usual ones says nothing of what others will ask.
+    """
     usual = USUAL_LATENT if request.latent else USUAL
-    return tuple(name for name in usual if getattr(request, name) is None)
+    missing = [name for name in usual if getattr(request, name) is None]
+    if missing:
+        came, expected = f"no {', '.join(missing)}", "--model, or all of them in --request"
+        raise InvalidInput("request", came=came, expected=expected)

@@ -26,7 +26,7 @@ class Stored:
 
 def read_measurements(path: Path) -> Stored:
     """Whatever of the file can be read; nothing where there is none. Raises nothing."""
-    records = _file(path).read()
+    records = measurement_file(path).read()
     return Stored(measurements=records.found, problems=records.problems, damaged=records.damaged)
 
 
@@ -35,10 +35,10 @@ def add_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
 
     As `RecordFile.add`.
     """
-    _file(path).add(measurements)
+    measurement_file(path).add(measurements)
 
 
-def _file(path: Path) -> RecordFile[Measurement]:
+def measurement_file(path: Path) -> RecordFile[Measurement]:
     return RecordFile(
         path=path,
         name="measurements",

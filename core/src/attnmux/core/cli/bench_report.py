@@ -3,53 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.core.benching.conformance import Check
 from attnmux.core.benching.measuring import Row
 from attnmux.core.benching.subjects import Refused
-from attnmux.core.benching.timing import Ceilings
 from attnmux.core.benching.workload import Workload
 from attnmux.core.choosing.request import Request
+from attnmux.core.cli.bench_keep import Kept
+from attnmux.core.cli.bench_timing import Result
 
 WIDTH = 100
 
+T = TypeVar("T")
 
-def track(rows: Iterable[Row], total: int, place: str) -> Iterator[Row]:
-    """The rows, with a progress bar on stderr where that is a terminal."""
+
+def track(coming: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """What comes, with a progress bar on stderr where that is a terminal."""
     console = Console(stderr=True)
     yield from rich_track(
-        rows,
+        coming,
         total=total,
-        description=f"timing on {place}",
+        description=what,
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
 
 
-def report(
-    place: str,
-    request: Request,
-    reached: Ceilings,
-    rows: Sequence[Row],
-    refused: Sequence[Refused],
-) -> None:
-    """A table for each workload, the fastest first, and who was not timed and why."""
-    console = _console()
+def report(result: Result, kept: Kept | None) -> None:
+    """A table for each workload, the fastest first, who was not timed and why, and what the
+    figures change where they are kept."""
+    console, reached = _console(), result.ceilings
     console.print(
-        f"{place}: {reached.read_gbs:.0f} GB/s, {reached.matmul_tflops:.3g} TFLOP/s measured; "
-        f"{said_shapes(request)}; us of one layer's call"
+        f"{result.place}: {reached.read_gbs:.3g} GB/s, {reached.matmul_tflops:.3g} TFLOP/s "
+        f"measured; {said_shapes(result.request)}; us of one layer's call"
     )
-    for workload in dict.fromkeys(row.workload for row in rows):
+    for workload in dict.fromkeys(row.workload for row in result.rows):
         console.print()
-        console.print(_table(workload, [row for row in rows if row.workload == workload]))
-    if refused:
+        console.print(_table(workload, [row for row in result.rows if row.workload == workload]))
+    if result.field.refused:
         console.print()
-        console.print(_refusals(refused))
+        console.print(_refusals(result.field.refused))
+    if kept is not None:
+        console.print()
+        console.print(_checks(kept.checks))
+        console.print()
+        _print_changes(console, kept)
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    table = Table("checked", "for", "cases", "", box=None, pad_edge=False, header_style="bold")
+    for each in checks:
+        note = "conformant" if each.conformant else f"not conformant: {each.failure}"
+        table.add_row(each.backend, each.phase, f"{each.passed} of {each.cases}", Text(note))
+    return table
+
+
+def _print_changes(console: Console, kept: Kept) -> None:
+    if kept.before.hash == kept.after.hash:
+        console.print(f"the choice stays: {kept.after.summary()}")
+    else:
+        console.print(f"before: {kept.before.summary()}")
+        console.print(f"now: {kept.after.summary()}")
+    console.print(f"{len(kept.measurements)} figures are kept in {kept.path}", soft_wrap=True)
 
 
 def said_shapes(request: Request) -> str:
