@@ -19,14 +19,14 @@ EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), da
     ("given", "said"),
     [
         ({"on": " "}, "verified, on: expected the name of a device or an emulator"),
-        ({"on": 200}, "verified, on: expected the name of a device or an emulator, got 200"),
+        ({"on": 200}, "verified, on: expected text, got 200"),
         ({"platform": "sm90"}, "verified, platform: expected VENDOR:ARCH"),
         ({"platform": "nvidia:sm90,cuda=13.0"}, "verified, platform: expected VENDOR:ARCH"),
-        ({"platform": None}, "verified, platform: expected VENDOR:ARCH"),
+        ({"platform": None}, "verified, platform: expected text, got None"),
         ({"libraries": "torch 2.11"}, "verified, libraries: expected a tuple of text"),
         ({"libraries": (2.11,)}, "verified, libraries: expected a tuple of text"),
         ({"date": "yesterday"}, "verified, date: expected a day"),
-        ({"date": 20261121}, "verified, date: expected a day"),
+        ({"date": 20261121}, "verified, date: expected text, got 20261121"),
     ],
 )
 def test_what_is_no_run_is_refused(given, said) -> None:

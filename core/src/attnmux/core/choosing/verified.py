@@ -34,20 +34,18 @@ class Verified:
     """The day of the run, as 2026-11-21."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.on, str) or not self.on.strip():
+        for field in ("on", "platform", "date"):
+            if not isinstance(getattr(self, field), str):
+                raise _refusal(field, getattr(self, field), "text")
+        _check_libraries(self.libraries)
+        if not self.on.strip():
             raise _refusal("on", self.on, "the name of a device or an emulator")
-        if self.platform != "" and not (
-            isinstance(self.platform, str) and PLATFORM.fullmatch(self.platform)
-        ):
+        if self.platform and not PLATFORM.fullmatch(self.platform):
             expected = "VENDOR:ARCH, such as nvidia:sm90, or nothing for an emulator"
             raise _refusal("platform", self.platform, expected)
-        if not isinstance(self.libraries, tuple) or not all(
-            isinstance(library, str) for library in self.libraries
-        ):
-            raise _refusal("libraries", self.libraries, 'a tuple of text, such as ("torch 2.11",)')
         try:
             date.fromisoformat(self.date)
-        except (TypeError, ValueError):
+        except ValueError:
             raise _refusal("date", self.date, "a day, such as 2026-11-21") from None
 
     @property
@@ -96,6 +94,11 @@ def doubt(runs: Sequence[Verified], platform: Platform) -> str:
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in runs)
     )
     return f"never run on {kind}, only on {tried}"
+
+
+def _check_libraries(libraries: object) -> None:
+    if not isinstance(libraries, tuple) or not all(isinstance(each, str) for each in libraries):
+        raise _refusal("libraries", libraries, 'a tuple of text, such as ("torch 2.11",)')
 
 
 def _refusal(field: str, came: object, expected: str) -> InvalidInput:

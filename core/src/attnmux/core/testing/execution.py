@@ -54,13 +54,16 @@ class EagerExecution(Execution):
                     self.world, self.backend, given, step.batch, step.num_request_tokens, index
                 )
             )
-            picks = step.batch.topk_indices
-            if given.topk_indices is not None and not torch.equal(given.topk_indices, picks):
-                raise Disagreement(
-                    f"layer {given.layer.layer_id}: topk_indices was written, and a backend only "
-                    "reads it"
-                )
+            _check_picks(given, step.batch)
         return outputs
+
+
+def _check_picks(given: LayerInput, batch: ForwardBatch) -> None:
+    wrote, picks = given.topk_indices, batch.topk_indices
+    if wrote is not None and picks is not None and not torch.equal(wrote, picks):
+        raise Disagreement(
+            f"layer {given.layer.layer_id}: topk_indices was written, and a backend only reads it"
+        )
 
 
 def call_layer(
