@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, one_of, versions
+from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
 
 NSA = BackendCard(
     name="nsa",
     aliases=("dsa",),
     summary="DeepSeek-V3.2's sparse MLA: an indexer picks 2048 tokens, FlashMLA reads those",
+    factory="attnmux.nvidia.nsa.factory:make",
     status="planned",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
@@ -16,10 +17,12 @@ NSA = BackendCard(
         "version": "`flash_mla_sparse_fwd` is built for SM90 and SM100",
         "dtype": "`flash_mla_sparse_fwd`: Q in bf16",
         "kv_dtype": (
-            "SGLang 0.5.23: bf16 or e4m3, the latter in tokens of 656 bytes: 512 values, 4 "
-            "scales, 64 bf16 of rope"
+            "`flash_mla_sparse_fwd`: rows in bf16; those of e4m3 are widened before each call, 64 "
+            "tokens' picks at a time, since the kernel for e4m3 reads rows of 656 bytes: 512 "
+            "values, 4 scales, 64 bf16 of rope"
         ),
         "page_size": "the FP8 kernel reads blocks of 64; SGLang 0.5.23 takes 64 on NVIDIA",
+        "num_q_heads": "csrc/api/sparse_prefill.cpp: 64 or 128; fewer are padded",
         "kv_lora_rank": "`flash_mla_sparse_fwd`: rows of 576, d_v = 512",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
@@ -33,9 +36,11 @@ NSA = BackendCard(
             kv_dtype=one_of("bfloat16", "fp8_e4m3"),
             page_size=one_of(64),
             head_dim=ANY,
+            num_q_heads=at_most(128),
             kv_lora_rank=one_of(512),
             qk_rope_head_dim=one_of(64),
             graph=ANY,
+            lse=ANY,
         )
         for version in (">=9.0,<10", ">=10.0,<11")
     ),

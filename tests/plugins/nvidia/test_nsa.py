@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    make_world,
+    prepare_step,
+    run_case,
+)
+from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.nvidia.cards.nsa import NSA
+from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
+from attnmux.nvidia.nsa import Kernels, NSABackend
+from attnmux.nvidia.nsa.factory import make
+from attnmux.nvidia.nsa.providers import from_flash_mla, from_sgl_kernel
+from attnmux.nvidia.nsa.trial import measured_lse_unit
+
+EMULATED = {"sgl_kernel": from_sgl_kernel(SglKernel), "flash_mla": from_flash_mla(FlashMLA)}
+LN2 = math.log(2)
+
+
+def candidate(kernels: Kernels, *, lse_unit: float | None = None) -> Candidate:
+    """lse_unit: instead of the measured one."""
+
+    def factory(context, options) -> NSABackend:
+        unit = lse_unit or measured_lse_unit(kernels, context)
+        return NSABackend(context, options, kernels, lse_unit=unit)
+
+    return Candidate(
+        card=replace(NSA, status="available", requires=()),
+        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        device="cpu",
+        factory=factory,
+    )
+
+
+class TestNSA(AttentionBackendTests):
+    """Page 64 is the card's only one."""
+
+    backend = candidate(EMULATED["sgl_kernel"])
+    page_sizes = (64,)
+
+
+LATENT: dict[str, Any] = {
+    "kind": "nsa",
+    "num_q_heads": 16,
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "page_size": 64,
+    "max_context_len": 320,
+    "index_topk": 64,
+}
+FP8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+CASES = {
+    "nothing": ((decode(1, 0, 70), decode(0, 0, 3)), {"lse": True}),
+    "odd-topk": ((decode(90, 3), extend((80, 3), (0, 7))), {"index_topk": 33, "lse": True}),
+    "topk-of-the-kernel": ((decode(200, 3),), {"index_topk": 128}),
+    "larger-topk": ((decode(200, 3),), {"index_topk": 130}),
+    "heads": ((decode(90, 3), extend((70, 5))), {"num_q_heads": 72, "lse": True}),
+    "scale": ((decode(90, 3),), {"scaling": 0.1, "lse": True}),
+    # More tokens than rows are widened for at once
+    "fp8-stretches": ((extend((0, 61), (90, 9)),), {**FP8, "lse": True}),
+    "fp8-graph": ((decode(90, 3, 0), decode(64, 65, 1)), {**FP8, "graph": True}),
+    "graph-padding": ((decode(90, 3, 70), decode(64, 65, 1)), {"graph": True, "lse": True}),
+    "nothing-new": ((extend((90, 0), (3, 0)),), {}),
+}
+
+
+@pytest.mark.parametrize("library", EMULATED)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference(library, name) -> None:
+    steps, settings = CASES[name]
+    case = Case(name=name, steps=steps, **{**LATENT, **settings})
+    outcome = run_case(candidate(EMULATED[library]), case)
+    assert outcome.status == "passed", outcome.message
+
+
+def world_of(*steps, **settings):
+    case = Case(name="nsa", steps=steps, **{**LATENT, **settings})
+    return make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+
+
+@pytest.mark.parametrize(("library", "unit"), [("sgl_kernel", LN2), ("flash_mla", 1.0)])
+def test_the_unit_of_lse_is_measured(library, unit) -> None:
+    """Whatever a package documents."""
+    world = world_of(decode(3))
+    assert measured_lse_unit(EMULATED[library], world.context) == unit
+
+
+def test_an_lse_of_neither_base_is_refused() -> None:
+    def odd(*args, **named):
+        out, top, lse = SglKernel.flash_mla_sparse_fwd(*args, **named)
+        return out, top, lse * 3
+
+    kernels = replace(EMULATED["sgl_kernel"], flash_mla_sparse_fwd=odd)
+    with pytest.raises(BackendFailed, match=r"have LSE 3\.0000, neither ln 2 nor log2 2"):
+        measured_lse_unit(kernels, world_of(decode(3)).context)
+
+
+def test_the_wrong_unit_shows() -> None:
+    """The suite's tolerance tells the bases apart."""
+    case = Case(name="lse", steps=(decode(90, 3),), lse=True, **LATENT)
+    outcome = run_case(candidate(EMULATED["sgl_kernel"], lse_unit=1.0), case)
+    assert outcome.status == "failed"
+    assert "LSE" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_q_heads": 130}, "expected at most 128, got 130 query heads"),
+        ({"dtype": "float16"}, "token_to_kv_pool: expected torch.bfloat16 or"),
+        ({"kv_dtype": "fp8_e5m2"}, "got torch.float8_e5m2"),
+        ({"kv_lora_rank": 256}, "expected mla, 512 [+] 64"),
+        ({"windows": (8,)}, "got sliding_window_size"),
+        ({"sinks": True}, "got sinks"),
+        ({"logit_cap": 30.0}, "got logit_cap"),
+    ],
+)
+def test_refuses_what_is_not_on_the_card(settings, said) -> None:
+    world = world_of(decode(3), **settings)
+    with pytest.raises(InvalidInput, match=said):
+        NSABackend(world.context, {}, EMULATED["sgl_kernel"], lse_unit=1.0)
+
+
+def test_refuses_what_no_step_prepared() -> None:
+    world = world_of(decode(3), verify(3, 7), spec_topk=4)
+    backend = NSABackend(world.context, {}, EMULATED["sgl_kernel"], lse_unit=1.0)
+    step = prepare_step(world, world.case.steps[0])
+    given = step.inputs[0]
+
+    def call(batch, q=given.q):
+        return backend.forward(
+            q, given.k, None, given.layer, batch, q_rope=given.q_rope, k_rope=given.k_rope
+        )
+
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        call(step.batch)
+    backend.init_forward_metadata(step.batch)
+    with pytest.raises(InvalidInput, match="topk_indices: expected the keys that the indexer"):
+        call(replace(step.batch, topk_indices=None))
+    extending = prepare_step(world, extend((0, 3))).batch
+    with pytest.raises(GraphUnsupported, match="EXTEND is captured by no graph"):
+        backend.init_forward_metadata_out_graph(extending, in_capture=True)
+    with pytest.raises(InvalidInput, match="custom_mask"):
+        backend.init_forward_metadata(prepare_step(world, world.case.steps[1]).batch)
+
+
+def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
+    world = world_of(decode(3))
+
+    def broken(*args, **named):
+        raise RuntimeError("no kernel image")
+
+    absent = dict.fromkeys(("flash_mla", "sgl_kernel", "sgl_kernel.flash_mla"))
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendFailed, match=r"flash_mla: .*; sgl_kernel\.flash_mla: "):
+        make(world.context, {})
+    monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=broken))
+    with pytest.raises(BackendFailed, match=r"flash_mla: .*no kernel image"):
+        make(world.context, {})
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_mla=SglKernel))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", SglKernel)
+    assert make(world.context, {})._lse_unit == LN2
+
+
+def test_emulator_by_hand() -> None:
+    """Two keys of the same logit, one that is named twice, an end, and nobody's row."""
+    kv = torch.zeros(4, 1, 576, dtype=torch.bfloat16)
+    kv[0, 0, :512], kv[1, 0, :512], kv[3] = 2, 5, torch.nan
+    q = torch.zeros(3, 64, 576, dtype=torch.bfloat16)
+    indices = torch.full((3, 1, 128), -1, dtype=torch.int32)
+    indices[0, 0, :3] = torch.tensor([0, 1, 99])
+    indices[1, 0, 5:8] = torch.tensor([1, 0, 1])
+    out, top, lse = sparse_prefill(q, kv, indices, 1.0, 512, None, None)
+    torch.testing.assert_close(out[0].float(), torch.full((64, 512), 3.5))
+    torch.testing.assert_close(out[1].float(), torch.full((64, 512), 4.0))
+    assert not out[2].any()
+    torch.testing.assert_close(lse[:2, 0], torch.tensor([2.0, 3.0]).log())
+    assert bool(lse[2].isposinf().all())
+    assert bool(top[2].isneginf().all())
+    _, _, log2 = SglKernel.flash_mla_sparse_fwd(q, kv, indices, 1.0)
+    torch.testing.assert_close(log2[0, 0], torch.tensor(1.0))
+    lengths = torch.tensor([1, 6, 0], dtype=torch.int32)
+    shorter, _, _ = sparse_prefill(q, kv, indices, 1.0, 512, None, lengths)
+    torch.testing.assert_close(shorter[:2, 0, 0].float(), torch.tensor([2.0, 5.0]))
+    sink = torch.zeros(64)
+    halved, _, unchanged = sparse_prefill(q, kv, indices, 1.0, 512, sink, None)
+    torch.testing.assert_close(
+        halved[0, 0, 0].float(), torch.tensor(3.5 * 2 / 3), rtol=1e-2, atol=0
+    )
+    torch.testing.assert_close(unchanged, lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": torch.zeros(1, 16, 576, dtype=torch.bfloat16)}, "Unsupported h_q: 16"),
+        ({"q": torch.zeros(1, 64, 576)}, "bf16"),
+        ({"q": torch.zeros(0, 64, 576, dtype=torch.bfloat16)}, "empty grid"),
+        ({"kv": torch.zeros(4, 1, 512, dtype=torch.bfloat16)}, "kv has shape"),
+        ({"kv": torch.zeros(4, 1, 576, dtype=torch.float8_e4m3fn)}, "bf16"),
+        ({"indices": torch.zeros(1, 1, 64, dtype=torch.int32)}, "a multiple of 128, not 64"),
+        ({"indices": torch.zeros(1, 1, 128)}, "int32"),
+        ({"d_v": 256}, "Invalid d_v 256"),
+    ],
+)
+def test_the_emulator_refuses_what_the_library_does(change, said) -> None:
+    plain = {
+        "q": torch.zeros(1, 64, 576, dtype=torch.bfloat16),
+        "kv": torch.zeros(4, 1, 576, dtype=torch.bfloat16),
+        "indices": torch.zeros(1, 1, 128, dtype=torch.int32),
+        "sm_scale": 1.0,
+    }
+    with pytest.raises(RuntimeError, match=said):
+        SglKernel.flash_mla_sparse_fwd(**{**plain, **change})
+    SglKernel.flash_mla_sparse_fwd(**plain)
+    with pytest.raises(RuntimeError, match="d_qk must be 512"):
+        FlashMLA.flash_mla_sparse_fwd(**plain)
+    with pytest.raises(AssertionError, match="legacy"):
+        FlashMLA.flash_mla_sparse_fwd(**plain, return_log2_lse=True)
+    assert FlashMLA.flash_mla_sparse_fwd(**plain, use_legacy=True, return_log2_lse=False)[1] is None
+
+
+RECORDED = json.loads(
+    (Path(__file__).parent / "data" / "flash_mla_sparse_fwd.json").read_text(encoding="utf-8")
+)
+EMULATORS = {"sglang-kernel": SglKernel, "sgl-flash-mla": FlashMLA}
+BY_DISTRIBUTION = pytest.mark.parametrize(
+    "recorded", RECORDED, ids=lambda record: record["distribution"]
+)
+
+
+@BY_DISTRIBUTION
+def test_emulated_signature(recorded) -> None:
+    signature = inspect.signature(EMULATORS[recorded["distribution"]].flash_mla_sparse_fwd)
+    found = [
+        [each.name, each.kind.name, None if each.default is each.empty else repr(each.default)]
+        for each in signature.parameters.values()
+    ]
+    assert found == recorded["parameters"]
+
+
+@BY_DISTRIBUTION
+def test_installed_signature(recorded) -> None:
+    """Whatever is installed takes what the adapter passes; it imports on its devices alone."""
+    try:
+        version(recorded["distribution"])
+    except PackageNotFoundError:
+        pytest.skip(f"{recorded['distribution']} is not installed")
+    package, _, module = recorded["module"].partition(".")
+    folder = find_spec(package).submodule_search_locations[0]
+    tree = ast.parse(Path(folder, f"{module}.py").read_text(encoding="utf-8"))
+    (function,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "flash_mla_sparse_fwd"
+    )
+    names = [argument.arg for argument in function.args.args]
+    wanted = [name for name, _, _ in recorded["parameters"]]
+    assert [name for name in names if name in wanted] == wanted
