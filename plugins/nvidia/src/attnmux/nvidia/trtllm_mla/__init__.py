@@ -2,7 +2,7 @@
 
 backend.py    the contract's methods; read it first
 calls.py      which kernel serves a device, and what it is told at every call of a layer
-padding.py    drafts of different numbers, as steps with the same number of queries a request
+padding.py    tables of whole tiles, and drafts of different numbers as equally many
 kernels.py    what is taken from the library; factory.py alone imports it
 """
 

@@ -20,7 +20,7 @@ from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
 from attnmux.nvidia.rows import by_request, is_writable
 from attnmux.nvidia.trtllm.workspace import workspace
 from attnmux.nvidia.trtllm_mla.calls import FP8, LayerCall, decode_of
-from attnmux.nvidia.trtllm_mla.padding import Padding
+from attnmux.nvidia.trtllm_mla.padding import Padding, keep_to_own_pages
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -90,6 +90,7 @@ class TRTLLMMLABackend(AttentionBackend):
         self._lens = self._padding = None
         step.fill(batch, (self._group,), self.context)
         keys = step.keys[self._group]
+        keep_to_own_pages(keys, self._group.page_size)
         if self._may_be_empty:
             self._lens = KeyLens.of(keys.lens, self._fixed_lens if step.fixed else None)
             keys = replace(keys, lens=self._lens.at_least_one)

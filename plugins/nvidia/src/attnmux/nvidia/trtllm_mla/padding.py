@@ -1,9 +1,10 @@
-"""Drafts of different numbers a request, for kernels that take as many queries of each.
+"""What kernels that work by tiles and by equal numbers of queries are given beyond the requests'.
+
+Drafts may be of different numbers a request, and the kernels take as many queries of each.
 
 The queries of a request come first and are followed by others that nobody reads. The kernels count
 causality from the end of the keys, so that a request with fewer queries is said to have as many
-more keys: only the queries that nobody reads see those, in what is left of its last page or in the
-reserved page.
+more keys: only the queries that nobody reads see those, in what is left over in its last page.
 """
 
 from __future__ import annotations
@@ -11,6 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from attnmux.nvidia.page_tables import Keys
+
+
+def keep_to_own_pages(keys: Keys, page_size: int) -> None:
+    """Repeat a request's last page behind it: kernels load whole tiles of a table.
+
+    What lies in other pages may be not finite, and a weight of 0 makes no zero of that.
+    """
+    table = keys.page_table
+    last = (keys.lens.clamp(min=1) - 1).div(page_size, rounding_mode="floor").unsqueeze(1)
+    columns = torch.arange(table.shape[1], device=table.device).expand(len(table), -1)
+    table.copy_(table.gather(1, torch.minimum(columns, last)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -34,12 +34,13 @@ def int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def paged(
-    cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
+    cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, *, tile: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [B, S, Hkv, D] in float64 behind tables [B, M], and [B, S] which of them are there.
 
-    Entries behind a request's last page are not looked at; one before it that is no page is NaN,
-    where a kernel would fault. Rows behind the last token have weight 0.
+    tile: rows that are loaded at once: those of the last tile behind the last token have weight 0,
+    which makes no zero of what is not finite. Those behind it are not looked at. A table's entry
+    that is no page is NaN, where a kernel would fault.
     """
     page_size = cache.shape[1]
     is_page = (tables >= 0) & (tables < len(cache))
@@ -48,8 +49,9 @@ def paged(
     words = cache.view(torch.uint8) if cache.dtype == E4M3 else cache
     rows = words[pages].view(cache.dtype).double()
     rows = rows.masked_fill(~is_page[..., None, None, None], torch.nan).flatten(1, 2)
-    there = torch.arange(tables.shape[1] * page_size, device=lens.device) < lens.unsqueeze(1)
-    return rows.masked_fill(~there[..., None, None], 0), there
+    key = torch.arange(tables.shape[1] * page_size, device=lens.device)
+    loaded = key < (lens + tile - 1).div(tile, rounding_mode="floor").mul(tile).unsqueeze(1)
+    return rows.masked_fill(~loaded[..., None, None], 0), key < lens.unsqueeze(1)
 
 
 def visible(

@@ -1,7 +1,8 @@
 """flashinfer 0.6.13's MLA decode by TensorRT-LLM's kernels: trtllm-gen of SM100, XQA of SM120.
 
 trtllm-gen is causal from the end over the queries of a request and clears its counters before it
-runs. XQA takes one query a request, 128 heads, and multiplies logits by both scales.
+runs. XQA takes one query a request, 128 heads, and multiplies logits by both scales. Both load
+whole tiles of keys.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _attend(
     workspace: torch.Tensor,
 ) -> torch.Tensor:
     each = query.shape[1]
-    keys, there = paged(rows, tables, lens)
+    keys, there = paged(rows, tables, lens, tile=TILE)
     there = there & (torch.arange(there.shape[1], device=there.device) < max_seq_len)
     keep = visible(there, each, torch.full_like(lens, each), lens, -1)
     result, _ = attend(
