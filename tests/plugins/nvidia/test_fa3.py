@@ -32,6 +32,7 @@ from attnmux.nvidia.fa3.trial import try_kernels
 EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
     flash_attn_varlen_func=sgl_flash_attn.flash_attn_varlen_func,
+    get_scheduler_metadata=sgl_flash_attn.get_scheduler_metadata,
 )
 
 CANDIDATE = Candidate(
@@ -46,6 +47,11 @@ class TestFA3Emulated(AttentionBackendTests):
     backend = CANDIDATE
 
 
+class TestFA3EmulatedWithSchedules(AttentionBackendTests):
+    backend = replace(CANDIDATE, options={"scheduler_metadata": True})
+    page_sizes = (16,)
+
+
 class Spy:
     """Kernels that note what they are called with."""
 
@@ -54,6 +60,7 @@ class Spy:
         self.kernels = Kernels(
             flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
             flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
+            get_scheduler_metadata=self._noting(sgl_flash_attn.get_scheduler_metadata),
         )
 
     def _noting(self, function):
@@ -145,6 +152,40 @@ def test_an_option_fixes_the_splits():
     spy, world = Spy(), world_of(step)
     run(world, FA3Backend(world.context, {"num_splits": 4}, spy.kernels), step)
     assert spy.calls[0]["num_splits"] == 4
+
+
+SCHEDULED = {"scheduler_metadata": True}
+
+
+def test_a_schedule_serves_the_layers_of_a_kind():
+    step = decode(40, 7)
+    spy, world = Spy(), world_of(step, windows=(None, 8, None), page_size=16)
+    run(world, FA3Backend(world.context, SCHEDULED, spy.kernels), step)
+    of_kinds = [call for call in spy.calls if call["function"] == "get_scheduler_metadata"]
+    first, windowed, last = [call for call in spy.calls if call not in of_kinds]
+    assert [call["window_size"] for call in of_kinds] == [(-1, -1), (8, 0)]
+    assert first["scheduler_metadata"] is last["scheduler_metadata"]
+    assert first["scheduler_metadata"] is not windowed["scheduler_metadata"]
+
+
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [(extend((0, 9), (4, 2)), {}), (decode(40, 7), {"deterministic": True})],
+)
+def test_calls_that_take_no_schedule(step, settings):
+    """Packed queries are split by their number; where keys are never split, nothing is saved."""
+    spy, world = Spy(), world_of(step, **settings)
+    run(world, FA3Backend(world.context, SCHEDULED, spy.kernels), step)
+    assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
+    assert all(call.get("scheduler_metadata") is None for call in spy.calls)
+
+
+def test_schedules_of_a_library_without_them():
+    world = world_of(decode(3))
+    kernels = replace(EMULATED, get_scheduler_metadata=None)
+    with pytest.raises(InvalidInput, match="get_scheduler_metadata"):
+        FA3Backend(world.context, SCHEDULED, kernels)
+    FA3Backend(world.context, {}, kernels)
 
 
 def test_keys_of_the_call_are_not_looked_for_in_the_pool():

@@ -33,6 +33,7 @@ from attnmux.nvidia.page_tables import KeyGroup
 EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
     flash_attn_varlen_func=sgl_flash_attn.flash_attn_varlen_func,
+    get_scheduler_metadata=sgl_flash_attn.get_scheduler_metadata,
     merge_state_v2=sgl_flash_attn.merge_state_v2,
 )
 
@@ -60,6 +61,11 @@ class TestFA3MLAEmulated(AttentionBackendTests):
     backend = CANDIDATE
 
 
+class TestFA3MLAEmulatedWithSchedules(AttentionBackendTests):
+    backend = replace(CANDIDATE, options={"scheduler_metadata": True})
+    page_sizes = (1,)
+
+
 class Spy:
     """Kernels that note what they are called with."""
 
@@ -68,6 +74,7 @@ class Spy:
         self.kernels = Kernels(
             flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
             flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
+            get_scheduler_metadata=self._noting(sgl_flash_attn.get_scheduler_metadata),
             merge_state_v2=sgl_flash_attn.merge_state_v2,
         )
 

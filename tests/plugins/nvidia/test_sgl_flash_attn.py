@@ -339,3 +339,64 @@ def test_a_merge_reads_rows_end_to_end():
     out, lse = torch.zeros(3, HEADS, DIM), torch.zeros(HEADS, 3)
     with pytest.raises(RuntimeError, match="contiguous"):
         emulator.merge_state_v2(out, lse.t(), out, lse.t())
+
+
+def scheduled(*lens: int, **rule) -> torch.Tensor:
+    arguments = {"causal": True, "qkv_dtype": torch.float16, **rule}
+    return emulator.get_scheduler_metadata(
+        len(lens), 1, 2 * PAGE, HEADS, KV_HEADS, DIM, int32(*lens), page_size=PAGE, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen_q", "rule", "vectors"),
+    [
+        (1, {"causal": True}, 3),  # One query sees all keys, causal or not.
+        (1, {"causal": True, "headdim": 128}, 4),
+        (2, {"causal": True}, 4),
+        (2, {}, 3),
+        (2, {"causal": True, "window_size": (3, 0)}, 3),
+        (2, {"causal": True, "window_size": (15, 0)}, 4),  # As wide as the table.
+        (2, {"causal": True, "attention_chunk": 4}, 3),
+    ],
+)
+def test_the_size_of_a_schedule(max_seqlen_q, rule, vectors):
+    arguments = {"headdim": DIM, **rule}
+    made = emulator.get_scheduler_metadata(
+        5,
+        max_seqlen_q,
+        16,
+        HEADS,
+        KV_HEADS,
+        cache_seqlens=int32(*[9] * 5),
+        page_size=4,
+        **arguments,
+    )
+    assert made.shape == (8 * vectors + 1,)
+    assert not made[-1]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "good"),
+    [
+        (scheduled(3, 6), True),
+        (scheduled(3, 5), False),
+        (scheduled(3, 6, num_splits=2), False),
+        (scheduled(3, 6, qkv_dtype=torch.bfloat16), False),
+        (scheduled(3, 6, has_softcap=True), False),
+    ],
+)
+def test_a_schedule_of_other_calls_gives_garbage(metadata, good):
+    q = torch.randn(2, 1, HEADS, DIM).half()
+    cache = paged(3, 6, dtype=torch.float16)
+    plain = emulator.flash_attn_with_kvcache(q, **cache, causal=True)
+    out = emulator.flash_attn_with_kvcache(q, **cache, causal=True, scheduler_metadata=metadata)
+    assert torch.equal(out, plain) if good else out.isnan().all()
+
+
+@pytest.mark.parametrize("metadata", [scheduled(3, 6)[:-1], scheduled(3, 6).long()])
+def test_schedules_that_the_library_refuses(metadata):
+    q = torch.randn(2, 1, HEADS, DIM).half()
+    cache = paged(3, 6, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="scheduler_metadata must have"):
+        emulator.flash_attn_with_kvcache(q, **cache, scheduler_metadata=metadata)

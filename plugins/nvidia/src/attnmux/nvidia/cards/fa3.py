@@ -55,6 +55,12 @@ FA3 = BackendCard(
             default=0,
             summary="parts that the keys of a request are split into; 0 lets the library choose",
         ),
+        Option(
+            name="scheduler_metadata",
+            type=bool,
+            default=False,
+            summary="the library's schedule is computed once a step, and not in every layer",
+        ),
     ),
     verified_on=(
         Verified(

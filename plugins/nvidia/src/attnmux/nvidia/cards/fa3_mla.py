@@ -54,6 +54,12 @@ FA3_MLA = BackendCard(
             default=0,
             summary="parts that the keys of a request are split into; 0 lets the library choose",
         ),
+        Option(
+            name="scheduler_metadata",
+            type=bool,
+            default=False,
+            summary="the library's schedule is computed once a step, and not in every layer",
+        ),
     ),
     sources={
         "version": "Q beside its rotary part (`qv`) is built for SM90 alone",

@@ -14,6 +14,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import LayerCall, splits
+from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
@@ -38,7 +39,10 @@ class FA3Backend(SteppingBackend):
             for layer in context.layers
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
-        super().__init__(context, options, groups, trees=False)
+        kinds = (call.kind for call in self._calls.values())
+        get = kernels.get_scheduler_metadata
+        schedules = Schedules.wanted(kinds, get, context, options)
+        super().__init__(context, options, groups, trees=False, schedules=schedules)
         self._kernels = kernels
 
     def forward_decode(
@@ -120,6 +124,8 @@ class FA3Backend(SteppingBackend):
         else:
             q = by_request(q, each)
             into = None if into is None else by_request(into, each)
+        if self._schedules is not None:
+            arguments["scheduler_metadata"] = self._schedules.of(call.kind)
         if call.quantised is not None:
             arguments.update(call.quantised.descales(step.batch_size))
         result = self._kernels.flash_attn_with_kvcache(

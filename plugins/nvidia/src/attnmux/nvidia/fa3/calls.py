@@ -13,6 +13,7 @@ from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.page_tables import KeyGroup
 
 FP8 = torch.float8_e4m3fn
@@ -64,6 +65,7 @@ class LayerCall:
     """[pages, page, Hkv, D], the pool's memory."""
     v_cache: torch.Tensor | None = None
     quantised: Quantised | None = None
+    kind: Kind | None = None
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
@@ -100,6 +102,7 @@ class LayerCall:
             k_cache=k_cache.view(-1, group.page_size, *k_cache.shape[1:]),
             v_cache=v_cache.view(-1, group.page_size, *v_cache.shape[1:]),
             quantised=_quantised(layer, context) if pool.dtype == FP8 else None,
+            kind=Kind.of(layer, group, arguments, headdim=layer.qk_head_dim, qkv_dtype=pool.dtype),
         )
 
     def required_group(self) -> KeyGroup:

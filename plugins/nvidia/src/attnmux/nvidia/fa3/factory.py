@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an optional library
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
 )
 
 from attnmux.core.backend import BackendContext
@@ -17,6 +18,7 @@ from attnmux.nvidia.fa3.trial import try_kernels
 KERNELS = Kernels(
     flash_attn_with_kvcache=flash_attn_with_kvcache,
     flash_attn_varlen_func=flash_attn_varlen_func,
+    get_scheduler_metadata=get_scheduler_metadata,
 )
 
 

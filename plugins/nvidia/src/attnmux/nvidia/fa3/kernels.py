@@ -15,3 +15,5 @@ class Kernels:
     """Attention over a paged cache."""
     flash_attn_varlen_func: Callable[..., Any]
     """Attention over packed K and V. It takes a page table and ignores it."""
+    get_scheduler_metadata: Callable[..., Any] | None = None
+    """What the first function computes before it attends; None leaves it to that."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 
 
@@ -20,11 +21,14 @@ class SteppingBackend(AttentionBackend):
         groups: Iterable[KeyGroup],
         *,
         trees: bool,
+        schedules: Schedules | None,
     ) -> None:
-        """groups: of each layer that the pool stores. trees: as `Step.of` takes it."""
+        """groups: of each layer that the pool stores. trees: as `Step.of` takes it. schedules:
+        None where the library computes its schedule in every call."""
         super().__init__(context, options)
         self._groups = tuple(dict.fromkeys(groups))
         self._trees = trees
+        self._schedules = schedules
         self._fixed: dict[KeyGroup, Keys] = {}
         self._fixed_batch_size = 0
         self._outgrown: list[dict[KeyGroup, Keys]] = []
@@ -48,6 +52,8 @@ class SteppingBackend(AttentionBackend):
         """Build page tables and lengths on the device: at replay from what the batch then holds."""
         if self._step is not None:
             self._step.fill(batch, self._groups, self.context)
+            if self._schedules is not None:
+                self._schedules.fill(self._step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called again, for graphs of another mode, it keeps what captured graphs point at."""
@@ -55,6 +61,8 @@ class SteppingBackend(AttentionBackend):
             self._outgrown.append(self._fixed)
             self._fixed = fixed_buffers(self._groups, max_bs, self.context)
             self._fixed_batch_size = max_bs
+        if self._schedules is not None:
+            self._schedules.reserve(max_bs)
 
     def _required_step(self) -> Step:
         if self._step is None:

@@ -16,6 +16,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import splits
+from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.fa3_mla.calls import LayerCall
 from attnmux.nvidia.fa3_mla.drafts import DraftTables
@@ -43,7 +44,10 @@ class FA3MLABackend(SteppingBackend):
             for layer in context.layers
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
-        super().__init__(context, options, groups, trees=True)
+        kinds = (call.kind for call in self._calls.values())
+        get = kernels.get_scheduler_metadata
+        schedules = Schedules.wanted(kinds, get, context, options)
+        super().__init__(context, options, groups, trees=True, schedules=schedules)
         self._kernels = kernels
         self._drafts = DraftTables(self._groups, context)
 
@@ -136,7 +140,7 @@ class FA3MLABackend(SteppingBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         group, pages, _ = call.stored()
-        arguments: dict[str, Any] = {"causal": True, "num_splits": call.num_splits}
+        arguments: dict[str, Any] = {}
         each = step.queries_each
         into = None if out is None or not is_aligned(out) else out
         if each is None:
@@ -145,6 +149,8 @@ class FA3MLABackend(SteppingBackend):
         else:
             q, q_rope = by_request(q, each), by_request(q_rope, each)
             into = None if into is None else by_request(into, each)
+        if self._schedules is not None:
+            arguments["scheduler_metadata"] = self._schedules.of(call.kind)
         result = call.over(
             self._kernels,
             pages,
@@ -185,7 +191,7 @@ class FA3MLABackend(SteppingBackend):
             by_request(q_rope, each),
             out=by_request(out, each),
             return_softmax_lse=True,
-            num_splits=call.num_splits,
+            causal=False,
         )
         drafts, drafts_lse, *_ = call.over(
             self._kernels,
@@ -194,6 +200,7 @@ class FA3MLABackend(SteppingBackend):
             by_request(q, 1),
             by_request(q_rope, 1),
             return_softmax_lse=True,
+            causal=False,
             num_splits=1,  # There are d keys at most.
         )
         _, merged_lse = self._kernels.merge_state_v2(
@@ -233,12 +240,10 @@ class FA3MLABackend(SteppingBackend):
             query_bounds,
             max_seqlen_q=step.max_seqlen_q,
             max_seqlen_k=step.max_seqlen_q,
-            softmax_scale=call.softmax_scale,
-            causal=True,
             qv=q,
-            num_splits=1,
             return_softmax_lse=lse is not None,
             out=into,
+            **{**call.arguments, "num_splits": 1},
         )
         if lse is not None:
             result, kernels_lse, *_ = result

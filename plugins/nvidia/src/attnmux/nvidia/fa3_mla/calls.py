@@ -11,8 +11,9 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.fa3_mla.kernels import Kernels
-from attnmux.nvidia.latent import RANK, check_latent, latent_pages
+from attnmux.nvidia.latent import RANK, ROPE, check_latent, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 
 
@@ -36,13 +37,14 @@ class LayerCall:
     """A layer's arguments that no step changes."""
 
     layer: LayerSpec
-    softmax_scale: float
-    num_splits: int
+    arguments: dict[str, Any]
+    """By the library's names, of a causal call."""
     group: KeyGroup | None
     """None for a layer whose latents come with the call alone."""
     pages: Cache | None = None
     slots: Cache | None = None
     """The same memory in pages of one: a draft's own keys are named by slots."""
+    kind: Kind | None = None
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
@@ -54,16 +56,25 @@ class LayerCall:
         check_latent(layer)
         _check_plain(layer)
         pool = context.token_to_kv_pool
-        stored = layer.layer_id in pool.layer_ids
-        if stored:
-            _check_pool(context)
+        arguments: dict[str, Any] = {
+            "softmax_scale": layer.scaling,
+            "causal": True,
+            "window_size": (-1, -1),
+            "attention_chunk": 0,
+            "softcap": 0.0,
+            "num_splits": num_splits,
+        }
+        if layer.layer_id not in pool.layer_ids:
+            return cls(layer=layer, arguments=arguments, group=None)
+        _check_pool(context)
+        group = KeyGroup.of(layer, context)
         return cls(
             layer=layer,
-            softmax_scale=layer.scaling,
-            num_splits=num_splits,
-            group=KeyGroup.of(layer, context) if stored else None,
-            pages=Cache.of(layer, context, pool.page_size) if stored else None,
-            slots=Cache.of(layer, context, 1) if stored else None,
+            arguments=arguments,
+            group=group,
+            pages=Cache.of(layer, context, pool.page_size),
+            slots=Cache.of(layer, context, 1),
+            kind=Kind.of(layer, group, arguments, headdim=ROPE, qkv_dtype=pool.dtype),
         )
 
     def over(
@@ -75,7 +86,10 @@ class LayerCall:
         q_rope: torch.Tensor,
         **arguments: Any,  # noqa: ANN401  # the library's
     ) -> Any:  # noqa: ANN401  # with LSE a tuple
-        """The library's answer over cached keys, for queries that lie as it takes them."""
+        """The library's answer over cached keys, for queries that lie as it takes them.
+
+        arguments: those of this call, and what it has otherwise than `self.arguments`.
+        """
         return kernels.flash_attn_with_kvcache(
             q_rope,
             cache.k_cache,
@@ -83,8 +97,7 @@ class LayerCall:
             qv=q,
             cache_seqlens=keys.lens,
             page_table=keys.page_table,
-            softmax_scale=self.softmax_scale,
-            **arguments,
+            **{**self.arguments, **arguments},
         )
 
     def stored(self) -> tuple[KeyGroup, Cache, Cache]:

@@ -8,6 +8,7 @@ from sgl_kernel import merge_state_v2  # type: ignore[import-not-found]  # an op
 from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an optional library
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
 )
 
 from attnmux.core.backend import BackendContext
@@ -18,6 +19,7 @@ from attnmux.nvidia.fa3_mla.trial import try_kernels
 KERNELS = Kernels(
     flash_attn_with_kvcache=flash_attn_with_kvcache,
     flash_attn_varlen_func=flash_attn_varlen_func,
+    get_scheduler_metadata=get_scheduler_metadata,
     merge_state_v2=merge_state_v2,
 )
 

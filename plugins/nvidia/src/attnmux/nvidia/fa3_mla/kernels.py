@@ -18,3 +18,5 @@ class Kernels:
     merge_state_v2: Callable[..., Any]
     """Attention over two sets of keys, from outputs and natural-logarithm LSE [T, H] of each. Rows
     lie end to end, and one of both sides has keys: it looks at neither."""
+    get_scheduler_metadata: Callable[..., Any] | None = None
+    """What the first function computes before it attends; None leaves it to that."""

@@ -15,6 +15,7 @@ What the real functions do with their arguments, as far as an adapter can notice
 - `flash_attn_varlen_func` ignores `page_table`.
 - K and V behind a request's end do not matter, whatever they hold. V before a window does where it
   is not finite: the kernel multiplies the whole block by weights of 0. Here every block counts.
+- `scheduler_metadata` of another step or of other arguments gives garbage, here NaN.
 - `merge_state_v2` reads outputs and LSE [T, H] as if they lay end to end; where neither side has
   keys it gives NaN.
 
@@ -26,5 +27,11 @@ from attnmux.nvidia.emulators.sgl_flash_attn.functions import (
     flash_attn_with_kvcache,
 )
 from attnmux.nvidia.emulators.sgl_flash_attn.merging import merge_state_v2
+from attnmux.nvidia.emulators.sgl_flash_attn.scheduling import get_scheduler_metadata
 
-__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "merge_state_v2"]
+__all__ = [
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "merge_state_v2",
+]

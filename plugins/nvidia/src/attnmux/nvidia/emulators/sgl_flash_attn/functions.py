@@ -10,10 +10,11 @@ from attnmux.nvidia.emulators.dense import padded
 from attnmux.nvidia.emulators.sgl_flash_attn.attention import Call, Queries, Result, run
 from attnmux.nvidia.emulators.sgl_flash_attn.operands import (
     check,
-    check_rows,
     check_int32,
+    check_rows,
     of_pages,
 )
+from attnmux.nvidia.emulators.sgl_flash_attn.scheduling import get_scheduler_metadata, is_of_call
 
 
 def flash_attn_with_kvcache(
@@ -57,9 +58,9 @@ def flash_attn_with_kvcache(
     """Attention over a paged cache [pages, page, Hkv, D], or over [B, S, Hkv, D] without a table.
 
     Raises RuntimeError for what the library refuses, NotImplementedError for what it serves and
-    the emulator does not: appending K and V, scheduler metadata, `only_qv`.
+    the emulator does not: appending K and V, `only_qv`, scheduler metadata of packed queries.
     """
-    unserved = (k, v, rotary_cos, cache_batch_idx, cache_leftpad, scheduler_metadata, score_mod)
+    unserved = (k, v, rotary_cos, cache_batch_idx, cache_leftpad, score_mod)
     if any(argument is not None for argument in unserved) or only_qv:
         raise NotImplementedError("the emulator appends no K and V, and knows no only_qv")
     if not isinstance(cache_seqlens, torch.Tensor):
@@ -88,7 +89,30 @@ def flash_attn_with_kvcache(
         descales=(q_descale, k_descale, v_descale),
     )
     queries = Queries(q=q, qv=qv, bounds=cu_seqlens_q, longest=longest, lens=q_lens)
-    return run(call, queries, keys, values, cache_seqlens, out, return_softmax_lse)
+    result = run(call, queries, keys, values, cache_seqlens, out, return_softmax_lse)
+    if scheduler_metadata is not None:
+        if cu_seqlens_q is not None:
+            raise NotImplementedError("the emulator knows schedules of batched queries alone")
+        own = get_scheduler_metadata(
+            len(q),
+            longest,
+            keys.shape[1],
+            q.shape[-2],
+            keys.shape[2],
+            q.shape[-1],
+            cache_seqlens,
+            qkv_dtype=q.dtype,
+            headdim_v=values.shape[-1],
+            page_size=None if page_table is None else k_cache.shape[1],
+            causal=causal,
+            window_size=window_size,
+            attention_chunk=attention_chunk or 0,
+            has_softcap=softcap > 0,
+            num_splits=num_splits,
+        )
+        attended = result if isinstance(result, torch.Tensor) else result[0]
+        attended.masked_fill_(~is_of_call(scheduler_metadata, own), torch.nan)
+    return result
 
 
 def flash_attn_varlen_func(
