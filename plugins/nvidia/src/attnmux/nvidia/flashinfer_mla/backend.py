@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
 from attnmux.nvidia.flashinfer.compiling import compile_kernels
 from attnmux.nvidia.flashinfer.staging import Staging
 from attnmux.nvidia.flashinfer.states import writable_lse
@@ -19,7 +19,7 @@ from attnmux.nvidia.flashinfer_mla.latents import Latents, PoolRows, of_call
 from attnmux.nvidia.flashinfer_mla.planning import GraphIndices, Planned, Plans, Source
 from attnmux.nvidia.flashinfer_mla.settings import PlanGroup, read_settings
 from attnmux.nvidia.flashinfer_mla.step import Step
-from attnmux.nvidia.latent import RANK, ROPE
+from attnmux.nvidia.latent import RANK, ROPE, rotary
 from attnmux.nvidia.results import nothing
 from attnmux.nvidia.rows import aligned, is_aligned
 
@@ -134,17 +134,18 @@ class FlashInferMLABackend(AttentionBackend):
         step = self._step
         if step is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        if q_rope is None:
-            raise InvalidInput("q_rope", came=None, expected=f"the rotary part [T, Hq, {ROPE}]")
+        q_rope = rotary(q_rope)
         if not step.num_rows:
             return nothing(q, layer, out, lse)
-        group = self._groups[layer.layer_id]
+        group, scale = self._groups[layer.layer_id], 1.0
         if k is None:
-            planned = self._planned[Source.POOL, group]
-            latents = self._rows[layer.layer_id].read(planned.slots)
+            rows, planned = self._rows[layer.layer_id], self._planned[Source.POOL, group]
+            latents, scale = rows.read(planned.slots), rows.scale
         else:
             latents = of_call(k, k_rope, q.dtype)
             planned = self._planned_for_call(group, step)
+        if scale != 1:
+            q, q_rope = q * scale, q_rope * scale
         if out is None or not is_aligned(out):
             out = q.new_empty((*q.shape[:2], RANK))
         into = writable_lse(lse)
@@ -152,9 +153,9 @@ class FlashInferMLABackend(AttentionBackend):
             behind = slice(step.num_rows, None)
             nothing(q[behind], layer, out[behind], None if into is None else into[behind])
         _attend(planned, (aligned(q), aligned(q_rope)), latents, out, into)
-        if lse is not None and into is not lse and into is not None:
+        if lse is not None and into is not None and into is not lse:
             lse.copy_(into)
-        return out
+        return out if scale == 1 else out.mul_(scale)
 
     def _planned_for_call(self, group: PlanGroup, step: Step) -> Planned:
         """Planned now: most calls have their keys in the pool."""

@@ -9,7 +9,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.nvidia.flashinfer_mla.settings import Settings
+from attnmux.nvidia.flashinfer_mla.settings import WIDENED, Settings
 from attnmux.nvidia.latent import RANK, latent_pages
 from attnmux.nvidia.rows import aligned
 
@@ -27,7 +27,9 @@ class PoolRows:
     floats. None where kernels read the pool itself."""
     dtype: torch.dtype
     scale: float
-    """What widened rows are multiplied by."""
+    """What the rows are to be multiplied by. Widened rows have the pool's own values, which 16 bits
+    hold exactly; multiplied, they would be rounded. So it multiplies queries and output instead:
+    plans fix a scale of the logits, and one for each layer would be a plan for each."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext, settings: Settings) -> PoolRows:
@@ -49,9 +51,7 @@ class PoolRows:
         """
         if self.words is None:
             return self.as_they_lie
-        rows = self.words.index_select(0, slots).view(torch.float8_e4m3fn).to(self.dtype)
-        if self.scale != 1:
-            rows *= self.scale
+        rows = self.words.index_select(0, slots).view(WIDENED).to(self.dtype)
         return split(rows.unsqueeze(1))
 
 

@@ -12,28 +12,18 @@ from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.flashinfer_mla.heads import MOST
-from attnmux.nvidia.latent import check_latent
+from attnmux.nvidia.latent import check_latent, check_plain
 
 MIB = 1 << 20
 
 WORKSPACE_BYTES = 256 * MIB
 
 LEAST_WORKSPACE_BYTES = 2 * 160 * 64 * (512 * 2 + 4)
-"""What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: twice
-64 rows of partial output and their LSE for each SM."""
+"""What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: for
+each SM twice 64 rows of partial output and their LSE."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDENED = torch.float8_e4m3fn
-
-UNSERVED = {
-    "logit_cap": 0.0,
-    "sliding_window_size": -1,
-    "attention_chunk_size": 0,
-    "is_causal": True,
-    "is_cross_attention": False,
-    "sinks": None,
-}
-"""Fields of a layer that the kernels know nothing of, and what they are where nothing is asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +56,7 @@ class PlanGroup:
     def of(cls, layer: LayerSpec, context: BackendContext) -> PlanGroup:
         """Raises InvalidInput for a layer that the kernels do not serve."""
         check_latent(layer)
-        for name, off in UNSERVED.items():
-            if getattr(layer, name) != off:
-                raise InvalidInput(
-                    f"layer {layer.layer_id}: {name}", came=getattr(layer, name), expected=f"{off}"
-                )
+        check_plain(layer)
         if layer.tp_q_head_num > MOST:
             raise InvalidInput(
                 f"layer {layer.layer_id}: tp_q_head_num",

@@ -43,7 +43,7 @@ class Step:
     """A batch with what its plans are made of."""
 
     def __init__(self, batch: ForwardBatch, context: BackendContext) -> None:
-        """Raises InvalidInput for a mask, many items, and without lengths on the host."""
+        """Raises InvalidInput for masks, items, picked keys, and without lengths on the host."""
         _check_served(batch)
         self.batch = batch
         self._context = context
@@ -167,6 +167,8 @@ def _check_served(batch: ForwardBatch) -> None:
         )
     if batch.multi_item is not None:
         raise InvalidInput("multi_item", came="many items", expected="None")
+    if batch.topk_indices is not None:
+        raise InvalidInput("topk_indices", came="picked keys", expected="None: each is attended to")
 
 
 def _check_tokens(batch: ForwardBatch, num_rows: int) -> None:

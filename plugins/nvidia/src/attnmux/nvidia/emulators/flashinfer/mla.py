@@ -157,13 +157,15 @@ class BatchMLAPagedAttentionWrapper:
         batch_size = self._batch_size or 0
         table = self._plan_table(batch_size).long()
         rows = torch.arange(num_rows, device=self.device)
-        first_row, row_counts, first_key, key_counts = table
+        first_row, row_counts = table[:2]
         request = torch.searchsorted(first_row + row_counts, rows, right=True)
         written = request < batch_size
         request = request.clamp(max=batch_size - 1)
         place = rows - first_row[request]
         keep, is_read = self._visible(table, request, place, heads)
         pages = buffer_of(self._kv_indices_buf).long()
+        if not len(pages):
+            return torch.zeros_like(q_nope), q_nope.new_full(q_nope.shape[:2], -torch.inf), written
         cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], dim=-1).flatten(0, 1)
         keys = cache.masked_fill(~is_read.unsqueeze(1), 0)[None, :, None]
         queries = torch.cat([q_nope, q_pe], dim=-1).flatten(0, 1)[None, :, None]
@@ -178,7 +180,7 @@ class BatchMLAPagedAttentionWrapper:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys that each row's heads attend to, [T, H, S], and those that anybody loads, [S],
         of all pages end to end."""
-        first_row, row_counts, first_key, key_counts = table
+        row_counts, first_key, key_counts = table[1:]
         num_keys = len(buffer_of(self._kv_indices_buf)) * self._page_size
         key = torch.arange(num_keys, device=self.device)
         behind = key - first_key.unsqueeze(1)
@@ -235,6 +237,8 @@ class BatchMLAPagedAttentionWrapper:
         heads_apart = any(t.stride(1) * t.element_size() % ALIGNMENT for t in (*given, out))
         if heads_apart or not all(map(is_aligned, (*given, out))):
             raise RuntimeError("CUDA error: misaligned address")
+        if buffer_of(self._kv_indices_buf).dtype != torch.int32:
+            raise RuntimeError("Check failed: kv_indices must be int32")
         if lse is not None and not lse.is_contiguous():
             raise NotImplementedError("the library writes LSE to other places")
 
