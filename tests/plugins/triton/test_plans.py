@@ -9,6 +9,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 
 pytest.importorskip("triton")
 
+from attnmux.core.errors import InvalidInput
 from attnmux.triton.launch_types import ShareLaunch
 from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
 from attnmux.triton.step import Step
@@ -121,3 +122,10 @@ def test_tiles_cover_every_row_once(new, group, trailing):
     made = list(zip(requests, rows, strict=True))
     assert made[: len(wanted)] == wanted
     assert all(request == -1 for request, _ in made[len(wanted) :])
+
+
+def test_more_tiles_than_a_grid_holds_are_refused():
+    plan = TilePlan(TileKey(group=128, block_m=64), CPU)
+    with pytest.raises(InvalidInput, match=r"at most 32766 a step, got 32769 new tokens"):
+        plan.fill(torch.tensor([0, 32769], dtype=torch.int32), 1, 32769)
+    assert plan.num_tiles == 0

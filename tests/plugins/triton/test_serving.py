@@ -294,6 +294,13 @@ def test_parts_of_a_batch_are_merged_in_slices_by_its_size():
     assert one["SLICE_ROWS"] < many["SLICE_ROWS"]
 
 
+def test_where_the_batch_must_not_matter_slices_are_the_same():
+    one, many = (
+        told(decode(*[45] * size), **MLA, deterministic=True)["latent_merge"] for size in (1, 4)
+    )
+    assert all(one[name] == many[name] for name in ("SLICE_ROWS", "COLUMNS", "PARTS"))
+
+
 @pytest.mark.parametrize(
     ("items", "part_rows", "slices"),
     [(1, 1, 4), (1, 16, 64), (64, 16, 4), (256, 16, 1), (1, 64, 256)],

@@ -36,8 +36,11 @@ class LatentMerge:
     def _of(self, batch_size: int, *, has_lse: bool) -> tuple[BoundKernel, int]:
         """The kernel for a batch, and slices of an item."""
         plan, key = self._plan, self._plan.key
+        # The slices say in which order parts are added up: where the batch must not matter, neither
+        # does its size.
+        items = key.items if key.splitting is not None else batch_size * key.items
         slices, constants = kernel_at(f"{MERGE}:merge_slices")(
-            batch_size * key.items, key.part_rows, plan.programs // key.launch.programs_per_unit
+            items, key.part_rows, plan.programs // key.launch.programs_per_unit
         )
         kind = has_lse, tuple(constants.values())
         if kind not in self._bound:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnmux.core.errors import InvalidInput
 from attnmux.triton.kernels.shares import STATE, plan_shares
 from attnmux.triton.kernels.tiles import plan_tiles
 from attnmux.triton.launch_types import ShareLaunch
@@ -19,6 +20,9 @@ SHARE_PROGRAMS = 16
 """Whose shares one program plans."""
 TILES = 16
 """That one program plans."""
+MOST_TILES = 65535
+"""Of a step: tiles lie along a grid's second axis, which CUDA limits to this many
+(CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,10 +163,19 @@ class TilePlan:
         self._bound: dict[int, BoundKernel] = {}
 
     def fill(self, q_indptr: torch.Tensor, batch_size: int, num_tokens: int) -> None:
-        """q_indptr: [B + 1] int32."""
+        """q_indptr: [B + 1] int32.
+
+        Raises InvalidInput for more tiles than a launch takes.
+        """
         key = self.key
         # Each request's last tile may be part empty, and so may that of the tokens of none.
-        self.num_tiles = num_tokens * key.group // key.block_m + batch_size + 1
+        num_tiles = num_tokens * key.group // key.block_m + batch_size + 1
+        if num_tiles > MOST_TILES:
+            most = (MOST_TILES - batch_size - 1) * key.block_m // key.group
+            raise InvalidInput(
+                "num_tokens", came=f"{num_tokens} new tokens", expected=f"at most {most} a step"
+            )
+        self.num_tiles = num_tiles
         if self.request.shape[0] < self.num_tiles:
             room = next_power_of_2(self.num_tiles)
             self._outgrown.append((self.request, self.row))
