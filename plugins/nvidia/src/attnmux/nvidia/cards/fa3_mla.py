@@ -72,10 +72,10 @@ FA3_MLA = BackendCard(
         ),
         "kv_lora_rank": "the instance (64, 512): a rotary part of 64 beside a latent of 512",
         "qk_rope_head_dim": "as kv_lora_rank",
-        "spec_topk": "as page_size: a chain is causal over any page",
-        "custom_mask": (
-            "a draft tree's alone, which hides drafts and no cached token: the kernels take no "
-            "mask, and the prefix is attended to as a whole. BackendContext.debug refuses others"
+        "spec_topk": (
+            "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
+            "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
+            "context, other masks are refused"
         ),
     },
     clauses=tuple(
