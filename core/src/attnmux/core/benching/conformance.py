@@ -16,6 +16,9 @@ from attnmux.core.testing.runner import run_case
 USUAL_DTYPE = "bfloat16"
 """Of cases that are not about a dtype."""
 
+KINDS = ("mha", "mla")
+"""Of cases whose steps are those of any kind."""
+
 FEATURES = (
     "sliding_window",
     "attention_chunk",
@@ -81,14 +84,14 @@ def check_conformance(subject: Subject, device: str, seconds: float) -> Check:
 
 def asked_cases(candidate: Candidate, subject: Subject) -> Iterator[Case]:
     """Cases of the subject's phase and page size without features that are not asked for, their
-    heads and dtypes replaced by those that are."""
+    kind, heads and dtypes replaced by those that are."""
     request = subject.decision.request
     shapes = _shapes(request)
     seen: set[Case] = set()
     for case in candidate.cases({subject.decision.page_size}):
         of_case = case.request
         if (
-            case.kind != request.kind
+            case.kind not in KINDS
             or subject.phase not in case.phases
             or not {"decode", "extend"}.issuperset(case.phases)
             or case.dtype not in (USUAL_DTYPE, request.dtype)
@@ -107,6 +110,7 @@ def asked_cases(candidate: Candidate, subject: Subject) -> Iterator[Case]:
 
 def _shapes(request: Request) -> dict[str, Any]:
     return {
+        "kind": request.kind,
         "num_q_heads": request.num_q_heads,
         "num_kv_heads": request.num_kv_heads,
         "head_dim": request.head_dim,

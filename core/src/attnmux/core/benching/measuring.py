@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.benching.answers import error_of, most_error
 from attnmux.core.benching.steps import Step, make_step
 from attnmux.core.benching.subjects import Subject
@@ -131,7 +132,9 @@ class Bench:
                 why = f"off by {error:.1e} of the norm, {limit:.1e} at most"
                 return _row(step.workload, subject, "wrong", error=error, why=why)
             prepare_us = median_us(prepare, self.seconds / ROUNDS)
-            return _Ready(run=run, subject=subject, error=error, prepare_us=prepare_us)
+            return _Ready(
+                run=run, backend=backend, subject=subject, error=error, prepare_us=prepare_us
+            )
         except Exception as failure:  # whatever a library, a compiler or a device raises
             return _row(step.workload, subject, "failed", why=in_brief(failure))
 
@@ -163,6 +166,8 @@ class _Ready:
     """A backend that answered rightly."""
 
     run: Run
+    backend: AttentionBackend
+    """Kept: a graph does not keep what it reads."""
     subject: Subject
     error: float
     prepare_us: float

@@ -80,47 +80,47 @@ def make_step(workload: Workload, request: Request, device: torch.device, *, see
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch_dtype(request.dtype or "")
-    page = request.page_size or 1
-    pages_each = -(-workload.keys // page)
-    num_pages = workload.batch_size * pages_each
     layers = _layers(workload, request, device, generator)
+    num_tokens, first = workload.batch_size * workload.new, layers[0]
+    rope = first.qk_rope_head_dim
+    width = first.qk_head_dim - rope
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    # Before the pool, whose size goes by the pages: the inputs are the same whatever these are
+    q = draw(num_tokens, first.tp_q_head_num, width)
+    k = draw(num_tokens, first.tp_k_head_num, width)
+    v = None if rope else draw(num_tokens, first.tp_v_head_num, first.v_head_dim)
+    q_rope = draw(num_tokens, first.tp_q_head_num, rope) if rope else None
+    k_rope = draw(num_tokens, 1, rope) if rope else None
+
+    page = request.page_size or 1
+    num_pages = workload.batch_size * -(-workload.keys // page)
     pool = _pool(request, num_pages * page, layers, device)
     for layer in layers:
         buffers = pool.get_kv_buffer(layer.layer_id)
         for buffer in buffers[:1] if request.latent else buffers:
-            for part in buffer.split(DRAWN_ROWS):
-                drawn = torch.randn(part.shape, dtype=dtype, device=device, generator=generator)
-                part.copy_(drawn.to(part.dtype))
+            for part in torch.split(buffer, DRAWN_ROWS):
+                part.copy_(draw(*part.shape).to(part.dtype))
     table = ReqToTokenPool(workload.batch_size, workload.keys, device)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)) + 1
     slots = order[:, None] * page + torch.arange(page)
     slots = slots.view(workload.batch_size, -1)[:, : workload.keys].to(device)
-    num_tokens = workload.batch_size * workload.new
-    first = layers[0]
-
-    def draw(heads: int, width: int) -> torch.Tensor:
-        shape = num_tokens, heads, width
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    rope = first.qk_rope_head_dim
-    width = first.qk_head_dim - rope
+    rows = num_tokens, first.tp_q_head_num
     return Step(
         workload=workload,
         batch=_batch(workload, table, slots),
         layers=layers,
         table=table,
         pool=pool,
-        q=draw(first.tp_q_head_num, width),
-        k=draw(first.tp_k_head_num, width),
-        v=None if rope else draw(first.tp_v_head_num, first.v_head_dim),
-        q_rope=draw(first.tp_q_head_num, rope) if rope else None,
-        k_rope=draw(1, rope) if rope else None,
-        out=torch.empty(
-            (num_tokens, first.tp_q_head_num, first.v_head_dim), dtype=dtype, device=device
-        ),
-        lse=torch.empty((num_tokens, first.tp_q_head_num), dtype=torch.float32, device=device)
-        if request.lse
-        else None,
+        q=q,
+        k=k,
+        v=v,
+        q_rope=q_rope,
+        k_rope=k_rope,
+        out=torch.empty((*rows, first.v_head_dim), dtype=dtype, device=device),
+        lse=torch.empty(rows, dtype=torch.float32, device=device) if request.lse else None,
     )
 
 

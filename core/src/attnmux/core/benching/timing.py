@@ -13,6 +13,7 @@ from torch.utils.benchmark import Timer
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.benching.steps import Step
 from attnmux.core.graph.devices import DeviceGraphs, GraphStep
+from attnmux.core.graph.runner import NUM_WARM_UPS
 
 Run = Callable[[], object]
 
@@ -45,7 +46,8 @@ def all_layers_in_graph(backend: AttentionBackend, step: Step, graphs: DeviceGra
         with graphs.session():
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
             backend.init_forward_metadata_in_graph(batch)
-            graphs.warm_up(captured)
+            for _ in range(NUM_WARM_UPS):
+                graphs.warm_up(captured)
             graph = graphs.capture(captured)
     backend.init_forward_metadata_out_graph(batch)
     backend.init_forward_metadata_in_graph(batch)

@@ -144,7 +144,7 @@ def default_grid(request: Request, platform: Platform, itemsize: int) -> tuple[W
     itemsize: bytes of a stored value.
     """
     sizes: Iterable[tuple[int, ...]] = ON_CPU if platform.device_type == "cpu" else ON_ACCELERATOR
-    room = (platform.memory_bytes or 0) * MEMORY_SHARE or float("inf")
+    room = platform.memory_bytes * MEMORY_SHARE or float("inf")
     grid = (
         Workload(phase="decode", batch_size=size[0], prefix=size[1] - 1)
         if len(size) == 2
