@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core import reference
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
@@ -101,7 +102,8 @@ class Spy:
                 super().plan(*args)
 
             def run(self, q_nope: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                calls.append(("run", {"q_nope": q_nope, **kwargs}))
+                cache = tuple(args[1].shape)
+                calls.append(("run", {"q_nope": q_nope, "ckv_cache": cache, **kwargs}))
                 return super().run(q_nope, *args, **kwargs)
 
         return Kernels(paged=Spied)
@@ -301,10 +303,42 @@ def test_rows_that_the_kernels_cannot_load_are_copied(save) -> None:
     assert torch.equal(apart, lse)
 
 
-@pytest.mark.parametrize("scale", [0.37, 3.0])
-def test_widened_keys_have_their_scale(scale) -> None:
+WIDENED: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "lse": True}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [2**-8, 4.0])
+def test_powers_of_2_are_no_loss(scale, dtype) -> None:
     steps = decode(5, 0, 40), extend((0, 9), (17, 4))
-    assert_agrees(*steps, kv_dtype="fp8_e4m3", kv_scales=(scale, 2.0), lse=True)
+    assert_agrees(*steps, dtype=dtype, kv_scales=(scale, 2.0), **WIDENED)
+
+
+@pytest.mark.parametrize("scale", [2 / 448, 0.37, 5.9])
+def test_other_scales_round_queries_and_output_once_more(scale) -> None:
+    step = extend((0, 9), (17, 4))
+    world = world_of(step, kv_scales=(scale, 2.0), **WIDENED)
+    backend = backend_of(world)
+    prepared = prepare_step(world, step, host_lens=True)
+    backend.init_forward_metadata(prepared.batch)
+    for given in prepared.inputs:
+        lse = torch.zeros(given.q.shape[:2])
+        out = forward(backend, given, prepared.batch, lse=lse)
+        expected = reference.attention(
+            given.q,
+            given.layer,
+            prepared.batch,
+            world.context.req_to_token_pool.req_to_token,
+            world.context.token_to_kv_pool,
+            q_rope=given.q_rope,
+        )
+        torch.testing.assert_close(out, expected[0].to(out.dtype), atol=1.6e-2, rtol=3.2e-2)
+        torch.testing.assert_close(lse, expected[1].float(), atol=1.6e-2, rtol=4e-3)
+
+
+def test_the_steps_rows_alone_are_widened(spy) -> None:
+    spy.run_steps(decode(5, 30), extend((0, 9), (17, 4)), kv_dtype="fp8_e4m3")
+    assert spy.counts == {"plan": 2, "run": 4}
+    assert spy.arguments("run", "ckv_cache") == [(35, 1, 512)] * 2 + [(30, 1, 512)] * 2
 
 
 def test_a_length_of_0_and_rows_behind_the_requests() -> None:

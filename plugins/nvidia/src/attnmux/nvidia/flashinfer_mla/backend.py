@@ -140,7 +140,7 @@ class FlashInferMLABackend(AttentionBackend):
         group, scale = self._groups[layer.layer_id], 1.0
         if k is None:
             rows, planned = self._rows[layer.layer_id], self._planned[Source.POOL, group]
-            latents, scale = rows.read(planned.slots), rows.scale
+            latents, scale = rows.read(planned.slots), rows.rest
         else:
             latents = of_call(k, k_rope, q.dtype)
             planned = self._planned_for_call(group, step)

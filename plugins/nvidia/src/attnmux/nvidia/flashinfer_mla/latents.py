@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,22 +27,26 @@ class PoolRows:
     """[slots, row bytes / 8] int64: rows to be widened. A copy moves words, since it knows no 8-bit
     floats. None where kernels read the pool itself."""
     dtype: torch.dtype
-    scale: float
-    """What the rows are to be multiplied by. Widened rows have the pool's own values, which 16 bits
-    hold exactly; multiplied, they would be rounded. So it multiplies queries and output instead:
-    plans fix a scale of the logits, and one for each layer would be a plan for each."""
+    power: float
+    """The power of 2 in the layer's scale, which widened rows are multiplied by: 16 bits hold the
+    result exactly."""
+    rest: float
+    """The rest of the scale, from 1 to 2, by which rows would be rounded. It multiplies queries and
+    output instead: plans fix the scale of logits, and one a layer would be a plan a layer."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext, settings: Settings) -> PoolRows:
         pool = context.token_to_kv_pool
         pages = latent_pages(layer, context, settings.page_size).squeeze(2)
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
+        power = 2.0 ** math.floor(math.log2(scale))
         rows = pool.get_key_buffer(layer.layer_id).squeeze(1)
         return cls(
             as_they_lie=split(pages),
             words=rows.view(torch.int64) if settings.widens else None,
             dtype=settings.dtype,
-            scale=scale,
+            power=power,
+            rest=scale / power,
         )
 
     def read(self, slots: torch.Tensor) -> Latents:
@@ -52,6 +57,8 @@ class PoolRows:
         if self.words is None:
             return self.as_they_lie
         rows = self.words.index_select(0, slots).view(WIDENED).to(self.dtype)
+        if self.power != 1:
+            rows *= self.power
         return split(rows.unsqueeze(1))
 
 
