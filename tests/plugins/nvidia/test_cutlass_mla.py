@@ -145,7 +145,8 @@ def test_scratch_memory_is_for_the_room_in_the_table() -> None:
     backend = CutlassMLABackend(world.context, {"num_kv_splits": 3}, spy.kernels)
     backend.init_forward_metadata(prepare_step(world, decode(5, 6)).batch)
     backend.init_forward_metadata(prepare_step(world, decode(5, 6), host_lens=True).batch)
-    assert spy.sizes == [(640, 2, 3), (128, 2, 3)]
+    backend.init_cuda_graph_state(5, 5)
+    assert spy.sizes == [(640, 2, 3), (128, 2, 3), (640, 5, 3)]
 
 
 def test_graphs_keep_their_scratch_memory() -> None:

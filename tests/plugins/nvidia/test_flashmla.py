@@ -186,6 +186,14 @@ def test_drafts_of_different_numbers_are_requests_of_their_own() -> None:
     assert call["cache_seqlens"].tolist() == [21, 22, 23, 65, 10, 11, 12, 13, 1, 2]
 
 
+def test_tokens_of_no_request_see_nothing() -> None:
+    spy = Spy()
+    step = replace(DRAFTS, padding=1, trailing=2)
+    first, _ = outputs(*made(step, spy.kernels, spec_topk=1))
+    assert spy.calls[0]["cache_seqlens"].tolist()[10:] == [1, 0, 0]
+    assert not first[-2:].any()
+
+
 def test_a_request_without_keys_is_told_as_it_is_but_for_e4m3() -> None:
     for settings, told in (({}, [5, 0]), (FP8, [5, 1])):
         spy = Spy()

@@ -1,10 +1,10 @@
 """CUTLASS MLA: one call of the library for each layer, over the pool's own pages.
 
 Its conventions and ours: one query a request, its latent and its rotary part apart; no LSE. Rows of
-the page table lie end to end. A request without keys leaves its rows of the output as the allocator
-gave them, and its parts' number is a division by 0: the kernel is told of one key, and what it
-answers is replaced. The library allocates its output by itself; its scratch memory is ours, needs
-not be zeroed, and is never looked at for size.
+the page table lie end to end. A request without keys leaves its rows of the output unwritten, and
+divides by 0 where parts are put together: the kernel is told of one key, and what it answers is
+replaced. The library allocates its output by itself. Its scratch memory is ours, need not be
+zeroed, and is never looked at for its size.
 """
 
 from __future__ import annotations

@@ -127,13 +127,12 @@ class Planner:
     def _schedule_arguments(
         self, lens: torch.Tensor, heads: int, queries_each: int, buffers: PlanBuffers | None
     ) -> dict[str, Any]:
-        made = self._schedule(lens, queries_each * heads)
+        tiles, splits = self._schedule(lens, queries_each * heads)
         if buffers is not None:
-            fixed = buffers.schedules[heads]
-            made = tuple(
-                buffer[: len(new)].copy_(new) for buffer, new in zip(fixed, made, strict=True)
-            )
-        return self.kernels.schedule_arguments(*made)
+            fixed_tiles, fixed_splits = buffers.schedules[heads]
+            tiles = fixed_tiles[: len(tiles)].copy_(tiles)
+            splits = fixed_splits[: len(splits)].copy_(splits)
+        return self.kernels.schedule_arguments(tiles, splits)
 
     def _schedule(self, lens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         tiles, splits = self.kernels.schedule(lens, num_rows, self.is_fp8)
