@@ -107,6 +107,33 @@ def test_the_op_survives_functionalisation() -> None:
         )
 
 
+class IndexedModel(Model):
+    """Each layer's indexer writes the batch's picks in place, before the layer."""
+
+    def forward(self, inputs, batch) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer, (q, k, v, q_rope, k_rope, picks) in zip(self.layers, inputs, strict=True):
+            batch.topk_indices.copy_(picks)
+            out = layer(q, k, v, batch, q_rope=q_rope, k_rope=k_rope)
+            total = total + out.float().square().sum(dim=(1, 2))
+        return total
+
+
+@pytest.mark.parametrize("steps", [(decode(30, 9, 4),), (extend((20, 5), (0, 4)),)])
+def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
+    """Functionalised, the writes come behind all ops."""
+    world = world_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    model = IndexedModel(world)
+    given = [(*each, x.topk_indices) for each, x in zip(inputs_of(step), step.inputs, strict=True)]
+    assert not torch.equal(given[0][-1], given[1][-1])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with forward_context(backend, step.batch), torch.no_grad():
+        torch.testing.assert_close(compiled(given, step.batch), model(given, step.batch))
+
+
 def test_heads_may_come_flattened() -> None:
     world = world_of(decode(3, 9))
     step = prepare_step(world, world.case.steps[0])

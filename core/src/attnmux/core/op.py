@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,11 +64,15 @@ def _attention_with_output(
     lse: torch.Tensor | None,
     layer_id: int,
     save_kv_cache: bool,
+    topk_indices: torch.Tensor | None = None,
 ) -> None:
     context = current_forward_context()
-    backend = context.backend
+    backend, batch = context.backend, context.batch
     layer = backend.context.layer(layer_id)
-    num_tokens = context.batch.num_tokens
+    num_tokens = batch.num_tokens
+    if topk_indices is not None:
+        # A compiler may write them to the batch after the op: the argument is what was picked.
+        batch = replace(batch, topk_indices=topk_indices)
     if q.shape[0] > num_tokens:
         # A compiled model's tokens are padded, the batch's are not. Padding attends to nothing.
         q = q[:num_tokens]
@@ -87,7 +91,7 @@ def _attention_with_output(
         k,
         v,
         layer,
-        context.batch,
+        batch,
         save_kv_cache,
         q_rope=q_rope,
         k_rope=k_rope,
@@ -104,7 +108,8 @@ def _no_output(*_: object) -> None:
 _library = Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
 _library.define(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
-    "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache) -> ()",
+    "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache, "
+    "Tensor? topk_indices=None) -> ()",
     # A backend may plan on the host or choose kernels by length, so Inductor's graph
     # partition has to leave the op outside of CUDA graphs.
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -115,5 +120,6 @@ _library.impl(  # type: ignore[no-untyped-call]  # as above
 register_fake("attnmux::attention_with_output", _no_output, lib=_library)
 
 attention_with_output = torch.ops.attnmux.attention_with_output
-"""`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache)`: attention of the layer
-in the running step, written to `out` and, where given, `lse`."""
+"""`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache, topk_indices?)`: attention
+of the layer in the running step, written to `out` and, where given, `lse`. `topk_indices` stand in
+for the batch's, which an indexer of the same compiled model may write too late for the op."""

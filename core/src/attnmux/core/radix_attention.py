@@ -52,7 +52,18 @@ class RadixAttention(torch.nn.Module):
             k_rope = None if k_rope is None else _by_head("k_rope", k_rope, 1, rope_dim)
         if torch.compiler.is_compiling():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
-            attention_with_output(q, k, v, q_rope, k_rope, out, None, spec.layer_id, save_kv_cache)
+            attention_with_output(
+                q,
+                k,
+                v,
+                q_rope,
+                k_rope,
+                out,
+                None,
+                spec.layer_id,
+                save_kv_cache,
+                batch.topk_indices,
+            )
             return out
         context = current_forward_context()
         if batch is not context.batch:

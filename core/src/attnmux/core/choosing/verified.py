@@ -41,7 +41,7 @@ class Verified:
         if not self.on.strip():
             raise _refusal("on", self.on, "the name of a device or an emulator")
         if self.platform and not PLATFORM.fullmatch(self.platform):
-            expected = "VENDOR:ARCH, such as nvidia:sm90, or nothing for an emulator"
+            expected = "VENDOR:ARCH, or nothing for an emulator"
             raise _refusal("platform", self.platform, expected)
         try:
             date.fromisoformat(self.date)
