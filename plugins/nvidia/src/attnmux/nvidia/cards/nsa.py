@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
+from attnmux.core.choosing.verified import Verified
 
 NSA = BackendCard(
     name="nsa",
@@ -13,6 +14,13 @@ NSA = BackendCard(
     status="planned",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
+    verified_on=(
+        Verified(
+            on="flash_mla_sparse_fwd of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+    ),
     sources={
         "version": "`flash_mla_sparse_fwd` is built for SM90 and SM100",
         "dtype": "`flash_mla_sparse_fwd`: Q in bf16",

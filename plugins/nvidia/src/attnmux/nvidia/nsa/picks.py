@@ -31,7 +31,9 @@ def picked(cache: torch.Tensor, places: torch.Tensor) -> Iterator[Picked]:
 
     cache: [n, 1, 576]. places: [T, topk] int32, rows of the cache, -1 for none.
     """
-    places = pad(places, (0, -places.shape[1] % TOPK_MULTIPLE), value=-1)
+    missing = -places.shape[1] % TOPK_MULTIPLE
+    if missing:
+        places = pad(places, (0, missing), value=-1)
     if cache.dtype != FP8:
         yield Picked(tokens=slice(0, len(places)), kv=cache, indices=places.unsqueeze(1))
         return

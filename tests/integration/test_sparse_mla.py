@@ -1,0 +1,140 @@
+"""Sparse MLA as an engine runs it: an indexer of the model's own, its keys in a cache beside the
+pool, and graphs that replay both with the layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import reference
+from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.recording import RecordingGraphs
+from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.indices import select_topk
+from attnmux.core.testing import (
+    Case,
+    GraphFakeBackend,
+    fake_platform,
+    make_world,
+    prepare_step,
+)
+from attnmux.core.testing.cases import decode
+
+INDEX_HEADS, INDEX_DIM, TOPK = 3, 16, 24
+LATENT = {
+    "kind": "nsa",
+    "num_q_heads": 4,
+    "num_kv_heads": 1,
+    "head_dim": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "index_topk": TOPK,
+    "kv_in_pool": True,
+}
+
+
+class Model:
+    """Layers of MLA behind an indexer each, whose keys are cached by slot."""
+
+    def __init__(self, world, backend) -> None:
+        self.world, self.backend = world, backend
+        slots = world.context.token_to_kv_pool.num_slots
+        self.index_keys = [torch.randn(slots, INDEX_DIM) for _ in world.context.layers]
+
+    def forward(self, batch, inputs):
+        table = self.world.context.req_to_token_pool.req_to_token
+        slots = table[batch.req_pool_indices].long()
+        outputs = []
+        for layer, keys in zip(self.world.context.layers, self.index_keys, strict=True):
+            picks = select_topk(
+                inputs["index_q"].unsqueeze(1),
+                keys[slots],
+                inputs["index_weights"].unsqueeze(1),
+                batch.positions.unsqueeze(1),
+                TOPK,
+            )
+            batch.topk_indices.copy_(picks.squeeze(1))
+            outputs.append(
+                self.backend.forward(inputs["q"], None, None, layer, batch, q_rope=inputs["q_rope"])
+            )
+        return outputs
+
+
+def draw(size: int) -> dict[str, torch.Tensor]:
+    return {
+        "q": torch.randn(size, 4, 32).bfloat16(),
+        "q_rope": torch.randn(size, 4, 16).bfloat16(),
+        "index_q": torch.randn(size, INDEX_HEADS, INDEX_DIM),
+        "index_weights": torch.rand(size, INDEX_HEADS),
+    }
+
+
+@pytest.fixture
+def world():
+    steps = decode(70, 9, 33), decode(40, 100)
+    case = Case(name="engine", steps=steps, page_size=16, max_context_len=128, **LATENT)
+    return make_world(case, fake_platform(), "cpu")
+
+
+def test_an_indexer_in_the_graph_picks_for_each_replay(world) -> None:
+    backend = GraphFakeBackend(world.context)
+    model = Model(world, backend)
+    inputs = {
+        name: ModelInput(dtype=tensor.dtype, trailing=tuple(tensor.shape[1:]))
+        for name, tensor in draw(1).items()
+    }
+    runner = GraphRunner(
+        backend,
+        model.forward,
+        GraphConfig(batch_sizes=(2, 4), index_topk=TOPK),
+        devices=RecordingGraphs(),
+        inputs=inputs,
+        progress=iter,
+    )
+    runner.capture()
+    for lengths in world.case.steps:
+        step = prepare_step(world, lengths)
+        drawn = draw(step.batch.batch_size)
+        replayed = [
+            out.clone() for out in runner.replay(replace(step.batch, topk_indices=None), drawn)
+        ]
+        backend.init_forward_metadata(step.batch)
+        for out, expected in zip(replayed, model.forward(step.batch, drawn), strict=True):
+            torch.testing.assert_close(out, expected)
+
+
+def test_an_indexer_with_room_for_every_key_changes_nothing(world) -> None:
+    """Up to topk keys, sparse attention is attention."""
+    step = prepare_step(world, decode(TOPK, 3, 11))
+    drawn = draw(3)
+    backend = GraphFakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    model = Model(world, backend)
+    dense = replace(step.batch, topk_indices=None)
+    for layer, out in zip(world.context.layers, model.forward(step.batch, drawn), strict=True):
+        expected, _ = reference.attention(
+            drawn["q"],
+            layer,
+            dense,
+            world.context.req_to_token_pool.req_to_token,
+            world.context.token_to_kv_pool,
+            q_rope=drawn["q_rope"],
+        )
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_graph_without_an_indexer_serves_no_step_with_one(world) -> None:
+    backend = GraphFakeBackend(world.context)
+    runner = GraphRunner(
+        backend,
+        lambda batch, inputs: batch.positions.clone(),
+        GraphConfig(batch_sizes=(4,)),
+        devices=RecordingGraphs(),
+        progress=iter,
+    )
+    runner.capture()
+    step = prepare_step(world, world.case.steps[0])
+    assert not runner.can_run(step.batch)
+    assert runner.can_run(replace(step.batch, topk_indices=None))
