@@ -79,7 +79,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, seconds: float) -> Ceilin
 
 
 def _ceilings(device: torch.device, dtype: torch.dtype, seconds: float) -> Ceilings:
-    nbytes, side = (1 << 28, 2048) if device.type == "cpu" else (1 << 30, 8192)
+    nbytes, side = (1 << 27, 1024) if device.type == "cpu" else (1 << 30, 8192)
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copied = 2 * nbytes / median_us(partial(target.copy_, source), seconds)

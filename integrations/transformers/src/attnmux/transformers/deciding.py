@@ -8,12 +8,11 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
+from attnmux.core.choosing.batch_sizes import solve_measured
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tuning import measured_ranking
 from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
@@ -60,8 +59,9 @@ def decide(
             request = request.replace(origin="user", **{name: value})
     # Text alone runs here, whatever else the model can read.
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
-    ranking = measured_ranking(options.measurements, platform, offers, options.policy)
-    return solve(request, platform, offers, options.policy, ranking=ranking)
+    return solve_measured(
+        request, platform, offers, options.policy, measurements=options.measurements
+    )
 
 
 def stated_request(checkpoint: Checkpoint) -> Request | None:
