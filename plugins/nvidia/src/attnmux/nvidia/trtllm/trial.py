@@ -9,6 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, in_brief
 from attnmux.core.layer import LayerSpec
 from attnmux.core.spec import SpecInput
@@ -35,7 +36,7 @@ def try_backend(address: str, backend: AttentionBackend) -> None:
 
 def _try_step(backend: AttentionBackend, batch: ForwardBatch) -> None:
     context = backend.context
-    dtype = getattr(torch, context.request.dtype or "bfloat16")
+    dtype = torch_dtype(context.request.dtype or "bfloat16")
     try:
         backend.init_forward_metadata(batch)
     except InvalidInput:

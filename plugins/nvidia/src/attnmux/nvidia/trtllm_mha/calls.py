@@ -28,8 +28,9 @@ class LayerCall:
     """K and V, [pages, page, Hkv, D], the pool's memory."""
     bmm1_scale: float
     """Of the logits, de-quantisation included."""
-    bmm2_scale: float
-    """What V is multiplied by."""
+    arguments: dict[str, Any]
+    """Of the functions that read the pool's pages, by the library's names. A window is the number
+    of keys before a token, as ours, in all of them."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> LayerCall:
@@ -41,31 +42,24 @@ class LayerCall:
             buffer.view(-1, pool.page_size, *buffer.shape[1:])
             for buffer in pool.get_kv_buffer(layer.layer_id)
         )
+        bmm1_scale = layer.scaling * k_scale
         return cls(
             layer=layer,
             group=KeyGroup.of(layer, context),
             kv=(k_cache, v_cache),
-            bmm1_scale=layer.scaling * k_scale,
-            bmm2_scale=v_scale,
+            bmm1_scale=bmm1_scale,
+            arguments={
+                "bmm1_scale": bmm1_scale,
+                "bmm2_scale": v_scale,
+                "window_left": layer.sliding_window_size,
+                "sinks": layer.sinks,
+                "kv_layout": "NHD",
+            },
         )
 
     @property
     def is_fp8(self) -> bool:
         return self.kv[0].dtype == FP8
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the functions that read the pool's pages, by the library's names.
-
-        A window is the number of keys before a token, as ours, in all of them.
-        """
-        return {
-            "bmm1_scale": self.bmm1_scale,
-            "bmm2_scale": self.bmm2_scale,
-            "window_left": self.layer.sliding_window_size,
-            "sinks": self.layer.sinks,
-            "kv_layout": "NHD",
-        }
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q for kernels that want it in the dtype of K and V, unscaled: beyond 448 it saturates."""

@@ -107,7 +107,7 @@ class XQADecode(Decode):
     ) -> None:
         super().__init__(kernels, context, calls, workspace)
         # Graphs point at them.
-        self._masks = {}
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def plan(self, batch: ForwardBatch, in_capture: bool) -> None:
         """Raises InvalidInput for drafts in layers with a window: XQA skips whole tiles by the last
