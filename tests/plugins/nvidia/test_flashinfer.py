@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import reference
+from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.conditions import ANY, NONE, one_of
 from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
@@ -34,7 +36,8 @@ from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.groups import plan_groups
-from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.items import LONGEST, lay_out
+from attnmux.nvidia.flashinfer.kernels import Kernels, SinkVariant
 from attnmux.nvidia.flashinfer.settings import (
     MIB,
     graph_plan_bytes,
@@ -49,6 +52,10 @@ EMULATED = Kernels(
     ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
     merge_state_in_place=emulator.merge_state_in_place,
     fast_decode_plan=emulator.fast_decode_plan,
+    sinks=SinkVariant(
+        source=emulator.attention_sink_decl["fa2"],
+        module_name=emulator.get_batch_prefill_attention_sink_uri,
+    ),
 )
 
 CANDIDATE = Candidate(
@@ -58,11 +65,42 @@ CANDIDATE = Candidate(
     factory=lambda context, options: FlashInferBackend(context, options, EMULATED),
 )
 
+
+WITH_ITEMS = tuple(
+    replace(clause, multi_item=ANY) for clause in FLASHINFER.clauses if clause.deterministic is NONE
+)
+WITH_SINKS = tuple(
+    replace(
+        clause,
+        sinks=ANY,
+        logit_cap=NONE,
+        custom_mask=NONE,
+        phase=one_of("extend", "decode", "verify", "draft")
+        if clause.deterministic is NONE
+        else one_of("decode"),
+    )
+    for clause in FLASHINFER.clauses
+)
+WIDER = replace(CANDIDATE, card=replace(CANDIDATE.card, clauses=WITH_ITEMS + WITH_SINKS))
+"""With what the adapter serves beyond the card, which names what has run on a device."""
+
+BEYOND = [
+    case
+    for case in WIDER.cases((1, 16))
+    if (case.sinks or case.multi_item) and WIDER.admits(case) and not CANDIDATE.admits(case)
+]
+
 UNEVEN = extend((0, 7), (9, 3))
 
 
 class TestFlashInferEmulated(AttentionBackendTests):
     backend = CANDIDATE
+
+
+@pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.name)
+def test_beyond_the_card(case) -> None:
+    outcome = run_case(WIDER, case)
+    assert outcome.status == "passed", outcome.message
 
 
 @dataclass
@@ -79,6 +117,7 @@ class Spy:
             ragged=self._spied("ragged", EMULATED.ragged),
             merge_state_in_place=self._noted("merge", EMULATED.merge_state_in_place),
             fast_decode_plan=self._noted("fast", EMULATED.fast_decode_plan),
+            sinks=EMULATED.sinks,
         )
 
     def clear(self) -> None:
@@ -470,6 +509,181 @@ def test_plans_are_made_when_those_of_the_step_before_were_copied(spy, monkeypat
     order = [method for _, method, _ in spy.calls if method in ("wait", "plan", "mark")]
     eager, lazy = ["wait", "plan", "plan", "mark"], ["plan", "mark"]
     assert order == [*eager, *lazy, "wait", "plan", "mark"]
+
+
+ITEMS = extend((9, 13), (0, 30), (21, 9), items=((6, 7), (3, 5, 2, 11), (1, 14, 5)))
+"""A prefix that is cached in part, one that is not, and one whose first item is cached too."""
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lse": {"lse": True},
+    "cap": {"logit_cap": 2.0},
+    "windows": {"windows": (5, None, 40)},
+    "in-pool": {"kv_in_pool": True},
+    "fp8": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
+}
+
+
+@pytest.mark.parametrize("settings", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=lambda m: m.name)
+def test_many_items_beside(mode, settings) -> None:
+    steps = (replace(ITEMS, mode=mode), replace(ITEMS, mode=mode, trailing=4))
+    case = Case(name="items", steps=steps, page_size=3, **settings)
+    outcome = run_case(WIDER, case)
+    assert outcome.status == "passed", outcome.message
+
+
+def test_items_are_planned_once_a_step_and_for_fa2(spy) -> None:
+    run_steps(spy, ITEMS, extend((0, 7)), windows=(8, None))
+    plans = [given for kind, method, given in spy.calls if (kind, method) == ("paged", "plan")]
+    first, second, *others = [given.get("prefix_len_ptr") for given in plans]
+    assert first is second
+    assert first.tolist() == [9, 9, 10]
+    assert others == [None, None]
+    assert plans[0]["token_pos_in_items_len"] == 31
+    assert plans[0]["max_item_len_ptr"].tolist() == [7, 11, 14]
+    assert "ragged" not in {kind for kind, _, _ in spy.calls}
+    FlashInferBackend(world_of(ITEMS).context, options(prefill_backend="fa3"), spy.kernels)
+    assert spy.keywords("paged", "make", "backend") == ["fa3", "fa2"]
+
+
+def with_items(step: Step, **settings: Any) -> tuple[FlashInferBackend, Any, Any]:
+    """A backend with a step of many items that was not made for them."""
+    world = world_of(step, **settings)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    prepared = prepare_step(world, step, host_lens=True)
+    lens, tokens = prepared.batch.seq_lens, prepared.batch.num_tokens
+    items = MultiItem(
+        prefix_lens=torch.zeros_like(lens),
+        token_pos_in_items=torch.zeros(tokens, dtype=torch.int32),
+    )
+    return backend, prepared, replace(prepared.batch, multi_item=items)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "came"),
+    [
+        (decode(5), {}, "DECODE"),
+        (verify(4, 9), {"spec_topk": 1}, "TARGET_VERIFY"),
+        (extend((2, 3), mode=ForwardMode.DRAFT_EXTEND), {"spec_topk": 1}, "DRAFT_EXTEND"),
+    ],
+)
+def test_items_are_refused_where_no_kernel_masks_by_them(step, settings, came) -> None:
+    backend, _, batch = with_items(step, **settings)
+    with pytest.raises(InvalidInput, match=f"multi_item.*{came}"):
+        backend.init_forward_metadata(batch)
+
+
+def test_items_over_the_calls_keys_are_refused() -> None:
+    backend, prepared, batch = with_items(extend((0, 5)))
+    backend.init_forward_metadata(batch)
+    given = prepared.inputs[0]
+    with pytest.raises(InvalidInput, match=r"multi_item.*save_kv_cache=True"):
+        backend.forward(given.q, given.k, given.v, given.layer, batch, False)
+
+
+def test_an_item_beyond_16_bits_is_refused() -> None:
+    _, _, batch = with_items(extend((0, 5)))
+    assert batch.multi_item is not None
+    batch.multi_item.token_pos_in_items[3] = LONGEST
+    lens = torch.tensor([LONGEST + 5], dtype=torch.int32)
+    with pytest.raises(InvalidInput, match=f"an item of {LONGEST + 1} tokens"):
+        lay_out(batch.multi_item, batch.positions, batch.extend_seq_lens_cpu, lens)
+    batch.multi_item.token_pos_in_items[3] = LONGEST - 1
+    laid = lay_out(batch.multi_item, batch.positions, batch.extend_seq_lens_cpu, lens)
+    assert laid.longest.tolist() == [LONGEST]
+
+
+SUNK: dict[str, tuple[Step, dict[str, Any]]] = {
+    "verify": (verify(4, 9, 30, 16), {"spec_topk": 1}),
+    "draft": (extend((20, 3), (5, 1), mode=ForwardMode.DRAFT_EXTEND), {"spec_topk": 1}),
+    "deterministic": (decode(45, 3, 17), {"deterministic": True, "kv_in_pool": True}),
+    "scale": (decode(45, 3), {"scaling": 0.3}),
+    "fp8": (decode(45, 3), {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}),
+    "small-scale": (extend((7, 20)), {"kv_dtype": "fp8_e5m2", "kv_scales": (1e-5, 1.5)}),
+    "padding": (extend((4, 9), (0, 20), padding=2, trailing=3), {"windows": (8, None)}),
+    "cross": (extend((0, 5), (7, 3), encoder=(12, 0)), {}),
+}
+
+
+@pytest.mark.parametrize(("step", "settings"), SUNK.values(), ids=SUNK)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_sinks_beside(step, settings, graph) -> None:
+    if graph and (settings.get("deterministic") or not step.can_be_captured):
+        pytest.skip("no graph serves it")
+    case = Case(name="sinks", steps=(step,), sinks=True, lse=True, graph=graph, **settings)
+    outcome = run_case(WIDER, case)
+    assert outcome.status == "passed", outcome.message
+
+
+def test_sinks_are_compiled_into_the_paged_kernels(spy) -> None:
+    run_steps(spy, decode(5, 30), windows=(8, None), sinks=True)
+    assert spy.counts == {"paged.plan": 2, "paged.run": 2}
+    spy.clear()
+    world = world_of(extend((3, 5)), windows=(8, None), sinks=True)
+    FlashInferBackend(world.context, options(prefill_backend="auto"), spy.kernels)
+    assert spy.keywords("paged", "make", "backend") == ["fa2", "fa2"]
+    windowed, full = spy.keywords("paged", "make", "jit_args")
+    assert windowed[0] != full[0]
+    assert spy.keywords("paged", "make", "jit_kwargs") == [
+        {"use_sliding_window": True},
+        {"use_sliding_window": False},
+    ]
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, 3e4])
+@pytest.mark.parametrize("step", [decode(0, 5), extend((0, 9), (4, 2))])
+def test_sinks_of_any_size(step, sink) -> None:
+    world = world_of(step, sinks=True)
+    for layer in world.context.layers:
+        assert layer.sinks is not None
+        layer.sinks[:2] = sink
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    prepared = prepare_step(world, step, host_lens=True)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    lse = torch.zeros(given.q.shape[:2])
+    out = backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, lse=lse)
+    expected, expected_lse = reference.attention(
+        given.q,
+        given.layer,
+        prepared.batch,
+        world.context.req_to_token_pool.req_to_token,
+        world.context.token_to_kv_pool,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "argument"),
+    [
+        (decode(5), {"logit_cap": 2.0}, "logit_cap.*2 beside sinks"),
+        (verify(4, 9), {"spec_topk": 4}, "sinks.*custom mask"),
+        (ITEMS, {}, "sinks.*many items"),
+        (extend((0, 5)), {"is_encoder": True, "save_kv_cache": False}, "sinks.*of the call"),
+    ],
+)
+def test_sinks_that_no_kernel_looks_at_are_refused(step, settings, argument) -> None:
+    world = world_of(step, sinks=True, **settings)
+    with pytest.raises(InvalidInput, match=argument):
+        FlashInferBackend(world.context, options(), EMULATED)
+
+
+def test_sinks_over_the_calls_keys_are_refused() -> None:
+    world = world_of(extend((0, 5)), sinks=True)
+    backend = FlashInferBackend(world.context, options(), EMULATED)
+    prepared = prepare_step(world, extend((0, 5)), host_lens=True)
+    backend.init_forward_metadata(prepared.batch)
+    given = prepared.inputs[0]
+    with pytest.raises(InvalidInput, match=r"sinks.*of the call"):
+        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, False)
+
+
+def test_kernels_without_sinks_refuse_them() -> None:
+    world = world_of(decode(5), sinks=True)
+    with pytest.raises(InvalidInput, match="sinks"):
+        FlashInferBackend(world.context, options(), replace(EMULATED, sinks=None))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

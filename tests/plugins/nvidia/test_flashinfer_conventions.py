@@ -112,6 +112,109 @@ def test_custom_mask_keeps_where_true() -> None:
     assert out[:, 0, 0].tolist() == pytest.approx([50.5, 55, 55, 5])
 
 
+def paged_heads() -> dict[str, object]:
+    heads: dict[str, object] = {**HEADS, "head_dim_qk": HEADS["head_dim"]}
+    heads.pop("head_dim")
+    return heads
+
+
+def plan_items(wrapper, places, prefix_lens=(2,), longest=(9,), width=None, **kwargs) -> None:
+    """One request of 6 tokens, none of them cached, in pages 3 and 5."""
+    wrapper.plan(
+        ints(0, 6), ints(0, 2), ints(3, 5), ints(2),
+        prefix_len_ptr=ints(*prefix_lens).to(torch.uint32),
+        token_pos_in_items_ptr=ints(*places).to(torch.uint16),
+        token_pos_in_items_len=len(places) if width is None else width,
+        max_item_len_ptr=ints(*longest).to(torch.uint16),
+        **paged_heads(), **kwargs,
+    )  # fmt: skip
+
+
+def seen(wrapper) -> list[list[int]]:
+    """The keys that each of the 6 tokens sees, told by a value of its own each."""
+    keys, values = cache()
+    values[:] = 0
+    flat = torch.cat([values[3], values[5, :2]])
+    flat[:, :, :6] = torch.eye(6).unsqueeze(1)
+    values[3], values[5, :2] = flat[:4], flat[4:]
+    out = wrapper.run(torch.zeros(6, 4, 64), (keys, values))
+    return [row.nonzero().flatten().tolist() for row in out[:, 0, :6]]
+
+
+def test_items_begin_with_a_delimiter_that_they_do_not_see() -> None:
+    """Two items of a delimiter and a token behind a prefix of two; their places count from 0."""
+    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    plan_items(wrapper, (0, 1, 0, 1))
+    assert seen(wrapper) == [[0], [0, 1], [0, 1], [0, 1, 3], [0, 1], [0, 1, 5]]
+    # One more, and each item has its delimiter in it.
+    plan_items(wrapper, (1, 2, 1, 2), longest=(2,))
+    assert seen(wrapper) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5]]
+    # Keys further back than the longest item are skipped.
+    plan_items(wrapper, (1, 2, 1, 2), longest=(1,))
+    assert seen(wrapper) != [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5]]
+
+
+def test_items_stand_above_causality_and_windows_hold() -> None:
+    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    plan_items(wrapper, (1, 2, 1, 2), causal=False, window_left=3)
+    assert seen(wrapper) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 4], [4, 5]]
+
+
+def test_places_of_items_are_read_by_address() -> None:
+    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    for given in ({"width": 3}, {"prefix_lens": (2, 3)}, {"longest": ()}):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            plan_items(wrapper, (1, 2, 1, 2), **given)
+    with pytest.raises(RuntimeError, match="illegal memory access: prefix_len_ptr"):
+        wrapper.plan(
+            ints(0, 6), ints(0, 2), ints(3, 5), ints(2), prefix_len_ptr=ints(2), **paged_heads()
+        )
+
+
+def with_sinks(**kwargs) -> emulator.BatchPrefillWithPagedKVCacheWrapper:
+    source = emulator.attention_sink_decl["fa2"]
+    built_for = torch.float32, torch.float32, torch.float32, torch.int32, 64, 64
+    softmax = ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", source
+    made = {"backend": "fa2", "jit_args": ["name", *built_for, *softmax], **kwargs}
+    return KERNELS.paged(workspace(), **made)
+
+
+def test_sinks_are_in_the_lse_and_scale_comes_with_each_run() -> None:
+    wrapper = with_sinks()
+    wrapper.plan(ints(0, 1, 2), ints(0, 1, 1), ints(3), ints(2, 0), sm_scale=7.0, **paged_heads())
+    q, (keys, values), sinks = torch.randn(2, 4, 64), cache(), torch.randn(4)
+    given = {"return_lse": True, "k_scale": 5.0}
+    out, lse = wrapper.run(q, (keys, values), sinks, 0.125, **given)
+    logits = torch.einsum("hd,shd->hs", q[0], keys[3, :2].repeat_interleave(2, 1)) / 8
+    logits = torch.cat([logits, sinks.unsqueeze(1)], 1)
+    torch.testing.assert_close(lse[0], logits.logsumexp(1) / math.log(2))
+    weights = logits.softmax(1)[:, :2]
+    expected = torch.einsum("hs,shd->hd", weights, values[3, :2].repeat_interleave(2, 1))
+    torch.testing.assert_close(out[0], expected)
+    assert not out[1].any()
+    torch.testing.assert_close(lse[1], sinks / math.log(2))
+
+
+def test_what_is_compiled_with_sinks() -> None:
+    with pytest.raises(ValueError, match="should not be auto"):
+        with_sinks(backend="auto")
+    wrapper = with_sinks()
+    plan = ints(0, 1), ints(0, 1), ints(3), ints(2)
+    for other in ({"window_left": 3}, {"head_dim_qk": 128}, {"q_data_type": torch.float16}):
+        with pytest.raises(ValueError, match="compiled for"):
+            wrapper.plan(*plan, **{**paged_heads(), **other})
+    with_sinks(jit_kwargs={"use_sliding_window": True}).plan(*plan, window_left=3, **paged_heads())
+    names = {
+        emulator.get_batch_prefill_attention_sink_uri(
+            "fa2", torch.float16, kv_dtype, torch.float16, torch.int32, dim, dim, 0, windowed
+        )
+        for kv_dtype in (torch.float16, torch.float8_e4m3fn)
+        for dim in (64, 128)
+        for windowed in (False, True)
+    }
+    assert len(names) == 8
+
+
 def test_lse_that_lies_apart_is_copied() -> None:
     lse = torch.zeros(4, 3).t()
     assert writable_lse(None) is None

@@ -17,6 +17,7 @@ from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
+from attnmux.nvidia.flashinfer.sinks import check_sinks
 from attnmux.nvidia.flashinfer.staging import Staging
 from attnmux.nvidia.flashinfer.states import merge, store_natural, try_merge, writable_lse
 from attnmux.nvidia.flashinfer.step import Step
@@ -32,8 +33,8 @@ class FlashInferBackend(AttentionBackend):
     """MHA and GQA through flashinfer, eager and in graphs.
 
     Extend attends to the call's own K and V, and merges that with attention over the cached prefix
-    where there is one. Where layers have windows or cross attention, with a quantised pool, for
-    drafts and in graphs it reads all keys from the pool.
+    where there is one. Where layers have windows, sinks or cross attention, with a quantised pool,
+    for drafts, for many items and in graphs it reads all keys from the pool.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class FlashInferBackend(AttentionBackend):
         self._groups = plan_groups(context.layers, context.token_to_kv_pool)
         self._distinct = tuple(dict.fromkeys(self._groups.values()))
         self._settings = read_settings(context, options, self._distinct)
+        check_sinks(kernels, self._distinct)
         self._is_encoder = not any(layer.is_causal for layer in context.layers)
         self._reads_calls = self._settings.kv_dtype == self._settings.dtype and not any(
-            group.window >= 0 or group.view.cross for group in self._distinct
+            group.window >= 0 or group.view.cross or group.has_sinks for group in self._distinct
         )
         self._eager = self._eager_plans(self._settings.workspace_bytes)
         self._graphs: list[GraphPlans] = []
@@ -218,6 +220,7 @@ class FlashInferBackend(AttentionBackend):
         wrapper.run(
             cache.queries(q),
             cache.kv,
+            *cache.of_sinks,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out=out,

@@ -28,6 +28,8 @@ class Cache:
     """None for 1: the library then leaves out a product."""
     q_factor: float | None
     """A power of 2 that Q is multiplied by, of which `k_scale` makes up for; None for 1."""
+    of_sinks: tuple[torch.Tensor, float] | tuple[()]
+    """[Hq] float32 and the whole scale of the logits, for kernels with sinks; else nothing."""
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q as the kernels are given it."""
@@ -51,6 +53,7 @@ def layer_cache(layer: LayerSpec, pool: KVPool, page_size: int) -> Cache:
         k_scale=None if k_scale == 1 else k_scale,
         v_scale=None if v_scale == 1 else v_scale,
         q_factor=None if q_factor == 1 else q_factor,
+        of_sinks=() if layer.sinks is None else (layer.sinks.contiguous(), layer.scaling * k_scale),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.errors import AttnmuxError, BackendFailed, in_brief
 from attnmux.core.spec import SpecInput
 
@@ -48,7 +49,11 @@ def tiny_batches(context: BackendContext) -> Iterator[ForwardBatch]:
     It is row 0 of the request table, whose slots are padding's. Nothing is run.
     """
     for phase in context.request.phases:
-        yield _tiny_batch(context, MODES[phase], cached=0 if phase == "encoder" else 1)
+        batch = _tiny_batch(context, MODES[phase], cached=0 if phase == "encoder" else 1)
+        yield batch
+        if phase == "extend" and context.request.multi_item:
+            alone = MultiItem(prefix_lens=batch.seq_lens - 1, token_pos_in_items=batch.seq_lens * 0)
+            yield replace(batch, multi_item=alone)
 
 
 def _tiny_batch(context: BackendContext, mode: ForwardMode, cached: int) -> ForwardBatch:

@@ -11,10 +11,17 @@ from flashinfer import (  # type: ignore[import-not-found]  # an optional librar
     merge_state_in_place,
 )
 from flashinfer.decode import fast_decode_plan  # type: ignore[import-not-found]  # an optional library
+from flashinfer.jit.attention import (  # type: ignore[import-not-found]  # an optional library
+    get_batch_prefill_attention_sink_uri,
+)
+from flashinfer.jit.attention.variants import (  # type: ignore[import-not-found]  # an optional library
+    attention_sink_decl,
+)
 
 from attnmux.core.backend import NO_OPTIONS, BackendContext
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
-from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.kernels import Kernels, SinkVariant
+from attnmux.nvidia.flashinfer.sinks import BACKEND
 
 KERNELS = Kernels(
     decode=BatchDecodeWithPagedKVCacheWrapper,
@@ -22,6 +29,9 @@ KERNELS = Kernels(
     ragged=BatchPrefillWithRaggedKVCacheWrapper,
     merge_state_in_place=merge_state_in_place,
     fast_decode_plan=fast_decode_plan,
+    sinks=SinkVariant(
+        source=attention_sink_decl[BACKEND], module_name=get_batch_prefill_attention_sink_uri
+    ),
 )
 
 

@@ -15,13 +15,16 @@ from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import (
     LAYOUT,
     Role,
+    check_served,
     constants,
+    has_decode_kernel,
     keys_view,
     plan_decode,
     plan_paged,
     prefill_backend,
 )
 from attnmux.nvidia.flashinfer.settings import Settings, graph_plan_bytes
+from attnmux.nvidia.flashinfer.sinks import jit_arguments
 from attnmux.nvidia.flashinfer.step import Keys, Step
 
 Wrappers = dict[PlanGroup, Any]
@@ -73,13 +76,15 @@ class GraphPlans:
 
     def prepare(self, batch: ForwardBatch, step: Step, role: Role) -> Wrappers:
         """Plan a batch that is about to be captured."""
+        for group in self._groups:
+            check_served(role, group, batch)
         captured = self._captured.get(_key(batch))
         if captured is None:
             wrappers = {group: self._make(role, group, batch.batch_size) for group in self._groups}
             captured = self._captured[_key(batch)] = (role, wrappers)
         for group, wrapper in captured[1].items():
             keys = step.keys(keys_view(role, group), self._buffers.indices)
-            if role is Role.DECODE:
+            if has_decode_kernel(role, group):
                 plan_decode(wrapper, group, self._settings, keys)
             else:
                 plan_paged(wrapper, role, group, self._settings, step, keys)
@@ -94,7 +99,7 @@ class GraphPlans:
         for group, wrapper in wrappers.items():
             view = keys_view(role, group)
             keys = step.keys(view, self._buffers.indices)
-            if role is Role.DECODE:
+            if has_decode_kernel(role, group):
                 self._replan_decode(wrapper, group, view, keys)
             else:
                 plan_paged(wrapper, role, group, self._settings, step, keys)
@@ -124,7 +129,7 @@ class GraphPlans:
 
     def _make(self, role: Role, group: PlanGroup, size: int) -> Any:  # noqa: ANN401  # the library's class
         buffers, view = self._buffers, keys_view(role, group)
-        if role is Role.DECODE:
+        if has_decode_kernel(role, group):
             wrapper = self._kernels.decode(
                 self._workspace,
                 LAYOUT,
@@ -151,7 +156,8 @@ class GraphPlans:
                 paged_kv_indptr_buf=buffers.indptr[view][: size + 1],
                 paged_kv_indices_buf=buffers.indices[view],
                 paged_kv_last_page_len_buf=buffers.last_page_len[view][:size],
-                backend=prefill_backend(role, self._settings),
+                backend=prefill_backend(role, group, self._settings),
+                **jit_arguments(self._kernels, group, self._settings),
                 **masks,
             )
         wrapper.reset_workspace_buffer(self._workspace, buffers.of_plans[group])

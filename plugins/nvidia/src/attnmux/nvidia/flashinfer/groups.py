@@ -40,6 +40,7 @@ class PlanGroup:
     logit_cap: float
     is_causal: bool
     """Of new tokens among themselves: not in cross attention, nor in an encoder."""
+    has_sinks: bool
 
     @property
     def window(self) -> int:
@@ -76,6 +77,7 @@ def _plan_group(layer: LayerSpec, sharing: Mapping[int, int]) -> PlanGroup:
         scaling=layer.scaling,
         logit_cap=layer.logit_cap,
         is_causal=layer.is_causal and not layer.is_cross_attention,
+        has_sinks=layer.sinks is not None,
     )
 
 

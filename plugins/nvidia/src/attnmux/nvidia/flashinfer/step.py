@@ -13,6 +13,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr, kv_last_page_len, window_view
 from attnmux.core.kv import KVPool
 from attnmux.nvidia.flashinfer.groups import View
+from attnmux.nvidia.flashinfer.items import Items, check_items, lay_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,10 +50,12 @@ class Step:
         self.num_rows = int(self.qo_indptr[-1])
         """Rows of Q that belong to requests."""
         _check_tokens(batch, self.num_rows)
+        check_items(batch)
         # There is no host mirror of encoder lengths, so these synchronise.
         encoder = batch.encoder_lens
         self._encoder_lens = None if encoder is None else encoder.cpu()
         self._keys: dict[View, Keys] = {}
+        self._items: Items | None = None
 
     @property
     def has_prefix(self) -> bool:
@@ -62,6 +65,13 @@ class Step:
     def custom_mask(self) -> torch.Tensor | None:
         spec = self.batch.spec_info
         return None if spec is None else spec.custom_mask
+
+    def items(self) -> Items | None:
+        """Many items behind one prefix, laid out once."""
+        multi_item = self.batch.multi_item
+        if multi_item is not None and self._items is None:
+            self._items = lay_out(multi_item, self.batch.positions, self._q_lens, self._kv_lens)
+        return self._items
 
     def encoder_indptr(self) -> torch.Tensor:
         """[B + 1] int32, host: where each request's encoder tokens begin."""

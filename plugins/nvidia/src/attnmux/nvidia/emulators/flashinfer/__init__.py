@@ -10,6 +10,9 @@ Signatures, layouts and rules are the library's:
 - A captured kernel has more blocks than its plan. Where keys are split the plan masks the others;
   with `disable_split_kv` they read what no plan set.
 - LSE is in base 2; a row without keys has output 0 and LSE -5e4 (`math::inf` in math.cuh).
+- Lengths of prefixes in a plan mask by items, whatever else it says: see `item_keep`.
+- `jit_args` stand for the softmax with sinks, which takes sinks and scale of each run by position
+  and looks at no scale, cap or factor of K beside them; LSE has the sinks in it.
 - A grid of no blocks cannot be launched.
 """
 
@@ -21,12 +24,18 @@ from attnmux.nvidia.emulators.flashinfer.mla import BatchMLAPagedAttentionWrappe
 from attnmux.nvidia.emulators.flashinfer.numerics import merge_state_in_place
 from attnmux.nvidia.emulators.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnmux.nvidia.emulators.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from attnmux.nvidia.emulators.flashinfer.variants import (
+    attention_sink_decl,
+    get_batch_prefill_attention_sink_uri,
+)
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "attention_sink_decl",
     "fast_decode_plan",
+    "get_batch_prefill_attention_sink_uri",
     "merge_state_in_place",
 ]

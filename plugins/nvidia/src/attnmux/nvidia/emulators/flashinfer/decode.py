@@ -25,7 +25,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        refuse(jit_args)
+        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, None)
         self._use_tensor_cores = use_tensor_cores
         if use_cuda_graph:
             self._paged_kv_indptr_buf = buffer_of(paged_kv_indptr_buffer)
@@ -129,8 +130,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
             lse=lse,
             return_lse=return_lse,
             window_left=window_left,
+            args=args,
             unserved=(
-                *args, sinks, q_len_per_req, skip_softmax_threshold_scale_factor, kv_cache_sf,
+                sinks, q_len_per_req, skip_softmax_threshold_scale_factor, kv_cache_sf,
             ),
         )  # fmt: skip
 

@@ -47,8 +47,10 @@ def dense(
     *,
     scale: float,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S]. Returns out [T, Hq, Dv] in the
+    """q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S]. sinks: [Hq], logits that take
+    part in a row's sum alone, as in `attention_sink_fa2_decl`. Returns out [T, Hq, Dv] in the
     dtype of q, and base-2 LSE [T, Hq] in float32."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, k.shape[1], -1, head_dim)
@@ -62,8 +64,13 @@ def dense(
     has_keys = keep.any(-1, keepdim=True)
     logits = torch.where(keep, logits, torch.where(has_keys, hidden, -math.inf)) / math.log(2)
     top = logits.amax(-1, keepdim=True).clamp(min=EMPTY_LSE)
+    extra = torch.zeros_like(top)
+    if sinks is not None:
+        sink = sinks.to(q.dtype).view(1, k.shape[1], -1, 1) / math.log(2)
+        top = torch.maximum(top, sink)
+        extra = torch.exp2(sink - top)
     weights = torch.exp2(logits - top)
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True) + extra
     out = torch.einsum("thgs,shd->thgd", weights, v) / total.clamp(min=1e-30)
     lse = torch.where(total > 0, top + total.log2(), EMPTY_LSE)
     return out.flatten(1, 2), lse.float().view(num_rows, num_heads)
@@ -88,6 +95,27 @@ def mask_bits(
     bit = place.unsqueeze(1) * kv_lens[request].unsqueeze(1) + key_place
     byte = indptr[:-1].long()[request].unsqueeze(1) + bit // 8
     return (packed[byte.clamp(0, len(packed) - 1)] >> (bit % 8)) & 1 == 1
+
+
+def item_keep(
+    items: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    request: torch.Tensor,
+    position: torch.Tensor,
+    key_place: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, keys] bool: what a token sees of a prefix and its own item. items: [B] lengths of the
+    prefix, [B, width] places in an item and [B] the largest of these.
+
+    As `logits_mask_multi_item_scoring`: behind the prefix a token at place p sees p keys, of which
+    its own is the last. Keys further back than the largest place are skipped, counted from a tile's
+    first token, which is rounded up.
+    """
+    prefix_lens, places, longest = (values.long() for values in items)
+    prefix = prefix_lens[request].unsqueeze(1)
+    token, column = position.unsqueeze(1), position - prefix_lens[request]
+    place = places[request, column.clamp(0, places.shape[1] - 1)].unsqueeze(1)
+    own = (token < key_place + place) & (token + 1 <= key_place + longest[request].unsqueeze(1))
+    return (key_place <= token) & ((token < prefix) | (key_place < prefix) | own)
 
 
 def pack_bits(mask: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

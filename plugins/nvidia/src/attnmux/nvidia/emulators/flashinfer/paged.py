@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -32,9 +33,10 @@ class Paged(Wrapper):
         lse: torch.Tensor | None,
         return_lse: bool,
         window_left: int | None,
+        args: tuple[Any, ...],
         unserved: tuple[object, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        refuse(*unserved)
+        refuse(*unserved, *(() if self._variant else args))
         self._check_planned()
         k_cache, v_cache = paged_kv_cache
         if k_cache.stride() != v_cache.stride():
@@ -45,6 +47,10 @@ class Paged(Wrapper):
         scale = 1 / math.sqrt(q.shape[-1]) if self._sm_scale is None else self._sm_scale
         for factor in (q_scale, k_scale):
             scale *= 1.0 if factor is None else factor
+        sinks = None
+        if self._variant is not None:
+            # In place of the plan's scale and of the factors.
+            sinks, scale = args
         result, base_2 = self._attend(
             q,
             self._gather(k_cache, v_cache),
@@ -53,6 +59,7 @@ class Paged(Wrapper):
             v_scale=v_scale,
             out=out,
             lse=lse,
+            sinks=sinks,
         )
         return (result, base_2) if return_lse else result
 

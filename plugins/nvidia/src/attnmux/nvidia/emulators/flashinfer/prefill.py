@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 
-from attnmux.nvidia.emulators.flashinfer.arguments import buffer_of, dtype_of, refuse
+from attnmux.nvidia.emulators.flashinfer.arguments import (
+    buffer_of,
+    dtype_of,
+    items_of,
+    refuse,
+)
 from attnmux.nvidia.emulators.flashinfer.numerics import pack_bits
 from attnmux.nvidia.emulators.flashinfer.paged import Paged
+from attnmux.nvidia.emulators.flashinfer.variants import variant_of
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Paged):
@@ -29,7 +35,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        variant = variant_of(backend, jit_args, jit_kwargs)
+        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant)
         if use_cuda_graph:
             self._qo_indptr_buf = buffer_of(qo_indptr_buf)
             self._paged_kv_indptr_buf = buffer_of(paged_kv_indptr_buf)
@@ -78,12 +85,19 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         disable_split_kv: bool = False,
     ) -> None:
         refuse(
-            packed_custom_mask, rope_scale, rope_theta, prefix_len_ptr, token_pos_in_items_ptr,
-            max_item_len_ptr, seq_lens, seq_lens_q, block_tables, max_sequence_kv,
+            packed_custom_mask, rope_scale, rope_theta, seq_lens, seq_lens_q, block_tables,
+            max_sequence_kv,
         )  # fmt: skip
         if custom_mask is not None and self._backend == "fa3":
             raise RuntimeError("fa3 has no custom mask")
         rows, size = int(qo_indptr[-1]), len(qo_indptr) - 1
+        self._items = items_of(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, size
+        )
+        if self._items is not None and (self._backend != "fa2" or self._variant is not None):
+            raise NotImplementedError("the emulator has items in fa2's own softmax alone")
+        if custom_mask is not None and self._variant is not None:
+            raise NotImplementedError("the library's softmax with sinks looks at no mask")
         mask = None
         if custom_mask is not None:
             lens = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
@@ -147,5 +161,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
             lse=lse,
             return_lse=return_lse,
             window_left=window_left,
-            unserved=(*args, sinks, kv_cache_sf, skip_softmax_threshold_scale_factor),
+            args=args,
+            unserved=(sinks, kv_cache_sf, skip_softmax_threshold_scale_factor),
         )

@@ -30,7 +30,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> None:
         if use_cuda_graph:
             raise NotImplementedError("the emulator's ragged wrapper runs eagerly")
-        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        refuse(jit_args)
+        self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, None)
 
     def plan(
         self,

@@ -7,7 +7,8 @@ import math
 
 import torch
 
-from attnmux.nvidia.emulators.flashinfer.numerics import dense, mask_bits, segments
+from attnmux.nvidia.emulators.flashinfer.numerics import dense, item_keep, mask_bits, segments
+from attnmux.nvidia.emulators.flashinfer.variants import Variant
 from attnmux.nvidia.rows import is_aligned
 
 _STAMPS = itertools.count(1)
@@ -19,6 +20,8 @@ class Wrapper:
 
     device: torch.device
     _qo_indptr_buf: torch.Tensor
+    _items: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Lengths of the prefix [B], places in items [B, width], the largest place [B]."""
 
     def _start(
         self,
@@ -26,10 +29,10 @@ class Wrapper:
         kv_layout: str,
         use_cuda_graph: bool,
         backend: str,
-        jit_args: object,
+        variant: Variant | None,
     ) -> None:
-        if kv_layout != "NHD" or jit_args is not None:
-            raise NotImplementedError("the emulator has NHD and the stock kernels alone")
+        if kv_layout != "NHD":
+            raise NotImplementedError("the emulator has NHD alone")
         if float_workspace_buffer.dtype != torch.uint8:
             raise ValueError("the workspace is made of bytes")
         if float_workspace_buffer.data_ptr() % 16:
@@ -38,6 +41,7 @@ class Wrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = torch.zeros(64, dtype=torch.uint8, device=self.device)
         self._use_cuda_graph = use_cuda_graph
+        self._variant = variant
         self._backend = backend
         self._stamp = next(_STAMPS)
         self._rows: int | None = None
@@ -92,6 +96,8 @@ class Wrapper:
             raise RuntimeError("a kernel was launched on no blocks: invalid configuration argument")
         if heads[0] % heads[1]:
             raise RuntimeError(f"num_qo_heads {heads[0]} should be divisible by {heads[1]}")
+        if self._variant is not None:
+            self._variant.check(heads, dtypes, window_left)
         if self._use_cuda_graph and disable_split_kv:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._rows = rows
@@ -151,6 +157,7 @@ class Wrapper:
         v_scale: float | None,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """keys: K and V of all requests end to end, the request and the place of each (request B
         for none), and the length of each request."""
@@ -159,7 +166,9 @@ class Wrapper:
         safe = request.clamp(max=len(kv_lens) - 1)
         position = place + (kv_lens - self._qo_indptr_buf.diff())[safe]
         keep = key_request == request.unsqueeze(1)
-        if mask is not None:
+        if self._items is not None:
+            keep = keep & item_keep(self._items, safe, position, key_place)
+        elif mask is not None:
             keep = keep & mask_bits(mask, safe, place, key_place, kv_lens)
         elif self._causal:
             keep = keep & (key_place <= position.unsqueeze(1))
@@ -175,7 +184,8 @@ class Wrapper:
             v.to(dtype).masked_fill(unread, 0),
             keep,
             scale=scale,
-            softcap=self._logits_soft_cap or 0.0,
+            softcap=0.0 if self._variant else self._logits_soft_cap or 0.0,
+            sinks=sinks,
         )
         mine = self._int_workspace_buffer[:8].view(torch.int64) == self._stamp
         result = torch.where(mine, result, math.nan).to(q.dtype)
