@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -119,8 +119,11 @@ def test_serves_extend_steps_that_fit(world) -> None:
     ):
         assert runner.can_run(prepare_step(world, step).batch) is expected
     batch = prepare_step(world, extend((0, 5))).batch
-    with pytest.raises(InvalidInput, match="an extend step of 1 to 4 tokens, got EXTEND of 5"):
+    with pytest.raises(InvalidInput, match=r"an extend step of 1 to 4 tokens, .*got EXTEND of 5"):
         runner.run(batch, inputs_of(batch))
+    picks = torch.zeros((3, 2), dtype=torch.int32)
+    sparse = replace(prepare_step(world, extend((0, 3))).batch, topk_indices=picks)
+    assert not runner.can_run(sparse)
 
 
 def test_refuses_inputs_that_do_not_fit(world) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.testing import Case, fake_platform, make_world, prepare_step, standard_cases
 from attnmux.core.testing.builders import kv_rows
 from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.core.testing.picks import UNWRITTEN
 from attnmux.core.testing.placement import LEFT_OVER, buffers
 
 
@@ -160,7 +163,7 @@ def test_the_reference_is_finite_in_every_case(case: Case) -> None:
             out, _ = reference.attention(
                 given.q,
                 given.layer,
-                step.batch,
+                replace(step.batch, topk_indices=given.topk_indices),
                 world.context.req_to_token_pool.req_to_token,
                 world.context.token_to_kv_pool,
                 q_rope=given.q_rope,
@@ -184,3 +187,22 @@ def test_every_mode_feature_and_successor_is_covered() -> None:
     assert features <= asked
     for case in cases:
         assert case.steps[0] != case.steps[1], case.name
+
+
+def test_picks_are_keys_up_to_each_token_and_leave_room() -> None:
+    """Some tokens see fewer keys than there is room for; -1 lies behind the keys, or between."""
+    sparse = {"kind": "nsa", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    world = world_of(extend((9, 6), (0, 3), trailing=2), index_topk=8, **sparse)
+    step = prepare_step(world, world.case.steps[0])
+    assert step.batch.topk_indices.shape == (11, 8)
+    assert int(step.batch.topk_indices.min()) >= UNWRITTEN
+    places = [*range(9, 15), *range(3), -1, -1]
+    for given in step.inputs:
+        for token, place in enumerate(places):
+            keys = [key for key in given.topk_indices[token].tolist() if key >= 0]
+            room = min(place + 1, 8)
+            assert len(set(keys)) == len(keys) == room - (token % 5 == 4 and room > 1)
+            assert all(key <= place for key in keys)
+    in_front, between = (given.topk_indices for given in step.inputs)
+    assert not bool((in_front.diff(dim=1) > 0)[in_front[:, :-1] < 0].any())
+    assert bool((between.diff(dim=1) > 0)[between[:, :-1] < 0].any())
