@@ -1,8 +1,8 @@
 """What the kernels are told of a step, once for all layers.
 
-A request without keys: the kernels for 16-bit caches give it output 0. The one for e4m3 reads the
-block table one entry before such a request's row, and what it makes of that; it is told of one
-key, and what it answers is replaced.
+Requests without keys: the kernels for 16-bit caches give them output 0. The one for e4m3 would read
+the block table one entry before such a request's row, and whatever page it finds there; it is told
+of one key, in the reserved page, and its answer is replaced.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ class Planner:
 
 
 def _by_token(step: Step, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
-    """Each new token as a request of its own, with the keys that it sees: requests that have more
-    or fewer new tokens than others cannot be one call else. Tokens of no request see none."""
+    """Each new token as a request of its own, with the keys that it sees: one call takes requests
+    with as many queries each, and these have different numbers. Tokens of no request see no key.
+    """
     new = batch.extend_seq_lens
     assert new is not None  # which a Step has checked
     bounds = step.query_bounds(new.device)
