@@ -323,7 +323,7 @@ def test_a_device_s_limits() -> None:
 
 
 def test_a_median_is_of_one_run() -> None:
-    assert 900 < median_us(lambda: time.sleep(1e-3), 0.02) < 20000
+    assert 900 < median_us(lambda: time.sleep(1e-3), 0.02) < 200000
 
 
 def subject_of(factory=None, request=PLAIN, phase="decode", **given):

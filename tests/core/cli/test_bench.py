@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from attnmux.core import cli
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import NONE
+from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.failures import PluginFailure
 from attnmux.core.choosing.measurement_file import read_measurements
@@ -22,9 +22,16 @@ from attnmux.core.cli.verbs import verbs
 
 torch = pytest.importorskip("torch", reason="timing runs the backends")
 
+from attnmux.core.benching import field  # noqa: E402
 from attnmux.core.benching.timing import Ceilings  # noqa: E402
 from attnmux.core.cli import bench_timing  # noqa: E402
-from attnmux.core.testing import FakeBackend, fake_card, fake_platform  # noqa: E402
+from attnmux.core.graph.recording import RecordingGraphs  # noqa: E402
+from attnmux.core.testing import (  # noqa: E402
+    FakeBackend,
+    GraphFakeBackend,
+    fake_card,
+    fake_platform,
+)
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
 STEPS = ("--workload", "decode:bs=1,ctx=9", "--workload", "decode:bs=4,ctx=9")
@@ -47,6 +54,15 @@ class SlowAlone(FakeBackend):
 
     def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
         for _ in range(20 if batch.batch_size == 1 else 0):
+            super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+        return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+
+
+class Delayed(GraphFakeBackend):
+    """Slow, and the first by its name."""
+
+    def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
+        for _ in range(5):
             super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
         return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
 
@@ -283,20 +299,41 @@ def test_what_is_kept_changes_the_choice(installed, file) -> None:
     assert Decision.from_json(json.dumps(after)).to_dict() == after
 
 
+def test_what_was_timed_in_a_graph_counts_for_who_asks_for_graphs(
+    installed, file, monkeypatch
+) -> None:
+    monkeypatch.setattr(field, "device_graphs", lambda device: RecordingGraphs())
+    installed(GraphFakeBackend, Delayed, graph=ANY)
+    data = answer(bench("--json", "--keep", *STEPS[2:]))
+    assert {row["execution"] for row in data["rows"]} == {"graph"}
+    assert {each["conformant"] for each in data["kept"]["checks"]} == {True}
+    assert len(data["kept"]["measurements"]) == 4
+    for asked in (FIELDS, f"{FIELDS},graph=yes"):
+        said = ("--request", asked, "--json")
+        assert backend_for_decode(*said, "--no-measurements") == "Delayed"
+        assert backend_for_decode(*said) == "GraphFakeBackend"
+
+
+def backend_for_decode(*args: str) -> str:
+    return answer(call("select", *args))["phases"]["decode"]["backend"]
+
+
 def test_people_see_what_changes(installed, file) -> None:
-    installed(Slow, FakeBackend)
-    result = bench("--keep", *STEPS[2:], *EXTEND)
-    assert result.exit_code == 0
-    said = " ".join(result.stdout.split())
-    assert "fakes/FakeBackend decode" in said
-    assert "conformant" in said
-    # Level in rank, FakeBackend came first by its name already.
-    assert "the choice stays: FakeBackend (fakes) serves" in said
-    assert "4 figures are kept in" in said
-    installed(Slow, FakeBackend)
-    again = bench("--keep", *STEPS[2:], *EXTEND)
-    assert again.exit_code == 0
-    assert len(read_measurements(file).measurements) == 4
+    # Level in rank: the one whose name comes first is chosen, here the faster and there the slower.
+    for factories, said in (
+        ((FakeBackend, Slow), "the choice stays: FakeBackend (fakes) serves"),
+        ((Slow, SlowAlone), "now: "),
+    ):
+        installed(*factories)
+        result = bench("--keep", *STEPS[2:])
+        assert result.exit_code == 0, result.output
+        words = " ".join(result.stdout.split())
+        assert f"fakes/{factories[1].__name__} decode" in words
+        assert "conformant" in words
+        assert said in words
+        assert "2 figures are kept in" in words
+    assert "before: Slow (fakes) serves extend and decode" in words
+    assert len(read_measurements(file).measurements) == 3
 
 
 @pytest.mark.parametrize("factory", [WrongElsewhere])

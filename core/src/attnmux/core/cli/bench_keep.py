@@ -23,6 +23,7 @@ from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from attnmux.core.benching.conformance import Check
+    from attnmux.core.benching.measuring import Row
     from attnmux.core.cli.bench_timing import Result
 
 
@@ -123,27 +124,32 @@ class Keeper:
         sound -= {(row.backend, row.workload.phase) for row in result.rows if row.status == "wrong"}
         offers = {offer.address: offer for offer in self.place.offers}
         now, device = datetime.now(timezone.utc), Device.of(platform)
-        found = []
-        for row in result.rows:
-            if row.median_us is None:
-                continue
-            phase = row.workload.phase
-            question = Question(request=self.request, platform=platform, phase=phase)
-            found.append(
-                Measurement(
-                    backend=row.backend,
-                    phase=phase,
-                    shape=shape_of(question),
-                    workload=str(row.workload),
-                    batch_size=row.workload.batch_size if phase == "decode" else None,
-                    device=device,
-                    versions=versions_of(offers[row.backend]),
-                    median_us=row.median_us,
-                    conformant=(row.backend, phase) in sound,
-                    date=now,
-                )
+        return tuple(
+            Measurement(
+                backend=row.backend,
+                phase=row.workload.phase,
+                shape=shape,
+                workload=str(row.workload),
+                batch_size=row.workload.batch_size if row.workload.phase == "decode" else None,
+                device=device,
+                versions=versions_of(offers[row.backend]),
+                median_us=row.median_us,
+                conformant=(row.backend, row.workload.phase) in sound,
+                date=now,
             )
-        return tuple(found)
+            for row in result.rows
+            if row.median_us is not None
+            for shape in self._shapes(row)
+        )
+
+    def _shapes(self, row: Row) -> Iterator[str]:
+        """Of what the row answers: what is asked, and the same from graphs if it was timed so."""
+        requests = [self.request]
+        if row.execution == "graph" and not self.request.graph:
+            requests.append(self.request.replace(graph=True))
+        for request in requests:
+            phase = row.workload.phase
+            yield shape_of(Question(request=request, platform=self.place.platform, phase=phase))
 
 
 @contextmanager

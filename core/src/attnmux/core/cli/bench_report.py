@@ -42,7 +42,7 @@ def report(result: Result, kept: Kept | None) -> None:
     console, reached = _console(), result.ceilings
     console.print(
         f"{result.place}: {reached.read_gbs:.3g} GB/s, {reached.matmul_tflops:.3g} TFLOP/s "
-        f"measured; {said_shapes(result.request)}; us of one layer's call"
+        f"measured; {_said_shapes(result.request)}; us of one layer's call"
     )
     for workload in dict.fromkeys(row.workload for row in result.rows):
         console.print()
@@ -74,7 +74,7 @@ def _print_changes(console: Console, kept: Kept) -> None:
     console.print(f"{len(kept.measurements)} figures are kept in {kept.path}", soft_wrap=True)
 
 
-def said_shapes(request: Request) -> str:
+def _said_shapes(request: Request) -> str:
     """The heads and dtypes that were timed: "32/8 heads of 128, bfloat16"."""
     heads = f"{request.num_q_heads}/{request.num_kv_heads} heads of {request.head_dim}"
     if request.latent:

@@ -55,6 +55,15 @@ def _decided(decision: Decision) -> dict[str, Any]:
             phase: {"backend": choice.backend, "plugin": choice.plugin}
             for phase, choice in decision.phases.items()
         },
+        "decode_sizes": [
+            {
+                "least": each.least,
+                "most": each.most,
+                "backend": each.choice.backend,
+                "plugin": each.choice.plugin,
+            }
+            for each in decision.decode_sizes
+        ],
     }
 
 
@@ -66,6 +75,8 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         phase: f"{choice.backend} ({choice.plugin})"
         for phase, choice in runner.decision.phases.items()
     }
+    for each in runner.decision.decode_sizes:
+        served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
     graphs = "" if runner.graphs is None else " in graphs"
     parts = [
         f"prefill: {timings.prefill_tokens} tokens, "
