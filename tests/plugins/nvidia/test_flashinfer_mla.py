@@ -161,6 +161,14 @@ def test_the_pools_pages_are_the_kernels(spy, page_size) -> None:
     assert spy.arguments("plan", "kv_indptr")[0].tolist() == [0, pages[0], sum(pages)]
 
 
+@pytest.mark.parametrize("page_size", [3, 48])
+def test_pages_of_any_size(page_size) -> None:
+    """No powers of two; requests end within a page, with one and behind one."""
+    ends = (page_size - 1, page_size, page_size + 1, 100)
+    steps = decode(*ends), extend(*((end, 5) for end in ends))
+    assert_agrees(*steps, page_size=page_size, lse=True)
+
+
 def test_only_steps_of_several_rows_are_causal(spy) -> None:
     spy.run_steps(decode(5), extend((9, 1), (4, 1)), extend((9, 1), (4, 2)), verify(3, 9),
                   spec_topk=1)  # fmt: skip
@@ -391,6 +399,14 @@ def test_graphs_of_two_modes_on_one_backend(sizes) -> None:
             torch.testing.assert_close(out, eager)
 
 
+@pytest.mark.parametrize("room", [5, 1 << 14])
+@pytest.mark.parametrize("heads", [16, 20])
+def test_graphs_of_padded_heads_and_of_steps_that_are_cut(monkeypatch, heads, room) -> None:
+    monkeypatch.setattr(steps_module, "PLAN_TILES", room)
+    steps = verify(4, 9, 60), verify(4, 58, 3)
+    assert_agrees(*steps, spec_topk=1, num_q_heads=heads, lse=True, graph=True)
+
+
 def test_one_wrapper_serves_all_captured_sizes(spy) -> None:
     world = world_of(decode(5, 30))
     backend = backend_of(world, spy.kernels)
@@ -551,4 +567,4 @@ def test_plans_are_made_when_those_of_the_step_before_were_copied(spy, monkeypat
         monkeypatch.setattr(Staging, name, noted(name))
     spy.run_steps(extend((0, 4)), save_kv_cache=False)
     order = [method for method, _ in spy.calls if method in ("wait", "plan", "mark")]
-    assert order == ["wait", "plan", "mark"] * 2
+    assert order == ["wait", "plan", "mark", "plan", "mark"]

@@ -64,7 +64,7 @@ class FlashInferMLABackend(AttentionBackend):
         self._step = None
         if batch.forward_mode is ForwardMode.IDLE:
             return
-        step = Step(batch, self.context)
+        step = Step(batch, self.context, self._settings.page_size)
         graph = self._graph(batch, in_capture)
         if step.num_rows:
             self._staging.wait()
@@ -161,7 +161,6 @@ class FlashInferMLABackend(AttentionBackend):
         """Planned now: most calls have their keys in the pool."""
         planned = self._planned.get((Source.CALL, group))
         if planned is None:
-            self._staging.wait()
             planned = self._planned[Source.CALL, group] = self._plans.plan(Source.CALL, group, step)
             self._staging.mark()
         return planned
@@ -223,14 +222,15 @@ def _run(
     lse: torch.Tensor | None,
 ) -> None:
     for rows, wrapper in planned.calls:
-        of_rows, of_lse = (*queries, out), lse
+        given: tuple[torch.Tensor | None, ...] = (*queries, out, lse)
         if rows is not None:
-            of_rows = (queries[0][rows], queries[1][rows], out[rows])
-            of_lse = None if lse is None else lse[rows]
+            given = tuple(None if each is None else each[rows] for each in given)
+        q, q_rope, into, of_lse = given
         wrapper.run(
-            *of_rows[:2],
+            q,
+            q_rope,
             *latents,
-            out=of_rows[2],
+            out=into,
             lse=of_lse,
             return_lse=lse is not None,
             return_lse_base_on_e=True,

@@ -63,10 +63,10 @@ class Plans:
         settings, of_call = self._settings, source is Source.CALL
         page_size = 1 if of_call else settings.page_size
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
-        parts = step.parts(heads, page_size, of_call=of_call)
+        parts = step.parts(heads, of_call=of_call)
         slots = indices = self._workspace.new_empty(0, dtype=torch.int32)
         if not of_call:
-            slots = indices = step.indices(group, page_size, out)
+            slots = indices = step.indices(group, out)
         if of_call or settings.widens:
             keys = int(parts[-1].kv_indptr[-1])
             indices = torch.arange(keys, dtype=torch.int32, device=self._workspace.device)

@@ -42,63 +42,75 @@ class Part:
 class Step:
     """A batch with what its plans are made of."""
 
-    def __init__(self, batch: ForwardBatch, context: BackendContext) -> None:
-        """Raises InvalidInput for masks, items, picked keys, and without lengths on the host."""
+    num_rows: int
+    """Rows of Q that belong to requests."""
+    is_causal: bool
+    """Whether rows see different keys: a request's only row sees all of its keys."""
+
+    def __init__(self, batch: ForwardBatch, context: BackendContext, page_size: int) -> None:
+        """page_size: of the view that kernels have of the pool.
+
+        Raises InvalidInput for masks, items, picked keys, and without lengths on the host.
+        """
         _check_served(batch)
         self.batch = batch
         self._context = context
+        self._page_size = page_size
         if batch.forward_mode.is_decode():
-            kv_lens = _on_host(batch, "seq_lens_cpu")
-            q_lens = torch.ones_like(kv_lens)
+            self._kv_lens = _on_host(batch, "seq_lens_cpu")
+            self._q_lens = torch.ones_like(self._kv_lens)
+            least, most, self.num_rows = 1, 1, len(self._q_lens)
         else:
-            q_lens = _on_host(batch, "extend_seq_lens_cpu")
-            kv_lens = _on_host(batch, "extend_prefix_lens_cpu") + q_lens
-        self._q_lens = q_lens
-        self._kv_lens = kv_lens.masked_fill(q_lens == 0, 0)
-        self.num_rows = int(q_lens.sum())
-        """Rows of Q that belong to requests."""
-        self.is_causal = bool((q_lens > 1).any())
-        """Whether rows see different keys: a request's only row sees all of its keys."""
+            self._q_lens = _on_host(batch, "extend_seq_lens_cpu")
+            kv_lens = _on_host(batch, "extend_prefix_lens_cpu") + self._q_lens
+            self._kv_lens = kv_lens.masked_fill_(self._q_lens == 0, 0)
+            lens: list[int] = self._q_lens.tolist()
+            least, most, self.num_rows = min(lens, default=1), max(lens, default=0), sum(lens)
+        self._all_have_rows = least > 0
+        self.is_causal = most > 1
         _check_tokens(batch, self.num_rows)
-        self._indices: dict[tuple[int, int], torch.Tensor] = {}
+        self._kv_indptr = kv_indptr(self._kv_lens, page_size=page_size)
+        self._indices: dict[int, torch.Tensor] = {}
 
-    def parts(self, num_heads: int, page_size: int, *, of_call: bool) -> tuple[Part, ...]:
+    def parts(self, num_heads: int, *, of_call: bool) -> tuple[Part, ...]:
         """What plans for that many heads hold, in the order of the rows.
 
         of_call: the keys are those that the call brings, one page each.
         """
-        q_lens = self._q_lens
-        kv_lens = q_lens if of_call else self._kv_lens
-        starts = kv_indptr(kv_lens, page_size=page_size)[:-1]
-        has_rows = q_lens > 0
-        if not has_rows.all():
-            q_lens, kv_lens, starts = (each[has_rows] for each in (q_lens, kv_lens, starts))
+        q_lens, kv_lens, bounds = self._q_lens, self._kv_lens, self._kv_indptr
+        if of_call:
+            kv_lens, bounds = q_lens, kv_indptr(q_lens)
+        if not self._all_have_rows:
+            # Those without rows have no pages either.
+            has_rows = q_lens > 0
+            bounds = torch.cat([bounds[:-1][has_rows], bounds[-1:]])
+            q_lens, kv_lens = q_lens[has_rows], kv_lens[has_rows]
         tiles = self.num_rows * num_heads // TILE + 2 * len(q_lens)
         if tiles <= PLAN_TILES:
-            return (_part(0, q_lens, kv_lens, starts, page_size),)
+            rows = slice(0, self.num_rows)
+            qo_indptr = cu_seqlens(q_lens)
+            return (Part(rows=rows, qo_indptr=qo_indptr, kv_indptr=bounds, kv_lens=kv_lens),)
         parts, first_row = [], 0
-        for cut in _cut(q_lens, kv_lens, starts, num_heads):
-            part = _part(first_row, *cut, page_size)
+        for cut in _cut(q_lens, kv_lens, bounds[:-1], num_heads):
+            part = _part(first_row, *cut, 1 if of_call else self._page_size)
             parts.append(part)
             first_row = part.rows.stop
         return tuple(parts)
 
-    def indices(
-        self, group: PlanGroup, page_size: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def indices(self, group: PlanGroup, out: torch.Tensor | None = None) -> torch.Tensor:
         """The pages of all requests end to end, int32, made once for each group of the pool.
 
         out: where they go and what is returned, with whatever it holds behind them. A graph's plans
         are given all of it, since later steps have other lengths.
         """
-        key = (group.pool_group, page_size)
-        if key not in self._indices:
-            self._indices[key] = self._build(group, page_size, out)
-        return self._indices[key]
+        indices = self._indices.get(group.pool_group)
+        if indices is None:
+            indices = self._indices[group.pool_group] = self._build(group, out)
+        return indices
 
-    def _build(self, group: PlanGroup, page_size: int, out: torch.Tensor | None) -> torch.Tensor:
+    def _build(self, group: PlanGroup, out: torch.Tensor | None) -> torch.Tensor:
         pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
-        indptr = kv_indptr(self._kv_lens, page_size=page_size)
+        indptr, page_size = self._kv_indptr, self._page_size
         indices = kv_indices(
             table,
             self.batch.req_pool_indices,
