@@ -15,14 +15,14 @@ from attnmux.core.choosing.conditions import (
     versions,
 )
 
+_SM100 = versions(">=10.0,<11")
+
 
 def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
-        "version": versions(">=10.0,<11"),
         # Decode is left to another backend.
         "phase": one_of("extend"),
-        "kv_dtype": one_of(dtype, "fp4_e2m1"),
         "dtype": one_of(dtype),
         "deterministic": ANY,
         "lse": ANY,
@@ -30,26 +30,35 @@ def _clause(dtype: str, **more: Condition) -> Clause:
     return Clause(**{**everywhere, **more})
 
 
-def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
+def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition, **machine: Condition) -> Clause:
     return _clause(
         dtype,
         kind=one_of("mha"),
         page_size=one_of(128),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        sinks=ANY,
+        # The library wants them in bfloat16, which is coarser than float16's tolerance.
+        sinks=ANY if dtype == "bfloat16" else NONE,
         logit_cap=ANY,
+        **machine,
     )
 
 
-def _mla(dtype: str) -> Clause:
-    return _clause(
+def _on_sm100(dtype: str) -> tuple[Clause, ...]:
+    machine = {"version": _SM100, "kv_dtype": one_of(dtype, "fp4_e2m1")}
+    latent = _clause(
         dtype,
         kind=one_of("mla"),
         page_size=emulated(1),
         head_dim=ANY,
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
+        **machine,
+    )
+    return (
+        _mha(dtype, multiple_of(8, most=128), NONE, **machine),
+        _mha(dtype, one_of(192), one_of(128), **machine),
+        latent,
     )
 
 
@@ -57,6 +66,7 @@ FA4 = BackendCard(
     name="fa4",
     summary="FlashAttention 4 for prefill: SM100's tensor memory, MHA and MLA, K and V of two dims",
     status="planned",
+    factory="attnmux.nvidia.fa4.factory:make",
     # A pre-release: the only ones there are.
     requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
     extra="fa4",
@@ -79,15 +89,7 @@ FA4 = BackendCard(
         "kv_lora_rank": "flash_attn.cute's `qv`: 512 beside 64",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
-    clauses=tuple(
-        clause
-        for dtype in ("bfloat16", "float16")
-        for clause in (
-            _mha(dtype, multiple_of(8, most=128), NONE),
-            _mha(dtype, one_of(192), one_of(128)),
-            _mla(dtype),
-        )
-    ),
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _on_sm100(dtype)),
     priors=(
         Prior(
             rank=26,

@@ -1,0 +1,242 @@
+"""The emulator of `flash_attn.cute` itself: its signature, its conventions, what it refuses."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.nvidia.emulators.flash_attn_cute import FlashAttnCute
+
+RECORDED = json.loads(
+    (Path(__file__).parent / "data" / "flash-attn-4-4.0.0b18.json").read_text(encoding="utf-8")
+)
+SIGNATURE = RECORDED["signatures"]["flash_attn_varlen_func"]
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def packed(arch: int = 90, dim: int = 64, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Two requests, of three tokens and of two; four heads over two."""
+    given = {
+        "q": rows(5, 4, dim),
+        "k": rows(5, 2, dim),
+        "v": rows(5, 2, dim),
+        "cu_seqlens_q": ints(0, 3, 5),
+        "cu_seqlens_k": ints(0, 3, 5),
+        "return_lse": True,
+    }
+    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+
+
+def paged(
+    page_size: int = 128, dim: int = 64, arch: int = 90, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One request of two tokens on top of three."""
+    given = {
+        "q": rows(2, 4, dim),
+        "k": rows(9, page_size, 2, dim),
+        "v": rows(9, page_size, 2, dim),
+        "cu_seqlens_q": ints(0, 2),
+        "seqused_k": ints(5),
+        "page_table": ints(*range(1, 9)).view(1, -1),
+        "return_lse": True,
+    }
+    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+
+
+def latent(heads: int = 16, arch: int = 100, **more: Any) -> tuple[Any, Any]:
+    cache = rows(3, 128, 1, 576)
+    given = {
+        "q": rows(2, heads, 64),
+        "k": cache[..., 512:],
+        "v": cache[..., :512],
+        "qv": rows(2, heads, 512),
+        "cu_seqlens_q": ints(0, 2),
+        "seqused_k": ints(5),
+        "page_table": ints(2).view(1, 1),
+        "causal": True,
+        "return_lse": True,
+    }
+    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+
+
+def test_emulated_signature() -> None:
+    function = FlashAttnCute(arch=90).flash_attn_varlen_func
+    found = [
+        [each.name, each.kind.name, None if each.default is each.empty else repr(each.default)]
+        for each in inspect.signature(function).parameters.values()
+    ]
+    assert found == SIGNATURE
+
+
+def test_installed_signature() -> None:
+    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
+    try:
+        installed = distribution(RECORDED["distribution"])
+    except PackageNotFoundError:
+        pytest.skip(f"{RECORDED['distribution']} is not installed")
+    # It imports beside a CUDA driver alone.
+    module = ast.parse(Path(str(installed.locate_file(RECORDED["file"]))).read_text("utf-8"))
+    (arguments,) = (
+        node.args
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name == "flash_attn_varlen_func"
+    )
+    required = len(arguments.args) - len(arguments.defaults)
+    defaults = [None] * required + [ast.unparse(each) for each in arguments.defaults]
+    found = [
+        [argument.arg, "POSITIONAL_OR_KEYWORD", default]
+        for argument, default in zip(arguments.args, defaults, strict=True)
+    ]
+    assert [each for each in found if each in SIGNATURE] == SIGNATURE
+
+
+def test_lse_is_natural_and_by_heads() -> None:
+    q = torch.zeros(5, 4, 64, dtype=torch.bfloat16)
+    _, lse = packed(q=q, causal=True)
+    assert lse is not None
+    assert lse.shape == (4, 5)
+    seen = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0])
+    torch.testing.assert_close(lse, seen.log().expand(4, 5))
+
+
+def test_lse_of_latents_is_by_tokens() -> None:
+    _, lse = latent(q=torch.zeros(2, 16, 64).bfloat16(), qv=torch.zeros(2, 16, 512).bfloat16())
+    torch.testing.assert_close(lse, torch.tensor([4.0, 5.0]).log().view(2, 1).expand(2, 16))
+
+
+def test_no_lse_unless_it_is_asked_for() -> None:
+    assert packed(return_lse=False)[1] is None
+
+
+def test_sinks_are_in_lse() -> None:
+    q, sinks = torch.zeros(5, 4, 64, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+    _, lse = packed(q=q, causal=True, learnable_sink=sinks)
+    assert lse is not None
+    assert math.isclose(lse[0, 1].item(), math.log(2 + math.e), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "seen"),
+    [((None, None), 5), ((2, 0), 3), ((0, 0), 1), ((-1, -1), 5), ((-1, 0), 5)],
+)
+def test_windows_count_keys_before_a_token(window, seen) -> None:
+    q = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
+    _, lse = paged(q=q, causal=True, window_size=window)
+    assert lse is not None
+    assert math.isclose(lse[0, -1].item(), math.log(seen), rel_tol=1e-6)
+
+
+def test_a_row_without_keys() -> None:
+    """Causality counts from the end: of two queries over one key, the first has none."""
+    sinks = torch.ones(4, dtype=torch.bfloat16)
+    for arch, with_sink in ((90, math.nan), (100, 1.0)):
+        out, lse = paged(arch=arch, seqused_k=ints(1), causal=True)
+        assert lse is not None
+        assert not out[0].any()
+        assert lse[:, 0].isneginf().all()
+        _, lse = paged(arch=arch, seqused_k=ints(1), causal=True, learnable_sink=sinks)
+        assert lse is not None
+        torch.testing.assert_close(lse[0, 0].item(), with_sink, equal_nan=True)
+
+
+def test_a_request_without_keys_is_garbage() -> None:
+    out, lse = paged(seqused_k=ints(0), causal=True)
+    assert lse is not None
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_rows_of_no_request_are_not_computed() -> None:
+    out, _ = packed(q=rows(7, 4, 64), causal=True)
+    assert out[:5].isfinite().all()
+    assert out[5:].isnan().all()
+
+
+@pytest.mark.parametrize(("page_size", "spoils"), [(128, True), (64, False)])
+def test_what_is_loaded_behind_the_end_has_to_be_finite(page_size, spoils) -> None:
+    v = rows(9, page_size, 2, 64)
+    v[1, 5:] = torch.nan
+    out, _ = paged(page_size=page_size, v=v, causal=True)
+    assert bool(out.isnan().any()) == spoils
+
+
+def test_nothing_to_attend_to() -> None:
+    out, lse = packed(k=rows(0, 2, 64), v=rows(0, 2, 64), cu_seqlens_k=ints(0, 0, 0))
+    assert lse is not None
+    assert not out.any()
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dim": 60}, "not supported"),
+        ({"k": rows(5, 2, 64).half()}, "float16 != torch.bfloat16"),
+        ({"learnable_sink": torch.ones(4)}, "must be bfloat16"),
+        ({"num_splits": 2}, "SplitKV"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 5])}, "int32"),
+        ({"page_table": ints(1, 1).view(2, 1)}, "not supported with cu_seqlens_k"),
+        ({"q": rows(5, 3, 64)}, "divisible"),
+        ({"dim": 256, "arch": 100, "v": rows(5, 2, 128)}, "not supported"),
+    ],
+)
+def test_refused_over_packed_keys(more, said) -> None:
+    with pytest.raises(AssertionError, match=said):
+        packed(**more)
+
+
+def test_misaligned_rows_fault() -> None:
+    with pytest.raises(RuntimeError, match="misaligned"):
+        packed(q=rows(5, 4 * 64 + 1)[:, 1:].view(5, 4, 64))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dim", "arch"), [(128, 72, 90), (16, 80, 90), (128, 72, 100), (1, 128, 100)]
+)
+def test_pages_that_are_served(page_size, dim, arch) -> None:
+    out, _ = paged(page_size=page_size, dim=dim, arch=arch, causal=True)
+    assert out.isfinite().all()
+
+
+def test_pages_that_are_no_tile_want_regular_dims() -> None:
+    with pytest.raises(AssertionError, match="irregular"):
+        paged(page_size=64, dim=72)
+
+
+def test_pages_of_128_where_a_tile_has_fewer_keys() -> None:
+    with pytest.raises(RuntimeError, match="128"):
+        paged(dim=256)
+    assert paged(page_size=64, dim=256, causal=True, window_size=(4, 0))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"arch": 90}, "not supported"),
+        ({"softcap": 3.0}, "softcap"),
+        ({"window_size": (4, 0)}, "window"),
+        ({"heads": 24}, "packed"),
+    ],
+)
+def test_refused_over_latents(more, said) -> None:
+    with pytest.raises(AssertionError, match=said):
+        latent(**more)
+
+
+def test_heads_that_do_not_pack_are_served_unpacked() -> None:
+    assert latent(heads=24, pack_gqa=False)[0].shape == (2, 24, 512)
