@@ -63,7 +63,7 @@ def selected(*args: str) -> dict:
     return json.loads(result.stdout)
 
 
-def measure(file, **times: float) -> None:
+def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
     offers = {offer.card.name: offer for offer in load_plugins().offers()}
     request = Request.from_model(recall.PATH)
@@ -74,7 +74,8 @@ def measure(file, **times: float) -> None:
                 backend=offers[name].address,
                 phase=phase,
                 shape=shape_of(Question(request=request, platform=HERE, phase=phase)),
-                workload="batch=1",
+                workload=f"batch={batch_size}",
+                batch_size=batch_size,
                 device=Device.of(HERE),
                 versions=versions_of(offers[name]),
                 median_us=median_us,
@@ -105,6 +106,21 @@ def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypa
     monkeypatch.setenv("ATTNMUX_NO_MEASUREMENTS", "1")
     assert generated().hash == selected()["hash"]
     assert generated().phases["decode"].backend == favourite
+
+
+def test_so_do_those_of_batch_sizes(folder, generated) -> None:
+    usual = selected()["phases"]["decode"]["backend"]
+    other = {"torch_native": "flex_attention", "flex_attention": "torch_native"}[usual]
+    file = folder / "measured.json"
+    for batch_size, times in ((1, (100.0, 400.0)), (2, (100.0, 400.0)), (8, (100.0, 50.0))):
+        measure(file, batch_size=batch_size, **dict(zip((usual, other), times, strict=True)))
+    (folder / "attnmux.toml").write_text(f'measurements = "{file}"\n')
+    decision = generated()
+    assert decision.phases["decode"].backend == usual
+    (only,) = decision.decode_sizes
+    assert (only.least, only.most, only.choice.backend, only.gain) == (5, None, other, 0.5)
+    assert decision.hash == selected()["hash"]
+    assert generated(failed=[f"cpu/{other}"]).decode_sizes == ()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ class Row:
     median_us: float | None = None
     """Of one layer's call."""
     prepare_us: float | None = None
-    """Of what comes before the layers' calls, once a step: metadata, a library's plan."""
+    """Of what comes before the layers' calls, once a step: metadata, a library's plan. With a graph
+    only what runs outside of it counts."""
     share: float | None = None
     """Of what the device reaches: of its bandwidth in decode, of its matrix products in extend."""
     error: float | None = None

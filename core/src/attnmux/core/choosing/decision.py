@@ -71,7 +71,9 @@ class SizeRange:
     least: 0.05 is 5 %."""
 
     def __str__(self) -> str:
-        return f"{self.least} and more" if self.most is None else f"{self.least} to {self.most}"
+        if self.most is None:
+            return f"{self.least} and more"
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -228,7 +230,7 @@ class Decision:
         ]
         said += [
             f"{each.choice.backend} ({each.choice.plugin}) serves decode of {each} requests, "
-            f"which takes it {each.gain:.0%} less time at least (measured)"
+            f"saving at least {each.gain:.0%} of the time (measured)"
             for each in self.decode_sizes
         ]
         where = self.platform.name or str(self.platform)
