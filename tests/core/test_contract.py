@@ -42,7 +42,7 @@ def prepared(world: World, index: int = 0) -> PreparedStep:
 def arguments(step: PreparedStep, index: int = 0) -> dict[str, torch.Tensor | None]:
     given = step.inputs[index]
     named = {item.name: getattr(given, item.name) for item in fields(given)}
-    del named["layer"]
+    del named["layer"], named["topk_indices"]  # which the batch brings
     return {**named, "out": None, "lse": None}
 
 
