@@ -24,6 +24,8 @@ def _clause(dtype: str, phase: Condition, *, deterministic: Condition) -> Clause
         logit_cap=ANY,
         custom_mask=ANY,
         lse=ANY,
+        # The adapter masks by items (`multi_item`) and has kernels with `sinks`, but these have run
+        # on no device yet. Sinks would come without a logit cap, custom masks and encoders.
         # With `disable_split_kv` a captured decode also runs the blocks of the padded grid, which
         # its plan leaves unset (scheduler.cuh masks them only where it splits): illegal accesses.
         graph=ANY if deterministic is NONE else NONE,
