@@ -39,7 +39,7 @@ def candidate(arch: int) -> Candidate:
     )
 
 
-SM100 = candidate(100)
+SM90, SM100 = candidate(90), candidate(100)
 EMULATED = emulated(100)
 PAGES: dict[str, Any] = {"page_size": 128, "max_context_len": 256}
 LATENT: dict[str, Any] = {
@@ -51,6 +51,10 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "max_context_len": 256,
 }
+
+
+class TestFA4EmulatedOnSM90(AttentionBackendTests):
+    backend = SM90
 
 
 class TestFA4EmulatedOnSM100(AttentionBackendTests):
@@ -100,7 +104,7 @@ def run(
     ]
 
 
-@pytest.mark.parametrize("on", [SM100], ids=["sm100"])
+@pytest.mark.parametrize("on", [SM90, SM100], ids=["sm90", "sm100"])
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(72, 72), (96, 96), (192, 128)])
 @pytest.mark.parametrize("save_kv_cache", [True, False])
 def test_other_head_dims(on, head_dim, v_head_dim, save_kv_cache) -> None:
@@ -240,7 +244,7 @@ def test_steps_that_are_refused(step) -> None:
 
 def test_mixed_steps_are_served() -> None:
     step = extend((140, 1), (3, 6), mode=ForwardMode.MIXED)
-    outcome = run_case(SM100, Case(name="mixed", steps=(step,), **PAGES))
+    outcome = run_case(SM90, Case(name="mixed", steps=(step,), **PAGES))
     assert outcome.status == "passed", outcome.message
 
 

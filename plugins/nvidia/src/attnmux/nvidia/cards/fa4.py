@@ -16,6 +16,7 @@ from attnmux.core.choosing.conditions import (
 )
 
 _SM100 = versions(">=10.0,<11")
+_SM90 = versions(">=9.0,<10")
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -62,9 +63,17 @@ def _on_sm100(dtype: str) -> tuple[Clause, ...]:
     )
 
 
+def _on_sm90(dtype: str) -> tuple[Clause, ...]:
+    machine = {"version": _SM90, "kv_dtype": one_of(dtype)}
+    return (
+        _mha(dtype, multiple_of(8, most=128), NONE, **machine),
+        _mha(dtype, one_of(192), one_of(128), **machine),
+    )
+
+
 FA4 = BackendCard(
     name="fa4",
-    summary="FlashAttention 4 for prefill: SM100's tensor memory, MHA and MLA, K and V of two dims",
+    summary="FlashAttention 4 for prefill: MHA with K and V of two dims, and MLA on SM100",
     status="planned",
     factory="attnmux.nvidia.fa4.factory:make",
     # A pre-release: the only ones there are.
@@ -75,22 +84,36 @@ FA4 = BackendCard(
     companions=("flashinfer", "triton"),
     sources={
         "version": (
-            "the library has kernels for SM80, SM90 and SM120 too: without 8-bit KV, MLA and "
-            "splits of the keys, or without pages"
+            "the library has kernels for SM80 and SM120 too, without pages; SM90's are without a "
+            "latent and splits of the keys"
         ),
         "dtype": "flash_attn.cute: fp16 and bf16",
-        "kv_dtype": "SGLang's manual: 4 bits, and no e4m3",
+        "kv_dtype": "SGLang's manual: 4 bits on SM100, and no e4m3",
         "page_size": (
-            "a page is a tile of the kernel, which TMA loads whole; over a latent SGLang's manual "
+            "a page is a tile of the kernel, which TMA loads whole; on SM90 other pages need a "
+            "tile of 128 keys and dims that are multiples of 16; over a latent SGLang's manual "
             "has 1, which single tokens are to any page"
         ),
-        "head_dim": "flash_attn.cute, SM100: multiples of 8 up to 128; DeepSeek's 192",
+        "head_dim": (
+            "flash_attn.cute, SM100: multiples of 8 up to 128, and DeepSeek's 192; SM90 has tiles "
+            "of 128 keys for these alone"
+        ),
         "v_head_dim": "as head_dim: 128 beside 192",
         "kv_lora_rank": "flash_attn.cute's `qv`: 512 beside 64",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
-    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _on_sm100(dtype)),
+    clauses=tuple(
+        clause
+        for on in (_on_sm100, _on_sm90)
+        for dtype in ("bfloat16", "float16")
+        for clause in on(dtype)
+    ),
     priors=(
+        Prior(
+            rank=40,
+            when=when(version=_SM90),
+            source="not measured on SM90: behind fa3, flashinfer and triton",
+        ),
         Prior(
             rank=26,
             when=when(v_head_dim=NONE),
