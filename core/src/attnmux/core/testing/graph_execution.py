@@ -65,8 +65,6 @@ class _Graphs:
         *,
         host_lens: bool,
     ) -> None:
-        self._world = world
-        self._backend = backend
         serving = backend.select(steps[0].mode)
         sample = prepare_step(
             world,
@@ -74,11 +72,10 @@ class _Graphs:
             seq_len_fill=serving.get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
         )
-        self._layers = sample.inputs
-        self._outputs: dict[int, list[LayerOutput]] = {}
+        self._model = _Model(world, backend, sample.inputs)
         self._runner = GraphRunner(
             backend,
-            self._forward,
+            self._model.forward,
             _config(world.case, steps, sample.batch, host_lens=host_lens),
             devices=devices,
             inputs={
@@ -93,7 +90,7 @@ class _Graphs:
         outputs = self._runner.replay(step.batch, _by_name(step))
         num_tokens = step.batch.num_tokens
         size = padded_size(step.batch.batch_size, self._runner.batch_sizes)
-        for given, whole in zip(step.inputs, self._outputs[size or 0], strict=True):
+        for given, whole in zip(step.inputs, self._model.outputs[size or 0], strict=True):
             if not bool(whole.out[num_tokens:].isfinite().all()):
                 raise Disagreement(
                     f"layer {given.layer.layer_id}: a padding row of the graph is not finite"
@@ -107,7 +104,19 @@ class _Graphs:
             for out, lse in outputs
         ]
 
-    def _forward(
+
+class _Model:
+    """The layers that are captured. Apart from the graphs, which hold it: what a case took is freed
+    as the case ends, and not when cycles are looked for."""
+
+    def __init__(
+        self, world: World, backend: AttentionBackend, layers: Sequence[LayerInput]
+    ) -> None:
+        self._world, self._backend, self._layers = world, backend, layers
+        self.outputs: dict[int, list[LayerOutput]] = {}
+        """What each graph writes, by its number of requests."""
+
+    def forward(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The model: its layers, each on what it is given."""
@@ -120,7 +129,7 @@ class _Graphs:
             outputs.append(
                 call_layer(self._world, self._backend, given, batch, batch.num_tokens, index)
             )
-        self._outputs[batch.batch_size] = outputs
+        self.outputs[batch.batch_size] = outputs
         return [(output.out, output.lse) for output in outputs]
 
 
