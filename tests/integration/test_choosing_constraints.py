@@ -336,13 +336,12 @@ Falcon-H1: heads like any others
     nvidia:sm100 | falcon_h1 |  | all=trtllm_mha
     SGLang: triton for this model on SM100; its manual, never flashinfer
     here: a request knows no model's name, and its attention asks nothing that these do not serve
-fa4: SM100 and SM103
+fa4: SM90, SM100 and SM103
     nvidia:sm80  | gqa | prefill=fa4 | refused: version
-    nvidia:sm90  | gqa | prefill=fa4 | refused: version
     nvidia:sm110 | gqa | prefill=fa4 | refused: version
     nvidia:sm120 | gqa | prefill=fa4 | refused: version
     SGLang: checks no architecture, so that what is not built fails in the kernel
-    here: the library's other kernels lack 8-bit KV, a latent and splits of the keys, or pages
+    here: what else the library is built for takes no pages
 trtllm_mla: prefill
     nvidia:sm100 | mla | prefill=trtllm_mla | refused: phase
     SGLang: serves it, without graphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
 from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
+from attnmux.core.choosing.verified import Verified
 
 
 def _clause(dtype: str) -> Clause:
@@ -28,7 +29,6 @@ def _clause(dtype: str) -> Clause:
 CUTLASS_MLA = BackendCard(
     name="cutlass_mla",
     summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
-    status="planned",
     factory="attnmux.nvidia.cutlass_mla.factory:make",
     # Later releases, under the name sglang-kernel, have no `cutlass_mla_decode`.
     requires=("torch>=2.11", "sgl-kernel==0.3.21"),
@@ -41,6 +41,13 @@ CUTLASS_MLA = BackendCard(
             default=1,
             summary="parts that the keys of a request are split into; -1 lets the kernel choose, "
             "which a captured graph must not",
+        ),
+    ),
+    verified_on=(
+        Verified(
+            on="cutlass_mla_decode of sgl-kernel 0.3.21",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
         ),
     ),
     sources={

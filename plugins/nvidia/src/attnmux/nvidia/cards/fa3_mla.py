@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
 from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from attnmux.core.choosing.verified import Verified
 
 _PHASES = one_of("extend", "decode", "verify", "draft")
 
@@ -59,6 +60,13 @@ FA3_MLA = BackendCard(
             type=bool,
             default=False,
             summary="the library's schedule is computed once a step, and not in every layer",
+        ),
+    ),
+    verified_on=(
+        Verified(
+            on="flash_attn_with_kvcache of sglang-kernel 0.4.5",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
         ),
     ),
     sources={

@@ -14,6 +14,7 @@ from attnmux.core.choosing.conditions import (
     one_of,
     versions,
 )
+from attnmux.core.choosing.verified import Verified
 
 _SM100 = versions(">=10.0,<11")
 _SM90 = versions(">=9.0,<10")
@@ -82,6 +83,13 @@ FA4 = BackendCard(
     # SGLang's manual: not with trtllm_mha's decode, also where both take pages of 128.
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
+    verified_on=(
+        Verified(
+            on="flash_attn_varlen_func of flash-attn-4 4.0.0b18",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+    ),
     sources={
         "version": (
             "the library has kernels for SM80 and SM120 too, without pages; SM90's are without a "

@@ -13,6 +13,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
+from attnmux.core.choosing.verified import Verified
 
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
 
@@ -50,6 +51,13 @@ FLASHINFER_MLA = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
+    verified_on=(
+        Verified(
+            on="BatchMLAPagedAttentionWrapper of flashinfer 0.6.13",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+    ),
     sources={
         "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90",
         "runtime": 'README, "Supported CUDA Versions"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, one_of, versions
+from attnmux.core.choosing.verified import Verified
 
 
 def _clause(dtype: str) -> Clause:
@@ -36,6 +37,13 @@ FLASHMLA = BackendCard(
     companions=("flashinfer_mla",),
     # Over e4m3 rows, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
+    verified_on=(
+        Verified(
+            on="flash_mla_with_kvcache of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+    ),
     sources={
         "version": "dense decode is SM90a's alone; what the library has for SM100 is sparse",
         "dtype": "dense_decode.h: fp16 and bf16",
