@@ -203,9 +203,7 @@ def _has_mask(batch: ForwardBatch) -> bool:
 
 def _check_served(batch: ForwardBatch, *, is_tree: bool) -> None:
     if _has_mask(batch) and not is_tree:
-        raise InvalidInput(
-            "custom_mask", came="a mask", expected="None: the kernels take no mask"
-        )
+        raise InvalidInput("custom_mask", came="a mask", expected="None: the kernels take no mask")
     if batch.multi_item is not None:
         raise InvalidInput("multi_item", came="many items", expected="None")
 

@@ -14,6 +14,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
+from attnmux.core.choosing.verified import Verified
 
 HOPPER = versions(">=9.0,<10")
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
@@ -90,6 +91,13 @@ TRTLLM_MHA = BackendCard(
             type=int,
             default=0,
             summary="scratch memory, zeroed once; 0: 512 MiB",
+        ),
+    ),
+    verified_on=(
+        Verified(
+            on="the trtllm and XQA functions of flashinfer 0.6.13",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
         ),
     ),
     sources={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
 from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, runtimes, versions
+from attnmux.core.choosing.verified import Verified
 
 
 def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
@@ -30,7 +31,6 @@ def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
 TRTLLM_MLA = BackendCard(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA decode through flashinfer, in bf16 or e4m3; SM100 and SM120",
-    status="planned",
     factory="attnmux.nvidia.trtllm_mla.factory:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
@@ -43,6 +43,13 @@ TRTLLM_MLA = BackendCard(
             type=int,
             default=0,
             summary="scratch memory, zeroed once; 0: 128 MiB",
+        ),
+    ),
+    verified_on=(
+        Verified(
+            on="the trtllm and XQA functions of flashinfer 0.6.13",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
         ),
     ),
     sources={
