@@ -53,8 +53,9 @@ def widen(folder: Path, head_dim: int) -> None:
 def spread(rows: torch.Tensor, head_dim: int, factor: int) -> torch.Tensor:
     """Rows [heads * head_dim, …] of a projection as [heads * head_dim * factor, …]: each stands at
     `factor` times its place in its head, and zeros between."""
-    wide = rows.new_zeros(rows.shape[0] // head_dim, head_dim * factor, *rows.shape[1:])
-    wide[:, ::factor] = rows.unflatten(0, (-1, head_dim))
+    heads, rest = rows.shape[0] // head_dim, rows.shape[1:]
+    wide = rows.new_zeros(heads, head_dim * factor, *rest)
+    wide[:, ::factor] = rows.reshape(heads, head_dim, *rest)
     return wide.flatten(0, 1)
 
 
