@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,11 +11,20 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
-from attnmux.core.kv import MHATokenToKVPool, PagedAllocator, ReqToTokenPool
+from attnmux.core.kv import (
+    KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    PagedAllocator,
+    ReqToTokenPool,
+)
 from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
 
 Q_HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, torch.bfloat16
+RANK, ROPE = 512, 64
+LATENT_SCALING = 192**-0.5
+"""Of the expanded heads, 128 and 64 dims, of DeepSeek-V3."""
 COLD_BYTES = 256e6
 """Several times what a GPU's cache holds."""
 
@@ -30,18 +39,38 @@ class Workload:
     page_size: int = 16
     max_context_len: int = 0
     """What the engine allows, as wide as page tables in graphs are; 0: no more than `keys`."""
+    kind: Literal["mha", "mla", "nsa"] = "mha"
+    q_heads: int = Q_HEADS
+    topk: int = 0
+    """Keys that an indexer picks for each token, of kind nsa."""
 
     def __str__(self) -> str:
-        kind = "decode" if self.new == 1 else f"extend {self.new}"
+        kind = "decode" if self.is_decode else f"extend {self.new}"
         room = f" of {self.max_context_len}" if self.max_context_len else ""
-        return f"{kind} bs {self.batch_size}, ctx {self.keys}{room}, page {self.page_size}"
+        heads = f", {self.kind} of {self.q_heads} heads" if self.is_latent else ""
+        topk = f", top {self.topk}" if self.topk else ""
+        return (
+            f"{kind} bs {self.batch_size}, ctx {self.keys}{room}, page {self.page_size}"
+            f"{heads}{topk}"
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        return self.new == 1
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kind != "mha"
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch_size * self.keys * KV_HEADS * DIM * DTYPE.itemsize
+        """Of one layer: all keys that a step may read, in sparse decode those that are picked."""
+        width = RANK + ROPE if self.is_latent else 2 * KV_HEADS * DIM
+        seen = self.topk if self.is_decode and self.topk else self.keys
+        return self.batch_size * seen * width * DTYPE.itemsize
 
 
-WORKLOADS = (
+DENSE = (
     Workload(batch_size=1, keys=4096),
     Workload(batch_size=16, keys=4096),
     Workload(batch_size=64, keys=4096),
@@ -51,11 +80,43 @@ WORKLOADS = (
     Workload(batch_size=1, keys=4096, new=4096),
     Workload(batch_size=4, keys=8704, new=512),
 )
-TINY = (
+DENSE_TINY = (
     Workload(batch_size=2, keys=20),
     Workload(batch_size=2, keys=20, max_context_len=64),
     Workload(batch_size=2, keys=20, new=5, page_size=4),
     Workload(batch_size=2, keys=20, new=20),
+)
+LATENT_DECODE = tuple(
+    Workload(batch_size=size, keys=keys, page_size=64, kind="mla", q_heads=heads)
+    for size, keys, heads in ((1, 8192, 16), (64, 4096, 16), (64, 4096, 128), (128, 8192, 16))
+)
+LATENT = (
+    *LATENT_DECODE,
+    Workload(batch_size=4, keys=4096, new=512, page_size=64, kind="mla", q_heads=16),
+)
+LATENT_DECODE_TINY = (Workload(batch_size=2, keys=70, page_size=64, kind="mla", q_heads=16),)
+LATENT_TINY = (
+    *LATENT_DECODE_TINY,
+    Workload(batch_size=2, keys=70, new=5, page_size=64, kind="mla", q_heads=16),
+)
+EXTEND = (
+    Workload(batch_size=1, keys=4096, new=4096, page_size=128),
+    Workload(batch_size=4, keys=8704, new=512, page_size=128),
+)
+EXTEND_TINY = (Workload(batch_size=2, keys=130, new=5, page_size=128),)
+PAGED = tuple(each for each in DENSE if each.page_size > 1)
+PAGED_TINY = (
+    Workload(batch_size=2, keys=20),
+    Workload(batch_size=2, keys=20, max_context_len=64),
+    Workload(batch_size=2, keys=20, new=5),
+)
+SPARSE = tuple(
+    Workload(batch_size=size, keys=8192, new=new, page_size=64, kind="nsa", q_heads=128, topk=2048)
+    for size, new in ((1, 1), (16, 1), (64, 1), (1, 512))
+)
+SPARSE_TINY = tuple(
+    Workload(batch_size=2, keys=150, new=new, page_size=64, kind="nsa", q_heads=64, topk=128)
+    for new in (1, 3)
 )
 
 
@@ -67,31 +128,60 @@ class Setup:
     context: BackendContext
     batch: ForwardBatch
     q: torch.Tensor
+    """[T, Hq, D], of a latent the part without positions, [T, Hq, 512]."""
+    q_rope: torch.Tensor | None
+    """[T, Hq, 64], of a latent."""
     pages: torch.Tensor
     """[B, pages of a request] int32."""
+    slots: torch.Tensor
+    """[B, keys] int64: where each request's keys lie."""
+
+    @property
+    def scaling(self) -> float:
+        return self.context.layers[0].scaling
+
+    def bounds(self) -> torch.Tensor:
+        """[B + 1] int32: where each request's queries begin."""
+        work, device = self.workload, self.q.device
+        end = work.batch_size * work.new + 1
+        return torch.arange(0, end, work.new, dtype=torch.int32, device=device)
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer, [pages, page, Hkv, D]."""
         pool, page = self.context.token_to_kv_pool, self.workload.page_size
-        shape = (-1, page, KV_HEADS, DIM)
         return [
-            (keys.view(shape), values.view(shape))
+            (keys.view(-1, page, *keys.shape[1:]), values.view(-1, page, *values.shape[1:]))
             for keys, values in map(pool.get_kv_buffer, pool.layer_ids)
         ]
 
+    def latents(self) -> list[torch.Tensor]:
+        """The rows of each latent layer, [pages, page, 1, 576]."""
+        pool, page = self.context.token_to_kv_pool, self.workload.page_size
+        buffers = map(pool.get_key_buffer, pool.layer_ids)
+        return [buffer.view(-1, page, *buffer.shape[1:]) for buffer in buffers]
+
     def new_kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of the new tokens in each layer, [T, Hkv, D], as the pool holds them."""
+        """K and V of the new tokens in each layer, [T, Hkv, D], as the pool holds them; of a latent
+        its two parts."""
         pool, loc = self.context.token_to_kv_pool, self.batch.out_cache_loc
+        if self.workload.is_latent:
+            rows = [pool.get_key_buffer(layer_id)[loc] for layer_id in pool.layer_ids]
+            return [(row[..., :RANK].contiguous(), row[..., RANK:].contiguous()) for row in rows]
         return [
             (keys[loc], values[loc]) for keys, values in map(pool.get_kv_buffer, pool.layer_ids)
         ]
 
-    def write(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the new tokens' K and V."""
-        context = self.context
-        context.token_to_kv_pool.set_kv_buffer(
-            context.layer(layer_id), self.batch.out_cache_loc, k, v, None, None
+    def write(self, layer_id: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Store the new tokens' K and V, as `new_kv` gives them."""
+        pool, loc, layer = (
+            self.context.token_to_kv_pool,
+            self.batch.out_cache_loc,
+            self.context.layer(layer_id),
         )
+        if self.workload.is_latent:
+            pool.set_mla_kv_buffer(layer, loc, first, second)
+        else:
+            pool.set_kv_buffer(layer, loc, first, second, None, None)
 
 
 def make_setup(workload: Workload, device: torch.device) -> Setup:
@@ -101,32 +191,12 @@ def make_setup(workload: Workload, device: torch.device) -> Setup:
     per_request = -(-workload.keys // page)
     size = batch_size * per_request * page
     longest = workload.max_context_len or workload.keys
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=page,
-        dtype=DTYPE,
-        layer_ids=range(layers),
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        device=device,
-    )
-    for layer_id in pool.layer_ids:
-        for buffer in pool.get_kv_buffer(layer_id):
-            buffer.normal_()
+    pool = _pool(workload, size, layers, device)
     context = BackendContext(
-        request=Request(
-            kind="mha",
-            num_q_heads=Q_HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype="bfloat16",
-            kv_dtype="bfloat16",
-            page_size=page,
-            phases=("extend", "decode"),
-        ),
+        request=_request(workload),
         platform=Platform.parse("nvidia:sm90,cuda=13.0"),
         device=device,
-        layers=tuple(map(_layer, range(layers))),
+        layers=tuple(_layer(workload, layer_id) for layer_id in range(layers)),
         req_to_token_pool=ReqToTokenPool(batch_size, longest, device),
         token_to_kv_pool=pool,
         workspace=Workspace(device),
@@ -135,24 +205,68 @@ def make_setup(workload: Workload, device: torch.device) -> Setup:
     )
     slots = PagedAllocator(size, page, device).alloc(size).view(-1, page)
     slots = slots[torch.randperm(len(slots), device=device)].view(batch_size, -1)
+    tokens, heads = batch_size * workload.new, workload.q_heads
+    width = RANK if workload.is_latent else DIM
+    q_rope = torch.randn(tokens, heads, ROPE, device=device).to(DTYPE)
     return Setup(
         workload=workload,
         context=context,
         batch=_batch(workload, context, slots[:, : workload.keys]),
-        q=torch.randn(batch_size * workload.new, Q_HEADS, DIM, device=device).to(DTYPE),
+        q=torch.randn(tokens, heads, width, device=device).to(DTYPE),
+        q_rope=q_rope if workload.is_latent else None,
         pages=(slots[:, ::page] // page).int().contiguous(),
+        slots=slots[:, : workload.keys],
     )
 
 
-def _layer(layer_id: int) -> LayerSpec:
+def _pool(workload: Workload, size: int, layers: int, device: torch.device) -> KVPool:
+    """Random values."""
+    given: dict[str, Any] = {
+        "size": size,
+        "page_size": workload.page_size,
+        "dtype": DTYPE,
+        "layer_ids": range(layers),
+        "device": device,
+    }
+    if workload.is_latent:
+        latent = MLATokenToKVPool(**given, kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
+        for layer_id in latent.layer_ids:
+            latent.get_key_buffer(layer_id).normal_()
+        return latent
+    pool = MHATokenToKVPool(**given, num_kv_heads=KV_HEADS, head_dim=DIM)
+    for layer_id in pool.layer_ids:
+        for buffer in pool.get_kv_buffer(layer_id):
+            buffer.normal_()
+    return pool
+
+
+def _request(workload: Workload) -> Request:
+    shapes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": DIM}
+    if workload.is_latent:
+        shapes = {"num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128}
+        shapes |= {"kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
+    return Request(
+        kind=workload.kind,
+        num_q_heads=workload.q_heads,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=workload.page_size,
+        phases=("extend", "decode"),
+        **shapes,
+    )
+
+
+def _layer(workload: Workload, layer_id: int) -> LayerSpec:
+    is_latent = workload.is_latent
     return LayerSpec(
         layer_id=layer_id,
-        tp_q_head_num=Q_HEADS,
-        tp_k_head_num=KV_HEADS,
-        tp_v_head_num=KV_HEADS,
-        qk_head_dim=DIM,
-        v_head_dim=DIM,
-        scaling=DIM**-0.5,
+        kind="mla" if is_latent else "mha",
+        tp_q_head_num=workload.q_heads,
+        tp_k_head_num=1 if is_latent else KV_HEADS,
+        tp_v_head_num=1 if is_latent else KV_HEADS,
+        qk_head_dim=RANK + ROPE if is_latent else DIM,
+        v_head_dim=RANK if is_latent else DIM,
+        scaling=LATENT_SCALING if is_latent else DIM**-0.5,
     )
 
 
@@ -164,9 +278,11 @@ def _batch(workload: Workload, context: BackendContext, slots: torch.Tensor) -> 
     table.write(rows, torch.zeros_like(lens), lens, slots.flatten())
     news = torch.full_like(lens, new)
     places = torch.arange(workload.keys - new, workload.keys, device=slots.device)
-    extends: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if workload.topk:
+        more["topk_indices"] = _picks(workload, places.repeat(workload.batch_size))
     if new > 1:
-        extends = {
+        more |= {
             "extend_seq_lens": news,
             "extend_seq_lens_cpu": news.cpu(),
             "extend_prefix_lens": lens - news,
@@ -182,5 +298,14 @@ def _batch(workload: Workload, context: BackendContext, slots: torch.Tensor) -> 
         seq_lens_sum=workload.keys * workload.batch_size,
         out_cache_loc=slots[:, -new:].flatten(),
         positions=places.repeat(workload.batch_size),
-        **extends,
+        **more,
     )
+
+
+def _picks(workload: Workload, places: torch.Tensor) -> torch.Tensor:
+    """[T, topk] int32: of each token as many places in front of it, its own too, as an indexer
+    picks, in any order. places: [T], the tokens' own; each has as many in front of it."""
+    scores = torch.rand(len(places), workload.keys, device=places.device)
+    columns = torch.arange(workload.keys, device=places.device)
+    scores.masked_fill_(columns > places.unsqueeze(1), -1)
+    return scores.topk(workload.topk, dim=1).indices.int()

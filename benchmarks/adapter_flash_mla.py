@@ -1,0 +1,132 @@
+"""FlashMLA's adapters for `adapters.py`: `flashmla`, over all keys, and `nsa`, over picked ones.
+
+Their kernels take a row of Q whole, which the contract gives in two parts, and `nsa`'s takes slots,
+which an indexer gives as places in the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes
+from benchmarks.adapter_workloads import (
+    LATENT_DECODE,
+    LATENT_DECODE_TINY,
+    RANK,
+    SPARSE,
+    SPARSE_TINY,
+    Setup,
+)
+from benchmarks.timing import Call
+
+from attnmux.core.backend import BackendContext
+from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.nvidia.emulators.flash_mla import flash_mla
+from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA
+from attnmux.nvidia.flashmla import FlashMLABackend
+from attnmux.nvidia.flashmla import Kernels as DenseKernels
+from attnmux.nvidia.flashmla.providers import PROVIDERS as DENSE_PROVIDERS
+from attnmux.nvidia.flashmla.providers import from_flash_mla as dense_kernels
+from attnmux.nvidia.flashmla.trial import try_kernels
+from attnmux.nvidia.nsa import Kernels as SparseKernels
+from attnmux.nvidia.nsa import NSABackend
+from attnmux.nvidia.nsa.providers import PROVIDERS as SPARSE_PROVIDERS
+from attnmux.nvidia.nsa.providers import from_flash_mla as sparse_kernels
+from attnmux.nvidia.nsa.trial import measured_lse_unit
+
+DISTRIBUTIONS = ("sgl-flash-mla", "sglang-kernel")
+
+
+def _first(
+    providers: Mapping[str, Callable[[Any], Any]], trial: Callable[[Any, BackendContext], object]
+) -> Callable[[BackendContext], Any]:
+    """The package that the adapter's factory would take, so that both sides call the same one."""
+
+    def installed(context: BackendContext) -> Any:  # noqa: ANN401  # the Kernels of either
+        reasons = []
+        for module, provide in providers.items():
+            try:
+                kernels = provide(import_module(module))
+                trial(kernels, context)
+            except (ImportError, OSError, BackendFailed) as error:
+                reasons.append(f"{module}: {in_brief(error)}")
+            else:
+                return kernels
+        raise ImportError("; ".join(reasons))
+
+    return installed
+
+
+def _dense(kernels: DenseKernels, setup: Setup) -> Ways:
+    work, lens = setup.workload, setup.batch.seq_lens
+    assert setup.q_rope is not None
+    parts = [setup.q, setup.q_rope]
+    tiles, splits = kernels.schedule(lens, work.q_heads, False)
+    step: dict[str, Any] = {
+        "softmax_scale": setup.scaling,
+        "causal": True,
+        **kernels.schedule_arguments(tiles, splits),
+        **kernels.constants,
+    }
+
+    def attend(rows: torch.Tensor, q: torch.Tensor) -> object:
+        return kernels.flash_mla_with_kvcache(q.unsqueeze(1), rows, setup.pages, lens, RANK, **step)
+
+    def both(rows: torch.Tensor) -> object:
+        return attend(rows, torch.cat(parts, dim=-1))
+
+    q = torch.cat(parts, dim=-1)
+    latents = setup.latents()
+    same: list[Call] = [partial(both, rows) for rows in latents]
+    alone: list[Call] = [partial(attend, rows, q) for rows in latents]
+    return {SAME: same, ALONE: alone}
+
+
+def _sparse(kernels: SparseKernels, setup: Setup) -> Ways:
+    work, picks = setup.workload, setup.batch.topk_indices
+    assert setup.q_rope is not None
+    assert picks is not None
+    parts, slots = [setup.q, setup.q_rope], setup.slots.int().flatten()
+    starts = torch.arange(work.batch_size, dtype=torch.int32, device=picks.device) * work.keys
+    starts = starts.repeat_interleave(work.new).unsqueeze(1)
+
+    def attend(rows: torch.Tensor, q: torch.Tensor, indices: torch.Tensor) -> object:
+        return kernels.flash_mla_sparse_fwd(
+            q, rows.flatten(0, 1), indices.unsqueeze(1), setup.scaling, RANK, **kernels.constants
+        )
+
+    def both(rows: torch.Tensor) -> object:
+        return attend(rows, torch.cat(parts, dim=-1), slots[starts + picks])
+
+    q, indices, latents = torch.cat(parts, dim=-1), slots[starts + picks], setup.latents()
+    same: list[Call] = [partial(both, rows) for rows in latents]
+    alone: list[Call] = [partial(attend, rows, q, indices) for rows in latents]
+    return {SAME: after_writes(setup, same), ALONE: after_writes(setup, alone)}
+
+
+def _nsa(context: BackendContext, kernels: SparseKernels) -> NSABackend:
+    return NSABackend(context, {}, kernels, lse_unit=measured_lse_unit(kernels, context))
+
+
+FLASHMLA = Adapter(
+    distributions=DISTRIBUTIONS,
+    workloads=LATENT_DECODE,
+    tiny=LATENT_DECODE_TINY,
+    installed=_first(DENSE_PROVIDERS, try_kernels),
+    emulated=lambda: dense_kernels(flash_mla),
+    backend=lambda context, kernels: FlashMLABackend(context, {}, kernels),
+    ways=_dense,
+)
+NSA = Adapter(
+    distributions=DISTRIBUTIONS,
+    workloads=SPARSE,
+    tiny=SPARSE_TINY,
+    installed=_first(SPARSE_PROVIDERS, measured_lse_unit),
+    emulated=lambda: sparse_kernels(FlashMLA),
+    backend=_nsa,
+    ways=_sparse,
+)
