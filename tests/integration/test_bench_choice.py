@@ -1,0 +1,232 @@
+"""The benchmark of the solver's choice: whom it compares, and when a bar is missed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.failures import PluginFailure
+from attnmux.core.choosing.probe import Detection
+from attnmux.core.cli import run as shared
+
+torch = pytest.importorskip("torch", reason="timing runs the backends")
+
+from attnmux.core.benching.timing import Ceilings  # noqa: E402
+from attnmux.core.benching.workload import Workload  # noqa: E402
+from attnmux.core.cli import bench_timing  # noqa: E402
+from attnmux.core.testing import FakeBackend, fake_card, fake_platform  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    # Hundreds of MB and of megaflops, for each model
+    reached = Ceilings(read_gbs=10.0, matmul_tflops=0.5)
+    monkeypatch.setattr(bench_timing, "ceilings", lambda *_: reached)
+    return importlib.import_module("benchmarks.choice")
+
+
+class Slow(FakeBackend):
+    """Many times the work where it decodes more than one request."""
+
+    def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
+        for _ in range(20 if batch.batch_size > 1 else 0):
+            super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+        return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+
+
+class SlowAlone(FakeBackend):
+    """The same for one request alone."""
+
+    def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
+        for _ in range(20 if batch.batch_size == 1 else 0):
+            super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+        return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+
+
+class Wrong(FakeBackend):
+    def attend(self, *args, **kwargs):
+        out, lse = super().attend(*args, **kwargs)
+        return out * 1.1, lse
+
+
+class Installed:
+    """Plugins with cards of this test's."""
+
+    failures: tuple[PluginFailure, ...] = ()
+    loaded = ("of-this-test",)
+
+    def __init__(self, offers: tuple[Offer, ...]) -> None:
+        self._offers = offers
+
+    def offers(self) -> tuple[Offer, ...]:
+        return self._offers
+
+
+@pytest.fixture
+def installed(monkeypatch, request):
+    monkeypatch.setitem(sys.modules, __name__, request.module)
+    here = replace(fake_platform(), name="a machine")
+    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(here,)))
+
+    def put(*factories: type) -> None:
+        offers = tuple(
+            Offer(
+                card=replace(
+                    fake_card(),
+                    name=factory.__name__,
+                    factory=f"{factory.__module__}:{factory.__name__}",
+                ),
+                plugin="fakes",
+                distribution="attnmux-fake",
+                version="1.0",
+            )
+            for factory in factories
+        )
+        monkeypatch.setattr(shared, "load_plugins", lambda *_: Installed(offers))
+
+    return put
+
+
+def called(choice, *args: str) -> str:
+    result = CliRunner().invoke(choice.main, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+QUICK = ("--seconds", "0.003", "--check-seconds", "0.05")
+
+
+def test_the_backends_of_a_cpu(choice, tmp_path) -> None:
+    pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
+    path = tmp_path / "figures.json"
+    given = ("--tiny", "--without", "flex_attention", "--json", str(path))
+    output = called(choice, *given, *QUICK)
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert len(figures["choice"]) == 3
+    assert len(figures["sizes"]) == 2
+    for step in (*figures["choice"], *figures["sizes"]):
+        assert step["times"][step["chosen"]] > 0
+        assert "cpu/flex_attention" not in step["times"]
+    assert [text.split(":")[0] for text in figures["said"]] == [
+        "choice, geometric mean",
+        "choice, worst",
+        "decode sizes, worst",
+        "always nvidia/fa3",
+    ]
+    assert all(text in output for text in figures["said"])
+
+
+def test_each_size_is_decoded_by_its_backend(choice, installed, monkeypatch, tmp_path) -> None:
+    """Of two of which each is slow at a size, the machine's own measurements being left alone."""
+    kept = tmp_path / "measurements.json"
+    monkeypatch.setenv("ATTNMUX_MEASUREMENTS", str(kept))
+    installed(Slow, SlowAlone, Wrong)
+    measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
+        seconds=0.003, check_seconds=0.05
+    )
+    served, told = measuring.serve(choice.TINY_SIZES)
+    assert [each.chosen for each in served] == ["fakes/Slow", "fakes/SlowAlone"]
+    assert [each.best for each in served] == ["fakes/Slow", "fakes/SlowAlone"]
+    assert all("fakes/Wrong" not in each.times for each in served)
+    assert any(text.startswith("fakes/Wrong, decode:bs=1,ctx=9: wrong") for text in told)
+    assert choice.sizes_bar(served).is_kept
+    assert choice.sizes_bar(served).found < 1.01
+    assert not kept.exists()
+
+
+def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
+    installed(FakeBackend, Slow)
+    measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
+        without=("FakeBackend",), seconds=0.003, check_seconds=0.05
+    )
+    served, _ = measuring.serve(choice.TINY_SIZES)
+    assert [(each.chosen, list(each.times)) for each in served] == [
+        ("fakes/Slow", ["fakes/Slow"])
+    ] * 2
+
+
+def test_a_model_that_fails_misses_the_bars_and_the_others_go_on(choice, installed) -> None:
+    installed()
+    output = called(choice, "--part", "choice", *QUICK)
+    assert "choice, worst: no figure, at most 1.05: MISSED" in output
+    assert "no backend serves this" in output or "no plugin" in output
+
+
+def step(choice, chosen: str, size: int = 1, **times: float) -> Any:
+    return choice.Served(
+        model="a model",
+        workload=Workload(phase="decode", batch_size=size, prefix=8),
+        chosen=chosen,
+        times=times,
+    )
+
+
+def test_the_bars_of_the_choice(choice) -> None:
+    kept = [step(choice, "a", a=100.0, b=101.0), step(choice, "a", 2, a=100.0, b=99.0)]
+    mean, worst = choice.choice_bars(kept)
+    assert mean.found == pytest.approx((100 / 99) ** 0.5)
+    assert worst.found == pytest.approx(100 / 99)
+    assert worst.where.startswith("decode:bs=2")
+    assert mean.is_kept
+    assert worst.is_kept
+    mean, worst = choice.choice_bars([*kept, step(choice, "a", 4, a=106.0, b=100.0)])
+    assert not mean.is_kept
+    assert not worst.is_kept
+
+
+def test_a_chosen_backend_without_a_time_misses_every_bar(choice) -> None:
+    served = [step(choice, "a", a=1.0, b=2.0), step(choice, "c", 2, a=1.0)]
+    bars = [*choice.choice_bars(served), choice.sizes_bar(served)]
+    assert [bar.is_kept for bar in bars] == [False] * 3
+    assert "decode:bs=2" in bars[0].where
+
+
+def test_sizes_are_compared_with_the_one_backend_that_is_best_over_all(choice) -> None:
+    served = [
+        step(choice, "b", 1, a=100.0, b=102.0),
+        step(choice, "b", 2, a=100.0, b=50.0),
+        step(choice, "c", 4, a=100.0, b=120.0, c=90.0),
+    ]
+    assert choice.best_single(served) == "b"
+    assert choice.sizes_bar(served).found == pytest.approx(1.0)
+    served[0] = step(choice, "a", 1, a=104.0, b=102.0)
+    assert not choice.sizes_bar(served).is_kept
+    assert "batch size 1, against b alone" in str(choice.sizes_bar(served))
+
+
+def test_what_always_one_costs(choice) -> None:
+    served = [
+        choice.Served(model="m", workload=Workload.parse(text), chosen="x", times=times)
+        for text, times in (
+            ("decode:bs=1,ctx=9", {"nvidia/fa3": 2.0, "x": 1.0}),
+            ("decode:bs=2,ctx=9", {"nvidia/fa3_mla": 1.0, "x": 2.0}),
+            ("decode:bs=4,ctx=9", {"x": 2.0}),
+        )
+    ]
+    said = choice.always(served)
+    assert "geometric mean 1.4142, worst 2.0000 (of 2 steps out of 3)" in said
+
+
+def test_the_steps_are_those_that_kernels_are_compared_on(choice) -> None:
+    workloads = [each for model in choice.MODELS for each in model.workloads]
+    kinds = [
+        (each.phase, model.request.kind) for model in choice.MODELS for each in model.workloads
+    ]
+    assert kinds.count(("decode", "mha")) == 11
+    assert kinds.count(("decode", "mla")) == 4
+    assert kinds.count(("extend", "mha")) == 4
+    assert len(workloads) == 19
+    sizes = [each.batch_size for each in choice.SIZES.workloads]
+    assert (sizes[0], sizes[-1]) == (1, 64)
+    assert {each.keys for each in choice.SIZES.workloads} == {4096}
