@@ -5,17 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from benchmarks.adapter_grids import DENSE, DENSE_TINY, EXTEND, EXTEND_TINY, LATENT, LATENT_TINY
 from benchmarks.adapter_sides import SAME, Adapter, Ways, after_writes, kernels_of
-from benchmarks.adapter_workloads import (
-    DENSE,
-    DENSE_TINY,
-    EXTEND,
-    EXTEND_TINY,
-    LATENT,
-    LATENT_TINY,
-    RANK,
-    Setup,
-)
+from benchmarks.adapter_workloads import RANK, Setup
 from benchmarks.timing import Call
 
 from attnmux.nvidia.emulators import sgl_flash_attn

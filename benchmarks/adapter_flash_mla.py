@@ -12,15 +12,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from benchmarks.adapter_grids import LATENT_DECODE, LATENT_DECODE_TINY, SPARSE, SPARSE_TINY
 from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes
-from benchmarks.adapter_workloads import (
-    LATENT_DECODE,
-    LATENT_DECODE_TINY,
-    RANK,
-    SPARSE,
-    SPARSE_TINY,
-    Setup,
-)
+from benchmarks.adapter_workloads import RANK, Setup
 from benchmarks.timing import Call
 
 from attnmux.core.backend import BackendContext

@@ -6,36 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.adapter_sides import ALONE, ONE, SAME, Adapter, Ways, after_writes, kernels_of
-from benchmarks.adapter_workloads import (
-    DENSE,
-    DENSE_TINY,
-    DIM,
-    DTYPE,
-    KV_HEADS,
-    LATENT,
-    LATENT_TINY,
-    PAGED,
-    PAGED_TINY,
-    Q_HEADS,
-    RANK,
-    ROPE,
-    Setup,
-)
+from benchmarks.adapter_grids import DENSE, DENSE_TINY, LATENT, LATENT_TINY
+from benchmarks.adapter_sides import ONE, SAME, Adapter, Ways, after_writes, kernels_of
+from benchmarks.adapter_workloads import DIM, DTYPE, KV_HEADS, Q_HEADS, RANK, ROPE, Setup
 from benchmarks.timing import Call
 
 from attnmux.core.choosing.options import complete
 from attnmux.nvidia.cards.flashinfer import FLASHINFER as FLASHINFER_CARD
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA as FLASHINFER_MLA_CARD
-from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA as TRTLLM_MHA_CARD
 from attnmux.nvidia.emulators import flashinfer as emulated
-from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_prefill
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer_mla.backend import FlashInferMLABackend
 from attnmux.nvidia.flashinfer_mla.kernels import Kernels as MLAKernels
-from attnmux.nvidia.trtllm_mha import Kernels as TRTLLMKernels
-from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend
 
 WORKSPACE_BYTES = 256 << 20
 DISTRIBUTIONS = ("flashinfer-python",)
@@ -147,77 +130,6 @@ def _flashinfer_mla(kernels: MLAKernels, setup: Setup) -> Ways:
     return {SAME: after_writes(setup, calls)}
 
 
-def _trtllm(kernels: TRTLLMKernels, setup: Setup) -> Ways:
-    return _xqa(kernels, setup) if setup.workload.is_decode else _fmha_v2(kernels, setup)
-
-
-def _xqa(kernels: TRTLLMKernels, setup: Setup) -> Ways:
-    q, work = setup.q, setup.workload
-    # Its counters have to be 0 before the first launch.
-    space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-
-    def run(cache: tuple[torch.Tensor, torch.Tensor]) -> object:
-        return kernels.xqa_batch_decode_with_kv_cache(
-            q,
-            cache,
-            space,
-            setup.pages,
-            setup.batch.seq_lens,
-            work.keys,
-            bmm1_scale=setup.scaling,
-            bmm2_scale=1.0,
-            out=torch.empty_like(q),
-            kv_layout="NHD",
-        )
-
-    return {SAME: [partial(run, cache) for cache in setup.caches()]}
-
-
-def _fmha_v2(kernels: TRTLLMKernels, setup: Setup) -> Ways:
-    """It reads K and V of a page from one tensor, so that the adapter copies the step's pages."""
-    q, work, lens = setup.q, setup.workload, setup.batch.seq_lens
-    space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    bounds, pages = setup.bounds(), setup.pages.flatten()
-    key_bounds = bounds // work.new * work.keys
-    # Copied, a request's pages lie one behind the other.
-    table = torch.arange(len(pages), dtype=torch.int32, device=q.device).view_as(setup.pages)
-
-    def attend(staged: torch.Tensor) -> object:
-        return kernels.trtllm_fmha_v2_prefill(
-            (q, staged),
-            "Q_PAGED_KV_NHD",
-            space,
-            lens,
-            work.new,
-            work.keys,
-            setup.scaling,
-            1.0,
-            work.batch_size,
-            bounds,
-            key_bounds,
-            block_tables=table,
-            out=torch.empty_like(q),
-            mask_mode="causal",
-        )
-
-    def stage(cache: tuple[torch.Tensor, torch.Tensor], staged: torch.Tensor) -> torch.Tensor:
-        for half, buffer in enumerate(cache):
-            torch.index_select(buffer, 0, pages, out=staged[:, half])
-        return staged
-
-    caches = setup.caches()
-    shape = (len(pages), 2, *caches[0][0].shape[1:])
-    shared = torch.empty(shape, dtype=DTYPE, device=q.device)
-
-    def both(cache: tuple[torch.Tensor, torch.Tensor]) -> object:
-        return attend(stage(cache, shared))
-
-    ready = [stage(cache, torch.empty_like(shared)) for cache in caches]
-    same = after_writes(setup, [partial(both, cache) for cache in caches])
-    alone = after_writes(setup, [partial(attend, staged) for staged in ready])
-    return {SAME: same, ALONE: alone}
-
-
 FLASHINFER = Adapter(
     distributions=DISTRIBUTIONS,
     workloads=DENSE,
@@ -245,20 +157,4 @@ FLASHINFER_MLA = Adapter(
         context, complete(FLASHINFER_MLA_CARD, {}), kernels
     ),
     ways=_flashinfer_mla,
-)
-TRTLLM_MHA = Adapter(
-    distributions=DISTRIBUTIONS,
-    workloads=PAGED,
-    tiny=PAGED_TINY,
-    installed=kernels_of("trtllm_mha"),
-    emulated=lambda: TRTLLMKernels(
-        xqa_batch_decode_with_kv_cache=trtllm_decode.xqa_batch_decode_with_kv_cache,
-        trtllm_batch_decode_with_kv_cache=trtllm_decode.trtllm_batch_decode_with_kv_cache,
-        trtllm_fmha_v2_prefill=trtllm_prefill.trtllm_fmha_v2_prefill,
-        trtllm_batch_context_with_kv_cache=trtllm_prefill.trtllm_batch_context_with_kv_cache,
-    ),
-    backend=lambda context, kernels: TRTLLMMHABackend(
-        context, complete(TRTLLM_MHA_CARD, {}), kernels
-    ),
-    ways=_trtllm,
 )

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from benchmarks.adapter_flash_attention import FA3, FA3_MLA, FA4
 from benchmarks.adapter_flash_mla import FLASHMLA, NSA
-from benchmarks.adapter_flashinfer import FLASHINFER, FLASHINFER_MLA, TRTLLM_MHA
+from benchmarks.adapter_flashinfer import FLASHINFER, FLASHINFER_MLA
 from benchmarks.adapter_sides import Adapter
+from benchmarks.adapter_trtllm import TRTLLM_MHA
 
 ADAPTERS: Mapping[str, Adapter] = {
     "fa3": FA3,
