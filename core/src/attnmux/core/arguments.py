@@ -76,7 +76,7 @@ def check_call(
     num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
     rope_dim = layer.qk_rope_head_dim
     dtype, device = dtype or q.dtype, q.device
-    _check("q", q, (num_tokens, heads, layer.qk_head_dim - rope_dim), device, dtype)
+    _check("q", q, (num_tokens, heads, layer.query_dim), device, dtype)
     if rope_dim:
         _check("q_rope", q_rope, (num_tokens, heads, rope_dim), device, dtype)
     else:

@@ -23,13 +23,18 @@ class LayerSpec:
     v_head_dim: int
     """Dim of V and of the output; in MLA the latent rank."""
     scaling: float
-    kind: Literal["mha", "mla"] = "mha"
+    kind: Literal["mha", "mla", "dual_chunk"] = "mha"
+    """"dual_chunk": K and V as in "mha", and three queries a token; see `dual_chunk_len`."""
     logit_cap: float = 0.0
     """c of `c * tanh(logit / c)`, applied after scaling; 0 is off."""
     sliding_window_size: int = -1
     """w: token i sees keys j with i - w <= j <= i; -1 is off."""
     attention_chunk_size: int = 0
     """c: token i sees keys j of its own chunk, j // c == i // c; 0 is off."""
+    dual_chunk_len: int = 0
+    """c of kind "dual_chunk": a token of chunk n = i // c meets the keys of chunk n with its first
+    query, those of chunk n - 1 with its second and all before with its third, in one softmax. It is
+    `chunk_size - local_size` of the model's config; 0 for other kinds."""
     is_causal: bool = True
     """False for a layer of an encoder: each token sees all of its sequence, which is the call's own
     k and v (`save_kv_cache=False`)."""
@@ -72,8 +77,23 @@ class LayerSpec:
                 came=f"{self.tp_k_head_num} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
                 expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
             )
+        chunked = self.kind == "dual_chunk"
+        if self.dual_chunk_len < chunked or (self.dual_chunk_len and not chunked):
+            raise InvalidInput(
+                "dual_chunk_len",
+                came=f"{self.dual_chunk_len} in a layer of kind {self.kind!r}",
+                expected="at least 1" if chunked else "0: its queries know no chunks",
+            )
 
     @property
     def qk_rope_head_dim(self) -> int:
         """Dim of the rotary part that MLA passes apart; 0 in MHA."""
         return self.qk_head_dim - self.v_head_dim if self.kind == "mla" else 0
+
+    @property
+    def query_dim(self) -> int:
+        """Dim of a call's `q`: without what MLA passes apart; of kind "dual_chunk" the three
+        queries of a head, one behind the other."""
+        if self.kind == "dual_chunk":
+            return 3 * self.qk_head_dim
+        return self.qk_head_dim - self.qk_rope_head_dim

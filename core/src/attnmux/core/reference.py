@@ -32,7 +32,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one layer over a step whose K and V are in the pool.
 
-    q: [T, Hq, D]; with `q_rope` the latent part of an absorbed MLA query. k, v, k_rope: given
+    q: [T, Hq, D], [T, Hq, 3 * D] of kind "dual_chunk"; with `q_rope` the latent part of an absorbed
+    MLA query. k, v, k_rope: given
     for an extend step that does not save them; then they are all the keys there are, in cross
     attention those of all encoder tokens, and the pool is not read. Returns `out [T, Hq, Dv]`
     and `lse [T, Hq]` in float64; a row that belongs to no request keeps output 0 and LSE -inf.
@@ -81,6 +82,9 @@ def attention(
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
+            if layer.kind == "dual_chunk":
+                meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
+                keys, values, keep = met_by_three(keys, values, keep, meets)
         out[rows], lse[rows] = dense_attention(
             q[rows],
             keys,
@@ -134,6 +138,33 @@ def picked(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
     token, place = (topk_indices >= 0).nonzero(as_tuple=True)
     keep[token, topk_indices[token, place].long()] = True
     return keep
+
+
+def chunks_before(positions: torch.Tensor, num_keys: int, chunk_len: int) -> torch.Tensor:
+    """Which of its three queries each token meets each key with: [T, num_keys] int.
+
+    0 in the token's own chunk and behind it, 1 in the chunk before, 2 in all before that (dual
+    chunk attention, arXiv:2402.17463). positions: [T], places of the tokens in the sequence.
+    """
+    key = torch.arange(num_keys, device=positions.device)
+    return (positions.unsqueeze(1) // chunk_len - key // chunk_len).clamp(0, 2)
+
+
+def met_by_three(
+    k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, meets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and visibility under which [T, Hq, 3 * D] attends as one query a head.
+
+    Each key stands three times, each time across from another of the queries and zero elsewhere,
+    and is visible where that is the query that meets it.
+    k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. meets: [T, S], as of `chunks_before`.
+    Returns [3 * S, Hkv, 3 * D], [3 * S, Hkv, Dv] and [T, 3 * S].
+    """
+    dim = k.shape[-1]
+    pad = torch.nn.functional.pad
+    keys = [pad(k, (dim * query, dim * (2 - query))) for query in range(3)]
+    visible = [keep & (meets == query) for query in range(3)]
+    return torch.cat(keys), v.repeat(3, 1, 1), torch.cat(visible, dim=1)
 
 
 def dense_attention(

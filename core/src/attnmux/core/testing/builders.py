@@ -208,7 +208,7 @@ def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: b
     num_keys = num_tokens
     if layer.is_cross_attention and batch.encoder_out_cache_loc is not None:
         num_keys = len(batch.encoder_out_cache_loc)
-    q = draw_q(dim)
+    q = draw_q(layer.query_dim)
     q_rope = draw_q(rope) if rope else None
     if layer.is_cross_attention and not num_keys:
         return LayerInput(layer=layer, q=q)

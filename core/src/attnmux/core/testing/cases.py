@@ -122,7 +122,7 @@ class Case:
 
     name: str
     steps: tuple[Step, ...]
-    kind: Literal["mha", "mla", "nsa"] = "mha"
+    kind: Literal["mha", "mla", "nsa", "dual_chunk"] = "mha"
     num_q_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 128
@@ -132,6 +132,8 @@ class Case:
     qk_rope_head_dim: int | None = None
     index_topk: int = 0
     """Keys that an indexer picks for each token and layer at most, in kind "nsa"."""
+    dual_chunk_len: int = 0
+    """Tokens of a chunk of every layer, in kind "dual_chunk"."""
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     """None: as `dtype`."""

@@ -13,7 +13,13 @@ from attnmux.core.choosing.card import BackendCard, Clause
 from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.layer import LayerSpec
-from attnmux.core.reference import dense_attention, picked, visibility
+from attnmux.core.reference import (
+    chunks_before,
+    dense_attention,
+    met_by_three,
+    picked,
+    visibility,
+)
 
 _DTYPES = one_of("bfloat16", "float16", "float32")
 _KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
@@ -36,7 +42,7 @@ def fake_card(**changes: Condition) -> BackendCard:
         **{
             **everything,
             "vendor": one_of("fake"),
-            "kind": one_of("mha", "mla", "nsa"),
+            "kind": one_of("mha", "mla", "nsa", "dual_chunk"),
             "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
             "dtype": _DTYPES,
             "kv_dtype": _KV_DTYPES,
@@ -182,6 +188,9 @@ class FakeBackend(AttentionBackend):
                 keys, values = self.read(layer, self.key_slots(layer, metadata, request))
             keep = self.visible(layer, batch, request, rows, first, len(keys), mask_start)
             mask_start += new * len(keys)
+            if layer.kind == "dual_chunk":
+                meets = self.meets(layer, torch.arange(first, first + new), len(keys))
+                keys, values, keep = met_by_three(keys, values, keep, meets.to(keep.device))
             result, result_lse = self.attend(q[rows], keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if lse is not None:
@@ -243,6 +252,10 @@ class FakeBackend(AttentionBackend):
             item_starts=item_starts,
             shared_prefix=shared_prefix,
         )
+
+    def meets(self, layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Which of its queries each token meets each key with, in a layer of kind "dual_chunk"."""
+        return chunks_before(positions, num_keys, layer.dual_chunk_len)
 
     def attend(
         self,

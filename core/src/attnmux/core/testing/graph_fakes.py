@@ -12,7 +12,7 @@ from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.card import BackendCard
 from attnmux.core.choosing.conditions import ANY, Condition
 from attnmux.core.layer import LayerSpec
-from attnmux.core.reference import visibility
+from attnmux.core.reference import met_by_three, visibility
 from attnmux.core.testing.fakes import FakeBackend, fake_card
 
 
@@ -129,6 +129,10 @@ class GraphFakeBackend(FakeBackend):
             # What is behind the end may be NaN, which weights of 0 do not undo.
             keys, values = (rows_.where(exists[:, None, None], 0) for rows_ in (keys, values))
             keep = exists & self._visible(layer, batch, state, request, new)
+            if layer.kind == "dual_chunk":
+                positions = state.cached[request] + torch.arange(new, device=keep.device)
+                meets = self.meets(layer, positions, keep.shape[1])
+                keys, values, keep = met_by_three(keys, values, keep, meets)
             result, result_lse = self.attend(q[rows], keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if lse is not None:

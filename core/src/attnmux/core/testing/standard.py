@@ -8,6 +8,7 @@ from typing import Any
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.testing.cases import Case, Step, decode, extend, verify
+from attnmux.core.testing.dual_chunk_cases import dual_chunk_cases
 from attnmux.core.testing.latent_cases import LATENT, mla_cases, nsa_cases
 from attnmux.core.testing.naming import case_of, longest
 
@@ -28,6 +29,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += _shapes(page)
         cases += mla_cases(page)
         cases += nsa_cases(page)
+        cases += dual_chunk_cases(page)
         cases += _fp8(page)
         cases += _window_pool(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
