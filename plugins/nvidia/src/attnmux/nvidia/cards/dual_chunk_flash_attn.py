@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, one_of, runtimes, versions
+from attnmux.core.choosing.verified import Verified
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
+    # Prefill over a selection of keys, an approximation, is not offered: all keys are attended to.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
+    factory="attnmux.nvidia.dual_chunk.factory:make",
     status="planned",
-    # Later releases have no `sparse_attn_func`.
-    requires=("torch>=2.11", "sgl-kernel==0.3.21"),
-    extra="dual-chunk",
+    # Before 0.4, as sgl-kernel, the function had no `out`.
+    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    extra="fa3",
+    verified_on=(
+        Verified(
+            on="sgl_kernel.flash_attn of sglang-kernel 0.4.5",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-22",
+        ),
+    ),
     sources={
-        "version": "`flash_attn_with_kvcache` of sgl-kernel 0.3.21, and its `sparse_attn_func`",
+        "version": "sgl_kernel.flash_attn.is_fa3_supported: SM80 to SM90",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
         "dtype": "FlashAttention's 16-bit dtypes",
         "kv_dtype": "SGLang's manual: no 8-bit KV",
@@ -28,10 +38,11 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
             kind=one_of("dual_chunk"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
-            # Chunks are whole pages: 8192 - 1024 tokens is a multiple of any page in use.
+            # Where chunks are not whole pages, tables name slots.
             page_size=ANY,
             head_dim=one_of(128, 64, 96, 192, 256),
             graph=ANY,
+            lse=ANY,
         )
         for dtype in ("bfloat16", "float16")
     ),
