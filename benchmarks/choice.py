@@ -1,6 +1,6 @@
 """What choosing by measurements costs against the best backend of each step.
 
-    python -m benchmarks.choice [--without torch_native] [--backend fa3] [--json FILE]
+    python -m benchmarks.choice [--part choice] [--without flex_attention] [--json FILE]
     python -m benchmarks.choice --tiny           on a CPU, of tiny sizes: figures mean nothing
 
 Each model's steps are measured by what is behind `attnmux bench --keep`, with its check of each
@@ -9,12 +9,14 @@ that model: a backend for each phase, and others for some batch sizes of decode.
 measured once more, and the second figures judge the choice.
 
 choice   The chosen backend's time over that of the fastest which answers rightly. Bars: geometric
-         mean at most 1.01, worst at most 1.05. Beside it what always taking `fa3` costs, `fa3_mla`
-         for MLA where `fa3` does not serve it.
+         mean at most 1.01, worst at most 1.05. Beside it what always taking `fa3` costs, which for
+         MLA is `fa3_mla`.
 sizes    Decode at the batch sizes that graphs are captured for: the time of each size's backend
          over that of the one backend which is best over all sizes. Bar: at no size above 1.01.
 
-A step without a time of the chosen backend misses the bars. Requests of a step are alike.
+A step without a time of the chosen backend misses the bars. Requests of a step are alike. Backends
+that take long on a GPU and are chosen for none of this are left out by --without, which may be
+repeated: torch_native, flex_attention.
 """
 
 from __future__ import annotations

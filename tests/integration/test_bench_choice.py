@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.failures import PluginFailure
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import Detection
 from attnmux.core.cli import run as shared
 
@@ -154,6 +156,23 @@ def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
     assert [(each.chosen, list(each.times)) for each in served] == [
         ("fakes/Slow", ["fakes/Slow"])
     ] * 2
+
+
+def test_a_backend_that_another_stands_in_for_has_no_time(choice) -> None:
+    pytest.importorskip("attnmux.nvidia.plugin", reason="it has backends with companions")
+    subjects = importlib.import_module("attnmux.core.benching.subjects")
+    measuring = importlib.import_module("benchmarks.choice_measuring")
+    run = shared.Run()
+    found, _ = subjects.find_subjects(
+        choice.MODELS[-1].request,
+        Platform.parse("nvidia:sm90,cuda=13.0"),
+        run.plugins(run.settings()).offers(),
+        Policy(hypothetical=True),
+        phases=("decode",),
+    )
+    seen = {each.offer.address for each in measuring.on_their_own(found)}
+    assert "nvidia/fa3_mla" in seen
+    assert "nvidia/fa3" not in seen
 
 
 def test_a_model_that_fails_misses_the_bars_and_the_others_go_on(choice, installed) -> None:
