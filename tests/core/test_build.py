@@ -162,6 +162,7 @@ LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_di
         (LATENT, {"kv_lora_rank": 16}, "kv_lora_rank 16"),
         (LATENT, {"qk_rope_head_dim": 16}, "qk_rope_head_dim 16"),
         ({}, LATENT, "kind=mla"),
+        ({}, {"kind": "dual_chunk", "dual_chunk_len": 16}, "kind=dual_chunk"),
     ],
 )
 def test_layers_that_the_decision_was_not_made_for(

@@ -147,6 +147,19 @@ def test_heads_may_come_flattened() -> None:
     assert torch.equal(whole, flat)
 
 
+def test_the_three_queries_of_a_head_may_come_flattened() -> None:
+    world = world_of(decode(3, 19), kind="dual_chunk", dual_chunk_len=8)
+    step = prepare_step(world, world.case.steps[0])
+    backend = FakeBackend(world.context)
+    backend.init_forward_metadata(step.batch)
+    given = step.inputs[0]
+    attention = RadixAttention(given.layer)
+    with forward_context(backend, step.batch):
+        whole = attention(given.q, given.k, given.v, step.batch)
+        flat = attention(given.q.flatten(1), given.k.flatten(1), given.v.flatten(1), step.batch)
+    assert torch.equal(whole, flat)
+
+
 def test_the_rotary_parts_may_come_flattened_too() -> None:
     world = world_of(decode(3, 9), **LATENT)
     step = prepare_step(world, world.case.steps[0])

@@ -42,6 +42,7 @@ CANDIDATE = Candidate(
 
 class TestCutlassMLAEmulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 128)
 
 
 LATENT: dict[str, Any] = {

@@ -41,6 +41,7 @@ CANDIDATE = Candidate(
 
 class TestDualChunkEmulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 64)
 
 
 class Spy:

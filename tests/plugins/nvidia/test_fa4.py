@@ -55,10 +55,12 @@ LATENT: dict[str, Any] = {
 
 class TestFA4EmulatedOnSM90(AttentionBackendTests):
     backend = SM90
+    page_sizes = (1, 128)
 
 
 class TestFA4EmulatedOnSM100(AttentionBackendTests):
     backend = SM100
+    page_sizes = (16, 128)
 
 
 class Spy:

@@ -47,10 +47,12 @@ def candidate(kernels: Kernels) -> Candidate:
 
 class TestFlashMLAOfSglKernel(AttentionBackendTests):
     backend = candidate(EMULATED["sgl_kernel"])
+    page_sizes = (1, 64)
 
 
 class TestFlashMLAOfItsOwn(AttentionBackendTests):
     backend = candidate(EMULATED["flash_mla"])
+    page_sizes = (64,)
 
 
 LATENT: dict[str, Any] = {

@@ -51,14 +51,17 @@ CANDIDATES = {arch: candidate(arch) for arch in ("sm90", "sm100", "sm120")}
 
 class TestOnHopper(AttentionBackendTests):
     backend = CANDIDATES["sm90"]
+    page_sizes = (16,)
 
 
 class TestOnDatacenterBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm100"]
+    page_sizes = (128,)
 
 
 class TestOnDesktopBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm120"]
+    page_sizes = (64,)
 
 
 class Spy:

@@ -53,10 +53,12 @@ CANDIDATES = {arch: candidate(arch) for arch in ("sm100", "sm120")}
 
 class TestOnDatacenterBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm100"]
+    page_sizes = (32, 64)
 
 
 class TestOnDesktopBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm120"]
+    page_sizes = (64,)
 
 
 class Spy:

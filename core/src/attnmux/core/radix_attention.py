@@ -44,7 +44,7 @@ class RadixAttention(torch.nn.Module):
         spec = self.spec
         rope_dim = spec.qk_rope_head_dim
         dim = spec.qk_head_dim - rope_dim
-        q = _by_head("q", q, spec.tp_q_head_num, dim)
+        q = _by_head("q", q, spec.tp_q_head_num, spec.query_dim)
         k = None if k is None else _by_head("k", k, spec.tp_k_head_num, dim)
         v = None if v is None else _by_head("v", v, spec.tp_v_head_num, spec.v_head_dim)
         if rope_dim:

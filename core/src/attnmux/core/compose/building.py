@@ -156,6 +156,7 @@ def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool
     """(request field, whether the layer has it, whether the request asks for it)."""
     return (
         ("kind=mla", layer.kind == "mla", request.latent),
+        ("kind=dual_chunk", layer.kind == "dual_chunk", request.kind == "dual_chunk"),
         ("sliding_window", layer.sliding_window_size >= 0, request.sliding_window is not None),
         ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
         ("cross_attention", layer.is_cross_attention, request.cross_attention),
