@@ -45,6 +45,7 @@ CANDIDATE = Candidate(
 
 class TestFA3Emulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 16)
 
 
 class TestFA3EmulatedWithSchedules(AttentionBackendTests):

@@ -59,6 +59,7 @@ TREE = (-1, 0, 0, 0, 1, 1)
 
 class TestFA3MLAEmulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 16)
 
 
 class TestFA3MLAEmulatedWithSchedules(AttentionBackendTests):

@@ -95,6 +95,7 @@ UNEVEN = extend((0, 7), (9, 3))
 
 class TestFlashInferEmulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 16)
 
 
 @pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.name)

@@ -59,6 +59,7 @@ LATENT: dict[str, Any] = {
 
 class TestFlashInferMLAEmulated(AttentionBackendTests):
     backend = CANDIDATE
+    page_sizes = (1, 64)
 
 
 def case_of(*steps: Step, **settings: Any) -> Case:
