@@ -77,10 +77,10 @@ def find_subjects(
     for offer in meant.values() if names else offers:
         for phase in phases:
             in_graph = graphs and phase == "decode"
-            answer = _alone(request, platform, policy, offer, phase, in_graph)
+            answer = _alone(request, platform, offers, policy, offer, phase, in_graph)
             if isinstance(answer, NoBackend) and in_graph and not request.graph:
                 in_graph = False
-                answer = _alone(request, platform, policy, offer, phase, in_graph)
+                answer = _alone(request, platform, offers, policy, offer, phase, in_graph)
             if not isinstance(answer, NoBackend):
                 subjects.append(
                     Subject(offer=offer, phase=phase, decision=answer, in_graph=in_graph)
@@ -95,6 +95,7 @@ def find_subjects(
 def _alone(
     request: Request,
     platform: Platform,
+    offers: Sequence[Offer],
     policy: Policy,
     offer: Offer,
     phase: str,
@@ -108,8 +109,7 @@ def _alone(
     named = {**nobody, NAMED_FOR[phase]: offer.address}
     alone = replace(policy, **named, allow_coercion=False)  # type: ignore[arg-type]  # names by field
     try:
-        # Of several offers, one with the same name or a companion could be the answer.
-        return solve(asked, platform, (offer,), alone)
+        return solve(asked, platform, offers, alone)
     except NoBackend as refusal:
         return refusal
 
