@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from benchmarks.adapter_workloads import RANK, Setup
 from benchmarks.timing import Call
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.emulators.flash_mla import flash_mla
 from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.flashmla import FlashMLABackend
@@ -31,26 +29,21 @@ from attnmux.nvidia.nsa import NSABackend
 from attnmux.nvidia.nsa.providers import PROVIDERS as SPARSE_PROVIDERS
 from attnmux.nvidia.nsa.providers import from_flash_mla as sparse_kernels
 from attnmux.nvidia.nsa.trial import measured_lse_unit
+from attnmux.nvidia.trial import first_that_runs
 
 DISTRIBUTIONS = ("sgl-flash-mla", "sglang-kernel")
 
 
 def _first(
-    providers: Mapping[str, Callable[[Any], Any]], trial: Callable[[Any, BackendContext], object]
+    address: str,
+    providers: Mapping[str, Callable[[Any], Any]],
+    try_kernels: Callable[[Any, BackendContext], object],
 ) -> Callable[[BackendContext], Any]:
     """The package that the adapter's factory would take, so that both sides call the same one."""
 
     def installed(context: BackendContext) -> Any:  # noqa: ANN401  # the Kernels of either
-        reasons = []
-        for module, provide in providers.items():
-            try:
-                kernels = provide(import_module(module))
-                trial(kernels, context)
-            except (ImportError, OSError, BackendFailed) as error:
-                reasons.append(f"{module}: {in_brief(error)}")
-            else:
-                return kernels
-        raise ImportError("; ".join(reasons))
+        kernels, _ = first_that_runs(address, providers, lambda found: try_kernels(found, context))
+        return kernels
 
     return installed
 
@@ -110,7 +103,7 @@ FLASHMLA = Adapter(
     distributions=DISTRIBUTIONS,
     workloads=LATENT_DECODE,
     tiny=LATENT_DECODE_TINY,
-    installed=_first(DENSE_PROVIDERS, try_kernels),
+    installed=_first("nvidia/flashmla", DENSE_PROVIDERS, try_kernels),
     emulated=lambda: dense_kernels(flash_mla),
     backend=lambda context, kernels: FlashMLABackend(context, {}, kernels),
     ways=_dense,
@@ -119,7 +112,7 @@ NSA = Adapter(
     distributions=DISTRIBUTIONS,
     workloads=SPARSE,
     tiny=SPARSE_TINY,
-    installed=_first(SPARSE_PROVIDERS, measured_lse_unit),
+    installed=_first("nvidia/nsa", SPARSE_PROVIDERS, measured_lse_unit),
     emulated=lambda: sparse_kernels(FlashMLA),
     backend=_nsa,
     ways=_sparse,

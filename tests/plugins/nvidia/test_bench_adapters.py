@@ -121,8 +121,8 @@ def test_a_package_that_fails_makes_room_for_the_next(benchmark, monkeypatch) ->
         if kernels == "first":
             raise BackendFailed("nvidia/flashmla", "no kernel image")
 
-    monkeypatch.setattr(module, "import_module", lambda name: name)
+    monkeypatch.setattr("attnmux.nvidia.trial.import_module", lambda name: name)
     providers = {"first": lambda found: found, "second": lambda found: found}
-    assert module._first(providers, trial)(None) == "second"
-    with pytest.raises(ImportError, match="no kernel image"):
-        module._first({"first": lambda found: found}, trial)(None)
+    assert module._first("nvidia/flashmla", providers, trial)(None) == "second"
+    with pytest.raises(BackendFailed, match="nvidia/flashmla .* first: no kernel image"):
+        module._first("nvidia/flashmla", {"first": lambda found: found}, trial)(None)

@@ -29,10 +29,11 @@ def check_latent(layer: LayerSpec) -> None:
 def check_plain(layer: LayerSpec) -> None:
     """Raises InvalidInput for a layer that is more than scaled, causal softmax attention."""
     extras = {
-        "is_causal=False": not layer.is_causal,
-        "logit_cap": layer.logit_cap > 0,
-        "sliding_window_size": layer.sliding_window_size >= 0,
-        "attention_chunk_size": layer.attention_chunk_size > 0,
+        "is_causal False": not layer.is_causal,
+        "is_cross_attention": layer.is_cross_attention,
+        f"logit_cap {layer.logit_cap}": layer.logit_cap > 0,
+        f"sliding_window_size {layer.sliding_window_size}": layer.sliding_window_size >= 0,
+        f"attention_chunk_size {layer.attention_chunk_size}": layer.attention_chunk_size > 0,
         "sinks": layer.sinks is not None,
     }
     came = [name for name, is_set in extras.items() if is_set]
@@ -40,7 +41,7 @@ def check_plain(layer: LayerSpec) -> None:
         raise InvalidInput(
             f"layer {layer.layer_id}",
             came=" and ".join(came),
-            expected="causal attention without cap, window, chunks and sinks",
+            expected="causal self-attention without cap, window, chunks and sinks",
         )
 
 

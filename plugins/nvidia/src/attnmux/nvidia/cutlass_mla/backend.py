@@ -17,12 +17,13 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.cutlass_mla.calls import PAGE, LayerCall, read_num_kv_splits
 from attnmux.nvidia.latent import KeyLens, latent_layers, rotary
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 from attnmux.nvidia.results import nothing
 from attnmux.nvidia.rows import aligned
+from attnmux.nvidia.steps import check_room, prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -127,8 +128,7 @@ class CutlassMLABackend(AttentionBackend):
             raise InvalidInput("lse", came="a tensor", expected="None: the library gives no LSE")
         if not q.shape[0]:
             return nothing(q, layer, out, lse)
-        if self._step is None or self._lens is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        step, lens = prepared(self._step), prepared(self._lens)
         call = self._calls.get(layer.layer_id)
         if call is None:
             raise InvalidInput("layer", came=f"{layer.kind}, id {layer.layer_id}", expected="mla")
@@ -136,13 +136,13 @@ class CutlassMLABackend(AttentionBackend):
             aligned(q),
             aligned(rotary(q_rope)),
             call.cache,
-            self._lens.at_least_one,
-            self._step.keys[call.group].page_table,
+            lens.at_least_one,
+            step.keys[call.group].page_table,
             self._workspace,
             call.scale,
             self._num_kv_splits,
         )
-        self._lens.replace(result, 0)
+        lens.replace(result, 0)
         return result
 
     def forward_extend(
@@ -163,11 +163,7 @@ class CutlassMLABackend(AttentionBackend):
         raise _only_decode(batch.forward_mode)
 
     def _capture_buffers(self, batch: ForwardBatch) -> GraphBuffers:
-        if batch.batch_size > self._fixed_batch_size:
-            raise GraphUnsupported(
-                f"a batch of {batch.batch_size} is captured with buffers for "
-                f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-            )
+        check_room(batch, self._fixed_batch_size)
         return self._fixed[-1]
 
     def _scratch(self, max_seqlen_k: int, batch_size: int) -> torch.Tensor:

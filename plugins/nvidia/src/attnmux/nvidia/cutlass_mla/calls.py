@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.pools import check_page_size, check_sixteen_bits
 
 PAGE = 128
 """Tokens of a page: a tile of the kernel's, so that a table may have any number of columns."""
@@ -20,7 +20,6 @@ MOST_HEADS = 128
 """Query heads that the kernel computes; the library pads fewer to these."""
 MOST_SPLITS = 256
 """Parts of one request that the kernel puts together again (sm100_mla.hpp)."""
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,7 +37,8 @@ class LayerCall:
         pages than of 128 tokens, and for a KV dtype that is not Q's."""
         check_latent(layer)
         check_plain(layer)
-        _check_pool(context)
+        check_page_size(context, PAGE)
+        check_sixteen_bits(context)
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
@@ -60,19 +60,3 @@ def read_num_kv_splits(options: Mapping[str, object]) -> int:
             "num_kv_splits", came=splits, expected=f"1 to {MOST_SPLITS}, or -1 for the kernel's"
         )
     return splits
-
-
-def _check_pool(context: BackendContext) -> None:
-    pool, asked = context.token_to_kv_pool, context.request.dtype
-    if pool.page_size != PAGE:
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=f"pages of {pool.page_size} tokens",
-            expected=f"pages of {PAGE}",
-        )
-    if pool.dtype not in DTYPES or (asked is not None and pool.dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=pool.dtype,
-            expected="bfloat16 or float16, as the queries are",
-        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.cutlass_mla.calls import PAGE
 from attnmux.nvidia.cutlass_mla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE, latent_layers
+from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
@@ -22,7 +22,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    try:
+    with trial("nvidia/cutlass_mla", device, AssertionError):
         kernels.cutlass_mla_decode(
             zeros(1, heads, RANK),
             zeros(1, heads, ROPE),
@@ -32,7 +32,3 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
             zeros(kernels.cutlass_mla_get_workspace_size(PAGE, 1), dtype=torch.uint8),
             1.0,
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise BackendFailed("nvidia/cutlass_mla", in_brief(error)) from error

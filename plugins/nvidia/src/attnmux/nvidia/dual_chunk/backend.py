@@ -18,7 +18,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.dual_chunk.layers import LayerCall
 from attnmux.nvidia.dual_chunk.merging import merged
 from attnmux.nvidia.dual_chunk.pieces import Pieces
@@ -26,6 +26,7 @@ from attnmux.nvidia.dual_chunk.regions import Group, Regions, fixed_keys, in_cal
 from attnmux.nvidia.page_tables import Keys
 from attnmux.nvidia.results import nothing
 from attnmux.nvidia.rows import aligned, is_aligned
+from attnmux.nvidia.steps import check_room, prepared
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
@@ -64,11 +65,8 @@ class DualChunkBackend(AttentionBackend):
         if batch.forward_mode is ForwardMode.IDLE:
             return
         _check_served(batch)
-        if in_capture and batch.batch_size > self._fixed_batch_size:
-            raise GraphUnsupported(
-                f"a batch of {batch.batch_size} is captured with buffers for "
-                f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-            )
+        if in_capture:
+            check_room(batch, self._fixed_batch_size)
         self._buffers = self._fixed if in_capture else {}
         self._longest = self.context.max_context_len
         if batch.seq_lens_cpu is not None and not in_capture:
@@ -149,9 +147,7 @@ class DualChunkBackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         group, k_cache, v_cache = self._calls[layer.layer_id].required()
-        regions = self._regions.get(group)
-        if regions is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        regions = prepared(self._regions.get(group))
         return self._attend(q, k_cache, v_cache, layer, regions, out, lse)
 
     def _attend(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.dual_chunk.kernels import Kernels
+from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
@@ -21,7 +21,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    try:
+    with trial("nvidia/dual_chunk_flash_attn", device):
         kernels.flash_attn_with_kvcache(
             zeros(1, 1, layer.tp_q_head_num, layer.qk_head_dim),
             zeros(1, 1, layer.tp_k_head_num, layer.qk_head_dim),
@@ -31,7 +31,3 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
             causal=True,
             return_softmax_lse=True,
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise BackendFailed("nvidia/dual_chunk_flash_attn", in_brief(error)) from error

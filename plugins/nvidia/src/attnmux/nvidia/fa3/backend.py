@@ -19,6 +19,7 @@ from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned, by_request, is_aligned
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -91,7 +92,7 @@ class FA3Backend(SteppingBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over k and v where they are given, else over the pool."""
-        step, call = self._required_step(), self._calls[layer.layer_id]
+        step, call = prepared(self._step), self._calls[layer.layer_id]
         no_keys = k is not None and not k.shape[0]
         if not q.shape[0] or no_keys:
             return nothing(q, layer, out, lse)

@@ -9,15 +9,12 @@ from typing import Any, cast
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.page_tables import KeyGroup
-
-FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that the kernels read."""
+from attnmux.nvidia.pools import FP8, check_own_or_fp8
 
 
 def splits(context: BackendContext, options: Mapping[str, object]) -> int:
@@ -92,7 +89,7 @@ class LayerCall:
         is_encoders = not layer.is_causal and not layer.is_cross_attention
         if is_encoders or layer.layer_id not in pool.layer_ids:
             return cls(layer=layer, group=None, arguments=arguments)
-        _check_pool(context)
+        check_own_or_fp8(context)
         group = KeyGroup.of(layer, context)
         k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
         return cls(
@@ -122,12 +119,3 @@ def _quantised(layer: LayerSpec, context: BackendContext) -> Quantised:
         k_descale=torch.full(shape, k_scale, dtype=torch.float32, device=context.device),
         v_descale=torch.full(shape, v_scale, dtype=torch.float32, device=context.device),
     )
-
-
-def _check_pool(context: BackendContext) -> None:
-    dtype = context.token_to_kv_pool.dtype
-    asked = context.request.dtype
-    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
-        raise InvalidInput(
-            "token_to_kv_pool", came=dtype, expected=f"{asked}, as the queries are, or {FP8}"
-        )

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.nvidia.steps import check_room
 
 
 class SteppingBackend(AttentionBackend):
@@ -40,11 +40,8 @@ class SteppingBackend(AttentionBackend):
         """Decide the step's shape on the host; nothing is launched."""
         self._step = None
         if batch.forward_mode is not ForwardMode.IDLE:
-            if in_capture and batch.batch_size > self._fixed_batch_size:
-                raise GraphUnsupported(
-                    f"a batch of {batch.batch_size} is captured with buffers for "
-                    f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-                )
+            if in_capture:
+                check_room(batch, self._fixed_batch_size)
             fixed = self._fixed if in_capture else {}
             self._step = Step.of(batch, self.context, fixed, trees=self._trees)
 
@@ -63,8 +60,3 @@ class SteppingBackend(AttentionBackend):
             self._fixed_batch_size = max_bs
         if self._schedules is not None:
             self._schedules.reserve(max_bs)
-
-    def _required_step(self) -> Step:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        return self._step

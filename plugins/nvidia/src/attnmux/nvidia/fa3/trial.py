@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.fa3.kernels import Kernels
+from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
@@ -22,7 +22,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    try:
+    with trial("nvidia/fa3", device):
         kernels.flash_attn_varlen_func(
             zeros(1, layer.tp_q_head_num, layer.qk_head_dim),
             zeros(1, layer.tp_k_head_num, layer.qk_head_dim),
@@ -33,7 +33,3 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
             max_seqlen_k=1,
             causal=True,
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise BackendFailed("nvidia/fa3", in_brief(error)) from error

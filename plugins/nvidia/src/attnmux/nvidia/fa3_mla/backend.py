@@ -20,10 +20,11 @@ from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.fa3_mla.calls import LayerCall
 from attnmux.nvidia.fa3_mla.drafts import DraftTables
-from attnmux.nvidia.latent import ROPE
+from attnmux.nvidia.latent import rotary
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -118,9 +119,8 @@ class FA3MLABackend(SteppingBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over k and k_rope where they are given, else over the pool."""
-        step, call = self._required_step(), self._calls[layer.layer_id]
-        if q_rope is None:
-            raise InvalidInput("q_rope", came=None, expected=f"the rotary part [T, Hq, {ROPE}]")
+        step, call = prepared(self._step), self._calls[layer.layer_id]
+        q_rope = rotary(q_rope)
         if not q.shape[0]:
             return nothing(q, layer, out, lse)
         q, q_rope = aligned(q), aligned(q_rope)

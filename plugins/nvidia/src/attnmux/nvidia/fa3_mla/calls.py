@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import AttnmuxError
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.fa3_mla.kernels import Kernels
-from attnmux.nvidia.latent import RANK, ROPE, check_latent, latent_pages
+from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup, Keys
+from attnmux.nvidia.pools import check_sixteen_bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class LayerCall:
         num_splits: as `fa3.calls.splits` gives it.
         """
         check_latent(layer)
-        _check_plain(layer)
+        check_plain(layer)
         pool = context.token_to_kv_pool
         arguments: dict[str, Any] = {
             "softmax_scale": layer.scaling,
@@ -66,7 +66,7 @@ class LayerCall:
         }
         if layer.layer_id not in pool.layer_ids:
             return cls(layer=layer, arguments=arguments, group=None)
-        _check_pool(context)
+        check_sixteen_bits(context)
         group = KeyGroup.of(layer, context)
         return cls(
             layer=layer,
@@ -108,34 +108,3 @@ class LayerCall:
                 "k_rope and save_kv_cache=False"
             )
         return self.group, self.pages, self.slots
-
-
-def _check_plain(layer: LayerSpec) -> None:
-    beyond: dict[str, Any] = {
-        "sliding_window_size": layer.sliding_window_size
-        if layer.sliding_window_size >= 0
-        else None,
-        "attention_chunk_size": layer.attention_chunk_size or None,
-        "logit_cap": layer.logit_cap or None,
-        "sinks": layer.sinks,
-        "is_cross_attention": layer.is_cross_attention or None,
-        "is_causal": None if layer.is_causal else False,
-    }
-    for name, came in beyond.items():
-        if came is not None:
-            raise InvalidInput(
-                f"layer {layer.layer_id}",
-                came=f"{name} {came}",
-                expected="causal attention to all keys before a token, as MLA models have it",
-            )
-
-
-def _check_pool(context: BackendContext) -> None:
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    served = (torch.bfloat16, torch.float16)
-    if dtype not in served or (asked is not None and dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=dtype,
-            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
-        )

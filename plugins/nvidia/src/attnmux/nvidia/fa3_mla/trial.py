@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.fa3_mla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE
+from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
@@ -22,7 +22,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     row = zeros(1, 1, 1, RANK + ROPE)
-    try:
+    with trial("nvidia/fa3_mla", device):
         out, lse, *_ = kernels.flash_attn_with_kvcache(
             zeros(1, 1, heads, ROPE),
             row[..., RANK:],
@@ -35,7 +35,3 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
         )
         state = out.flatten(0, 1), lse.flatten(1)
         kernels.merge_state_v2(*state, *state)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise BackendFailed("nvidia/fa3_mla", in_brief(error)) from error

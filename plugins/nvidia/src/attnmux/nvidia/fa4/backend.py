@@ -16,12 +16,13 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa4.calls import LayerCall
 from attnmux.nvidia.latent import rotary
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -109,7 +110,7 @@ class FA4Backend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        step, call = self._required_step(), self._calls[layer.layer_id]
+        step, call = prepared(self._step), self._calls[layer.layer_id]
         if not q.shape[0]:
             return nothing(q, layer, out, lse)
         if layer.kind == "mla":
@@ -138,11 +139,6 @@ class FA4Backend(AttentionBackend):
                 store_lse(kernels_lse, lse, None)
         attended: torch.Tensor = result
         return attended if self._unowned is None else attended.masked_fill_(self._unowned, 0)
-
-    def _required_step(self) -> Step:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        return self._step
 
 
 def _cached(call: LayerCall, step: Step) -> dict[str, Any]:

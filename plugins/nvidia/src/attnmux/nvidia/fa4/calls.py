@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.pools import check_sixteen_bits
 
 TILE = 128
 """Rows of a tile of the kernel over latents, which heads are packed into."""
@@ -33,7 +33,7 @@ class Cache:
     def of(cls, layer: LayerSpec, context: BackendContext) -> Cache:
         """Raises InvalidInput for a pool of another dtype than Q's."""
         pool = context.token_to_kv_pool
-        _check_dtype(pool.dtype, context)
+        check_sixteen_bits(context)
         group = KeyGroup.of(layer, context)
         if layer.kind == "mla":
             rows = latent_pages(layer, context, group.page_size)
@@ -102,15 +102,4 @@ def _check_visible_keys(layer: LayerSpec) -> None:
             f"layer {layer.layer_id}",
             came=" and ".join(came),
             expected="causal attention to all keys before a token",
-        )
-
-
-def _check_dtype(dtype: torch.dtype, context: BackendContext) -> None:
-    asked = context.request.dtype
-    served = (torch.bfloat16, torch.float16)
-    if dtype not in served or (asked is not None and dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=dtype,
-            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
         )

@@ -9,10 +9,10 @@ import torch
 
 from attnmux.core.backend import BackendContext
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, BackendFailed, in_brief
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa4.calls import LayerCall
 from attnmux.nvidia.fa4.kernels import Kernels
+from attnmux.nvidia.trial import compiling
 
 HINT = (
     "flash_attn.cute compiles its kernels when they are first called, through nvidia-cutlass-dsl "
@@ -27,16 +27,10 @@ def compile_kernels(calls: Iterable[LayerCall], kernels: Kernels, context: Backe
     Raises BackendFailed where a kernel does not compile or does not run.
     """
     distinct = {_compiled_for(call): call for call in calls}
-    try:
+    with compiling("nvidia/fa4", context.device, HINT):
         for call in distinct.values():
             for arguments in _tiny_calls(call, context):
                 kernels.flash_attn_varlen_func(**arguments, **call.arguments)
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-    except (AttnmuxError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever the library and the compilers below it come to
-        raise BackendFailed("nvidia/fa4", in_brief(error), hint=HINT) from error
 
 
 def _compiled_for(call: LayerCall) -> tuple[object, ...]:

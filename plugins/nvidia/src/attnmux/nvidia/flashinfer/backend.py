@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.errors import GraphUnsupported
 from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
 from attnmux.nvidia.flashinfer.compiling import compile_kernels
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
@@ -22,6 +22,7 @@ from attnmux.nvidia.flashinfer.staging import Staging
 from attnmux.nvidia.flashinfer.states import merge, store_natural, try_merge, writable_lse
 from attnmux.nvidia.flashinfer.step import Step
 from attnmux.nvidia.rows import aligned, is_writable
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
@@ -129,7 +130,7 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._required_step()
+        prepared(self._step)
         if out is None or not is_writable(out):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if not len(q):
@@ -153,7 +154,7 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        step = self._required_step()
+        step = prepared(self._step)
         if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], layer.v_head_dim))
         if step.num_rows == 0:
@@ -232,15 +233,10 @@ class FlashInferBackend(AttentionBackend):
         """Planned for this step, now where a call wants what most calls do not."""
         wrapper = self._planned.get((role, group))
         if wrapper is None:
-            wrapper = self._eager.plan(role, group, self._required_step())
+            wrapper = self._eager.plan(role, group, prepared(self._step))
             self._planned[role, group] = wrapper
             self._staging.mark()
         return wrapper
-
-    def _required_step(self) -> Step:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        return self._step
 
     def _cache(self, layer: LayerSpec) -> Cache:
         cache = self._caches.get(layer.layer_id)

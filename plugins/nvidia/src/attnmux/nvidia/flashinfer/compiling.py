@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.errors import AttnmuxError, BackendFailed, in_brief
 from attnmux.core.spec import SpecInput
+from attnmux.nvidia.trial import compiling
 
 MODES = {
     "extend": ForwardMode.EXTEND,
@@ -34,13 +34,9 @@ def compile_kernels(
 
     Raises BackendFailed, for the backend of that address, where a kernel does not compile.
     """
-    try:
+    with compiling(address, context.device, HINT):
         for batch in tiny_batches(context):
             try_step(batch)
-    except (AttnmuxError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever the library, ninja or nvcc come to
-        raise BackendFailed(address, in_brief(error), hint=HINT) from error
 
 
 def tiny_batches(context: BackendContext) -> Iterator[ForwardBatch]:

@@ -13,6 +13,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr, kv_last_page_len, window_view
 from attnmux.core.kv import KVPool
 from attnmux.nvidia.flashinfer.groups import View
+from attnmux.nvidia.flashinfer.host_lens import check_tokens, on_host
 from attnmux.nvidia.flashinfer.items import Items, check_items, lay_out
 
 
@@ -38,18 +39,18 @@ class Step:
         self._pool: KVPool = context.token_to_kv_pool
         self._table = context.req_to_token_pool.req_to_token
         if batch.forward_mode.is_decode():
-            self._kv_lens = _on_host(batch, "seq_lens_cpu")
+            self._kv_lens = on_host(batch, "seq_lens_cpu")
             self._q_lens = torch.ones_like(self._kv_lens)
             self._prefix_lens = self._kv_lens - 1
         else:
-            self._q_lens = _on_host(batch, "extend_seq_lens_cpu")
-            self._prefix_lens = _on_host(batch, "extend_prefix_lens_cpu")
+            self._q_lens = on_host(batch, "extend_seq_lens_cpu")
+            self._prefix_lens = on_host(batch, "extend_prefix_lens_cpu")
             self._kv_lens = self._prefix_lens + self._q_lens
         self.qo_indptr = cu_seqlens(self._q_lens)
         """[B + 1] int32, host."""
         self.num_rows = int(self.qo_indptr[-1])
         """Rows of Q that belong to requests."""
-        _check_tokens(batch, self.num_rows)
+        check_tokens(batch, self.num_rows)
         check_items(batch)
         # There is no host mirror of encoder lengths, so these synchronise.
         encoder = batch.encoder_lens
@@ -128,23 +129,3 @@ class Step:
         if self.page_size == self._pool.page_size:
             return self._pool.translate_pages(indices, layer_id)
         return self._pool.translate(indices, layer_id)
-
-
-def _check_tokens(batch: ForwardBatch, num_rows: int) -> None:
-    """Rows that follow the requests' are padding, which decode pads with requests instead."""
-    is_short = batch.num_tokens < num_rows
-    if is_short or (batch.forward_mode.is_decode() and batch.num_tokens > num_rows):
-        raise InvalidInput(
-            "out_cache_loc",
-            came=f"{batch.num_tokens} tokens",
-            expected=f"the requests' {num_rows}",
-        )
-
-
-def _on_host(batch: ForwardBatch, field: str) -> torch.Tensor:
-    lens: torch.Tensor | None = getattr(batch, field)
-    if lens is None:
-        raise InvalidInput(
-            field, came=None, expected="lengths on the host, which flashinfer plans with"
-        )
-    return lens

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.errors import GraphUnsupported
 from attnmux.nvidia.flashinfer.compiling import compile_kernels
 from attnmux.nvidia.flashinfer.staging import Staging
 from attnmux.nvidia.flashinfer.states import writable_lse
@@ -22,6 +22,7 @@ from attnmux.nvidia.flashinfer_mla.step import Step
 from attnmux.nvidia.latent import RANK, ROPE, rotary
 from attnmux.nvidia.results import nothing
 from attnmux.nvidia.rows import aligned, is_aligned
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
@@ -131,9 +132,7 @@ class FlashInferMLABackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over k and k_rope where they are given, else over the pool."""
-        step = self._step
-        if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        step = prepared(self._step)
         q_rope = rotary(q_rope)
         if not step.num_rows:
             return nothing(q, layer, out, lse)

@@ -13,6 +13,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.flashinfer_mla.heads import MOST
 from attnmux.nvidia.latent import check_latent, check_plain
+from attnmux.nvidia.pools import SIXTEEN_BITS
 
 MIB = 1 << 20
 
@@ -22,7 +23,6 @@ LEAST_WORKSPACE_BYTES = 2 * 160 * 64 * (512 * 2 + 4)
 """What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: for
 each SM twice 64 rows of partial output and their LSE."""
 
-DTYPES = (torch.bfloat16, torch.float16)
 WIDENED = torch.float8_e4m3fn
 
 
@@ -75,7 +75,7 @@ def read_settings(context: BackendContext, options: Mapping[str, object]) -> Set
     """Raises InvalidInput for what no kernel serves."""
     request, pool = context.request, context.token_to_kv_pool
     dtype = torch_dtype(request.dtype) if request.dtype else None
-    if dtype not in DTYPES:
+    if dtype not in SIXTEEN_BITS:
         raise InvalidInput("request.dtype", came=request.dtype, expected="bfloat16 or float16")
     widens = pool.dtype == WIDENED
     if not widens and pool.dtype != dtype:

@@ -11,6 +11,7 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
+from attnmux.nvidia.flashinfer.host_lens import check_tokens, on_host
 from attnmux.nvidia.flashinfer_mla.settings import PlanGroup
 
 TILE = 128
@@ -57,18 +58,18 @@ class Step:
         self._context = context
         self._page_size = page_size
         if batch.forward_mode.is_decode():
-            self._kv_lens = _on_host(batch, "seq_lens_cpu")
+            self._kv_lens = on_host(batch, "seq_lens_cpu")
             self._q_lens = torch.ones_like(self._kv_lens)
             least, most, self.num_rows = 1, 1, len(self._q_lens)
         else:
-            self._q_lens = _on_host(batch, "extend_seq_lens_cpu")
-            kv_lens = _on_host(batch, "extend_prefix_lens_cpu") + self._q_lens
+            self._q_lens = on_host(batch, "extend_seq_lens_cpu")
+            kv_lens = on_host(batch, "extend_prefix_lens_cpu") + self._q_lens
             self._kv_lens = kv_lens.masked_fill_(self._q_lens == 0, 0)
             lens: list[int] = self._q_lens.tolist()
             least, most, self.num_rows = min(lens, default=1), max(lens, default=0), sum(lens)
         self._all_have_rows = least > 0
         self.is_causal = most > 1
-        _check_tokens(batch, self.num_rows)
+        check_tokens(batch, self.num_rows)
         self._kv_indptr = kv_indptr(self._kv_lens, page_size=page_size)
         self._indices: dict[int, torch.Tensor] = {}
 
@@ -181,23 +182,3 @@ def _check_served(batch: ForwardBatch) -> None:
         raise InvalidInput("multi_item", came="many items", expected="None")
     if batch.topk_indices is not None:
         raise InvalidInput("topk_indices", came="picked keys", expected="None: each is attended to")
-
-
-def _check_tokens(batch: ForwardBatch, num_rows: int) -> None:
-    """Rows that follow the requests' are padding, which decode pads with requests instead."""
-    is_short = batch.num_tokens < num_rows
-    if is_short or (batch.forward_mode.is_decode() and batch.num_tokens > num_rows):
-        raise InvalidInput(
-            "out_cache_loc",
-            came=f"{batch.num_tokens} tokens",
-            expected=f"the requests' {num_rows}",
-        )
-
-
-def _on_host(batch: ForwardBatch, field: str) -> torch.Tensor:
-    lens: torch.Tensor | None = getattr(batch, field)
-    if lens is None:
-        raise InvalidInput(
-            field, came=None, expected="lengths on the host, which flashinfer plans with"
-        )
-    return lens

@@ -15,12 +15,13 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.flashmla.calls import LayerCall, PlanGroup
 from attnmux.nvidia.flashmla.plans import Plan, PlanBuffers, Planner
 from attnmux.nvidia.latent import RANK, latent_layers
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
+from attnmux.nvidia.steps import check_room, prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -130,8 +131,7 @@ class FlashMLABackend(AttentionBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        prepared(self._step)
         if not q.shape[0]:
             return nothing(q, layer, out, lse)
         call = self._calls.get(layer.layer_id)
@@ -160,9 +160,5 @@ class FlashMLABackend(AttentionBackend):
                 "requests with different numbers of new tokens are captured by no graph: run "
                 "DRAFT_EXTEND eagerly"
             )
-        if batch.batch_size > self._fixed_batch_size:
-            raise GraphUnsupported(
-                f"a batch of {batch.batch_size} is captured with buffers for "
-                f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-            )
+        check_room(batch, self._fixed_batch_size)
         return self._fixed[-1]

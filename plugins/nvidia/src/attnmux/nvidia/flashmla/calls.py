@@ -8,18 +8,15 @@ from typing import Any
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.flashmla.kernels import Kernels
 from attnmux.nvidia.latent import check_latent, check_plain, joined, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.pools import FP8, check_own_or_fp8, check_page_size
 
 PAGE = 64
 """Tokens of a page: the one size that the kernels read."""
-FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that they read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +46,8 @@ class LayerCall:
         and for a KV dtype that is neither Q's nor e4m3."""
         check_latent(layer)
         check_plain(layer)
-        _check_pool(context)
+        check_page_size(context, PAGE)
+        check_own_or_fp8(context)
         pool = context.token_to_kv_pool
         is_fp8 = pool.dtype == FP8
         arguments: dict[str, Any] = {
@@ -79,19 +77,3 @@ class LayerCall:
         if self.is_fp8:
             rows = quantise(rows, FP8, None)
         return rows.view(-1, queries_each, *rows.shape[1:])
-
-
-def _check_pool(context: BackendContext) -> None:
-    pool, asked = context.token_to_kv_pool, context.request.dtype
-    if pool.page_size != PAGE:
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=f"pages of {pool.page_size} tokens",
-            expected=f"pages of {PAGE}",
-        )
-    if pool.dtype != FP8 and asked is not None and pool.dtype != torch_dtype(asked):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            came=pool.dtype,
-            expected=f"{asked}, as the queries are, or {FP8}",
-        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.nvidia.flashmla.calls import PAGE, LayerCall
 from attnmux.nvidia.flashmla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE, latent_layers
+from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
@@ -21,7 +21,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
     call = LayerCall.of(layer, context, kernels)
     heads, dtype = layer.tp_q_head_num, context.token_to_kv_pool.dtype
     one = torch.ones(1, dtype=torch.int32, device=device)
-    try:
+    with trial("nvidia/flashmla", device, ImportError, AssertionError):
         tiles, splits = kernels.schedule(one, heads, call.is_fp8)
         kernels.flash_mla_with_kvcache(
             torch.zeros(1, 1, heads, RANK + ROPE, device=device).to(dtype),
@@ -32,7 +32,3 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
             **kernels.schedule_arguments(tiles, splits),
             **call.arguments,
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except (RuntimeError, NotImplementedError, ImportError, AssertionError) as error:
-        raise BackendFailed("nvidia/flashmla", in_brief(error)) from error

@@ -18,12 +18,13 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.indices import cu_seqlens, token_rows, topk_slots
 from attnmux.nvidia.latent import RANK, joined, latent_layers
 from attnmux.nvidia.nsa.calls import LayerCall
 from attnmux.nvidia.nsa.picks import picked
 from attnmux.nvidia.results import nothing
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -160,10 +161,9 @@ class NSABackend(AttentionBackend):
 
     def _slots(self, layer: LayerSpec, batch: ForwardBatch) -> torch.Tensor:
         """[T, topk] int32: slots of the layer's keys, -1 for none."""
-        if self._rows is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        rows = prepared(self._rows)
         table, pool = self.context.req_to_token_pool.req_to_token, self.context.token_to_kv_pool
-        slots = topk_slots(table, self._rows, _picks(batch))
+        slots = topk_slots(table, rows, _picks(batch))
         translated = pool.translate(slots, layer.layer_id)
         return slots if translated is slots else torch.where(slots < 0, -1, translated)
 

@@ -10,6 +10,7 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, rotary
+from attnmux.nvidia.pools import check_bfloat16_or_fp8
 
 WIDTH = RANK + ROPE
 """Of a row of Q and of the cache."""
@@ -18,8 +19,6 @@ HEADS = (64, 128)
 TOPK_MULTIPLE = 128
 """Keys a token come in such numbers: two blocks of 64 at a time (`2*B_TOPK` in
 csrc/sm90/prefill/sparse/phase1.cuh)."""
-FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that rows are widened from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,10 +40,7 @@ class LayerCall:
         check_latent(layer)
         check_plain(layer)
         pool = context.token_to_kv_pool
-        if pool.dtype not in (torch.bfloat16, FP8):
-            raise InvalidInput(
-                "token_to_kv_pool", came=pool.dtype, expected=f"{torch.bfloat16} or {FP8}"
-            )
+        check_bfloat16_or_fp8(context)
         kernel_heads = next((heads for heads in HEADS if layer.tp_q_head_num <= heads), None)
         if kernel_heads is None:
             raise InvalidInput(

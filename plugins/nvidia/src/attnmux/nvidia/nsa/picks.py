@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from attnmux.nvidia.nsa.calls import FP8, TOPK_MULTIPLE
+from attnmux.nvidia.nsa.calls import TOPK_MULTIPLE
+from attnmux.nvidia.pools import FP8
 
 TOKENS_AT_ONCE = 64
 """Whose rows are widened together: of 2048 keys each that is 151 MB of bfloat16."""

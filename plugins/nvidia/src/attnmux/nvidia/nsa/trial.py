@@ -12,10 +12,11 @@ import math
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core.errors import BackendFailed
 from attnmux.nvidia.latent import RANK, latent_layers
 from attnmux.nvidia.nsa.calls import TOPK_MULTIPLE, WIDTH, LayerCall
 from attnmux.nvidia.nsa.kernels import Kernels
+from attnmux.nvidia.trial import trial
 
 UNITS = {1.0: math.log(2), math.log(2): 1.0}
 """What LSE is multiplied by to be natural, and what two keys of logit 0 give then."""
@@ -32,7 +33,7 @@ def measured_lse_unit(kernels: Kernels, context: BackendContext) -> float:
     call = LayerCall.of(layer, context)
     indices = torch.full((1, 1, TOPK_MULTIPLE), -1, dtype=torch.int32, device=device)
     indices[..., :2] = torch.arange(2, device=device)
-    try:
+    with trial("nvidia/nsa", device, ImportError, AssertionError):
         _, _, lse = kernels.flash_mla_sparse_fwd(
             torch.zeros(1, call.kernel_heads, WIDTH, dtype=torch.bfloat16, device=device),
             torch.zeros(2, 1, WIDTH, dtype=torch.bfloat16, device=device),
@@ -42,8 +43,6 @@ def measured_lse_unit(kernels: Kernels, context: BackendContext) -> float:
             **kernels.constants,
         )
         found = float(lse[0, 0])
-    except (RuntimeError, NotImplementedError, ImportError, AssertionError) as error:
-        raise BackendFailed("nvidia/nsa", in_brief(error)) from error
     for unit, expected in UNITS.items():
         if math.isclose(found, expected, rel_tol=1e-3):
             return unit

@@ -10,10 +10,11 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, in_brief
+from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.core.spec import SpecInput
 from attnmux.nvidia.flashinfer.compiling import HINT, tiny_batches
+from attnmux.nvidia.trial import compiling
 
 
 def try_backend(address: str, backend: AttentionBackend) -> None:
@@ -23,15 +24,9 @@ def try_backend(address: str, backend: AttentionBackend) -> None:
     Raises BackendFailed, for the backend of that address, with what the library said.
     """
     context = backend.context
-    try:
+    with compiling(address, context.device, HINT):
         for batch in _batches(context):
             _try_step(backend, batch)
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-    except (AttnmuxError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever the library, ninja or nvcc come to
-        raise BackendFailed(address, in_brief(error), hint=HINT) from error
 
 
 def _try_step(backend: AttentionBackend, batch: ForwardBatch) -> None:

@@ -11,16 +11,18 @@ LSE.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import InvalidInput
+from attnmux.nvidia.pools import check_own_or_fp8
 from attnmux.nvidia.rows import is_writable
+from attnmux.nvidia.steps import prepared
 from attnmux.nvidia.trtllm.workspace import workspace
-from attnmux.nvidia.trtllm_mha.calls import LayerCall, check_pool
+from attnmux.nvidia.trtllm_mha.calls import LayerCall
 from attnmux.nvidia.trtllm_mha.families import family_of
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class TRTLLMMHABackend(AttentionBackend):
     ) -> None:
         """Raises InvalidInput for a platform, layers, a pool or options that no kernel serves."""
         super().__init__(context, options)
-        check_pool(context)
+        check_own_or_fp8(context)
         family = family_of(context.platform)
         self._calls = {layer.layer_id: LayerCall.of(layer, context) for layer in context.layers}
         calls = tuple(self._calls.values())
@@ -115,12 +117,11 @@ class TRTLLMMHABackend(AttentionBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        if self._half is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        half = cast("Decode | Prefill", prepared(self._half))
         if lse is not None:
             raise InvalidInput("lse", came="a tensor", expected="None: XQA and fmha_v2 give none")
         if out is None or not is_writable(out):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if not len(q):
             return out
-        return self._half.attend(q, self._calls[layer.layer_id], out)
+        return half.attend(q, self._calls[layer.layer_id], out)

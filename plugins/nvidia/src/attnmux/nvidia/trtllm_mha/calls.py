@@ -8,14 +8,11 @@ from typing import Any
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.page_tables import KeyGroup
-
-FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that the kernels read."""
+from attnmux.nvidia.pools import FP8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,15 +61,6 @@ class LayerCall:
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q for kernels that want it in the dtype of K and V, unscaled: beyond 448 it saturates."""
         return quantise(q, FP8, None) if self.is_fp8 else q
-
-
-def check_pool(context: BackendContext) -> None:
-    """Raises InvalidInput for a KV dtype that is neither the queries' nor e4m3."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
-        raise InvalidInput(
-            "token_to_kv_pool", came=dtype, expected=f"{asked}, as the queries are, or {FP8}"
-        )
 
 
 def _check(layer: LayerSpec, context: BackendContext) -> None:

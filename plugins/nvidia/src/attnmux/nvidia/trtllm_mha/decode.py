@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.latent import KeyLens
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 from attnmux.nvidia.rows import aligned, is_writable
+from attnmux.nvidia.steps import check_room, prepared
 from attnmux.nvidia.trtllm_mha.masks import chain_mask
 
 if TYPE_CHECKING:
@@ -53,11 +54,8 @@ class Decode(ABC):
 
     def plan(self, batch: ForwardBatch, in_capture: bool) -> None:
         """The step's shape, from the host alone. Raises GraphUnsupported without buffers for it."""
-        if in_capture and batch.batch_size > self._fixed_batch_size:
-            raise GraphUnsupported(
-                f"a batch of {batch.batch_size} is captured with buffers for "
-                f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-            )
+        if in_capture:
+            check_room(batch, self._fixed_batch_size)
         self._step = Step.of(batch, self._context, self._fixed if in_capture else {})
         # A draft is a key of its own.
         known = None if in_capture else batch.seq_lens_cpu
@@ -67,7 +65,7 @@ class Decode(ABC):
 
     def fill(self, batch: ForwardBatch) -> None:
         """Page tables and lengths, by device operations of static shape."""
-        step = self._required_step()
+        step = prepared(self._step)
         step.fill(batch, self._groups, self._context)
         self._lens = None
         if self._may_be_empty:
@@ -76,7 +74,7 @@ class Decode(ABC):
 
     def attend(self, q: torch.Tensor, call: LayerCall, out: torch.Tensor) -> torch.Tensor:
         """q: [T, Hq, D]. out: [T, Hq, D], contiguous."""
-        step, lens = self._required_step(), self._lens
+        step, lens = prepared(self._step), self._lens
         keys = step.keys[call.group]
         self._launch(q, call, step, keys if lens is None else _with(keys, lens), out)
         if lens is not None:
@@ -88,11 +86,6 @@ class Decode(ABC):
         self, q: torch.Tensor, call: LayerCall, step: Step, keys: Keys, out: torch.Tensor
     ) -> None:
         """Write `out`."""
-
-    def _required_step(self) -> Step:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        return self._step
 
 
 class XQADecode(Decode):
@@ -113,7 +106,7 @@ class XQADecode(Decode):
         """Raises InvalidInput for drafts in layers with a window: XQA skips whole tiles by the last
         draft's window and masks nothing within them (mha.cu, `nbTotalSkipTokens`)."""
         super().plan(batch, in_capture)
-        drafts = self._required_step().queries_each or 1
+        drafts = prepared(self._step).queries_each or 1
         if drafts == 1:
             return
         if self._has_windows:

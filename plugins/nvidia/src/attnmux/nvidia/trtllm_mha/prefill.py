@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.errors import GraphUnsupported
 from attnmux.core.indices import cu_seqlens
 from attnmux.nvidia.page_tables import KeyGroup, Step
 from attnmux.nvidia.rows import aligned
+from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -55,17 +56,12 @@ class Prefill(ABC):
         """q: [T, Hq, D]. out: [T, Hq, D], contiguous. Rows of no request become 0."""
         if not self._is_whole:
             out.zero_()
-        self._launch(q, call, self._required_step(), out)
+        self._launch(q, call, prepared(self._step), out)
         return out
 
     @abstractmethod
     def _launch(self, q: torch.Tensor, call: LayerCall, step: Step, out: torch.Tensor) -> None:
         """Write the requests' rows of `out`."""
-
-    def _required_step(self) -> Step:
-        if self._step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        return self._step
 
 
 class GenPrefill(Prefill):
@@ -74,7 +70,7 @@ class GenPrefill(Prefill):
     _kv_bounds: torch.Tensor
 
     def fill(self, batch: ForwardBatch) -> None:
-        self._required_step().fill(batch, self._groups, self._context)
+        prepared(self._step).fill(batch, self._groups, self._context)
         self._kv_bounds = cu_seqlens(batch.seq_lens)
 
     def _launch(self, q: torch.Tensor, call: LayerCall, step: Step, out: torch.Tensor) -> None:

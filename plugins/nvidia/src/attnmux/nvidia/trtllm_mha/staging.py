@@ -18,6 +18,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
 from attnmux.nvidia.page_tables import KeyGroup, Step
 from attnmux.nvidia.rows import is_writable
+from attnmux.nvidia.steps import prepared
 from attnmux.nvidia.trtllm_mha.prefill import Prefill
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class StagedPrefill(Prefill):
 
     def fill(self, batch: ForwardBatch) -> None:
         """The step's pages, one request's behind the other's, and where they begin."""
-        step, pool = self._required_step(), self._context.token_to_kv_pool
+        step, pool = prepared(self._step), self._context.token_to_kv_pool
         page_size = pool.page_size
         if batch.extend_seq_lens is not None:
             step.bounds["queries"] = cu_seqlens(batch.extend_seq_lens)

@@ -14,12 +14,14 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.latent import RANK, KeyLens, joined, latent_layers
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
+from attnmux.nvidia.pools import check_bfloat16_or_fp8
 from attnmux.nvidia.rows import by_request, is_writable
+from attnmux.nvidia.steps import check_room, prepared
 from attnmux.nvidia.trtllm.workspace import workspace
-from attnmux.nvidia.trtllm_mla.calls import FP8, LayerCall, decode_of
+from attnmux.nvidia.trtllm_mla.calls import LayerCall, decode_of
 from attnmux.nvidia.trtllm_mla.padding import Padding, keep_to_own_pages
 
 if TYPE_CHECKING:
@@ -44,10 +46,7 @@ class TRTLLMMLABackend(AttentionBackend):
         super().__init__(context, options)
         layers = latent_layers(context)
         pool = context.token_to_kv_pool
-        if pool.dtype not in (torch.bfloat16, FP8):
-            raise InvalidInput(
-                "token_to_kv_pool", came=pool.dtype, expected=f"{torch.bfloat16} or {FP8}"
-            )
+        check_bfloat16_or_fp8(context)
         if TILE % pool.page_size:
             raise InvalidInput("page_size", came=pool.page_size, expected="32 or 64")
         self._calls = {layer.layer_id: LayerCall.of(layer, context) for layer in layers}
@@ -160,9 +159,7 @@ class TRTLLMMLABackend(AttentionBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        step = self._step
-        if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        step = prepared(self._step)
         if lse is not None:
             raise InvalidInput("lse", came="a tensor", expected="None: XQA gives none")
         call = self._calls.get(layer.layer_id)
@@ -192,8 +189,4 @@ class TRTLLMMLABackend(AttentionBackend):
                 "DRAFT_EXTEND runs without a graph: only steps with the same number of tokens for "
                 "each request are captured"
             )
-        if batch.batch_size > self._fixed_batch_size:
-            raise GraphUnsupported(
-                f"a batch of {batch.batch_size} is captured with buffers for "
-                f"{self._fixed_batch_size}: call init_cuda_graph_state with the largest first"
-            )
+        check_room(batch, self._fixed_batch_size)

@@ -14,10 +14,8 @@ from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import RANK, ROPE, check_plain, latent_pages
 from attnmux.nvidia.page_tables import Keys
+from attnmux.nvidia.pools import FP8
 from attnmux.nvidia.trtllm_mla.kernels import Kernels
-
-FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that the kernels read; Q is so too, then."""
 
 NOPE = 128
 """Dim of an expanded head without its rotary part: the library asks for it and reads it nowhere."""
