@@ -124,5 +124,5 @@ def test_a_package_that_fails_makes_room_for_the_next(benchmark, monkeypatch) ->
     monkeypatch.setattr("attnmux.nvidia.trial.import_module", lambda name: name)
     providers = {"first": lambda found: found, "second": lambda found: found}
     assert module._first("nvidia/flashmla", providers, trial)(None) == "second"
-    with pytest.raises(BackendFailed, match="nvidia/flashmla .* first: no kernel image"):
+    with pytest.raises(BackendFailed, match=r"nvidia/flashmla .* first: no kernel image"):
         module._first("nvidia/flashmla", {"first": lambda found: found}, trial)(None)

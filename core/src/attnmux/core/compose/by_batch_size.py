@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.compose.dispatching import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,11 +28,11 @@ class Sizes:
         return self.least <= batch_size and (self.most is None or batch_size <= self.most)
 
 
-class BatchSizeAttnBackend(AttentionBackend):
+class BatchSizeAttnBackend(DispatchingBackend):
     """Sends a decode step to the backend of its batch size, every other step to `usual`.
 
     In a graph the batch is padded, at capture and at every replay, so that each graph has one
-    backend. All share the context, so whatever one writes to the KV pool the others read.
+    backend.
     """
 
     def __init__(self, *, usual: AttentionBackend, sizes: Sequence[Sizes]) -> None:
@@ -59,7 +57,6 @@ class BatchSizeAttnBackend(AttentionBackend):
                 raise InvalidInput("sizes", came=str(own), expected=expected)
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        """The backend that a step goes to."""
         if not batch.forward_mode.is_decode():
             return self.usual
         held = (each.backend for each in self.sizes if each.hold(batch.batch_size))
@@ -68,17 +65,6 @@ class BatchSizeAttnBackend(AttentionBackend):
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """Itself for decode steps, whose size decides; else who serves all of them."""
         return self if mode.is_decode_or_idle() else self.usual.select(mode)
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.serving(batch).init_forward_metadata(batch)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self.serving(batch).init_forward_metadata_out_graph(batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.serving(batch).init_forward_metadata_in_graph(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Each backend gets room for the sizes that it serves, `usual` for all."""
@@ -92,50 +78,3 @@ class BatchSizeAttnBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """That of all of them."""
         return self.usual.get_cuda_graph_seq_len_fill_value()
-
-    def save_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        k_rope: torch.Tensor | None = None,
-    ) -> None:
-        self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.serving(batch).forward_decode(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.usual.forward_extend(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )

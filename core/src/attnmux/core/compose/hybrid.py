@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.compose.dispatching import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
 
 
-class HybridAttnBackend(AttentionBackend):
+class HybridAttnBackend(DispatchingBackend):
     """Sends each step to the backend of its phase.
 
     Decode steps go to `decode`; EXTEND and MIXED to `prefill`; TARGET_VERIFY and DRAFT_EXTEND to
-    the one that the request's `speculative_attention_mode` names. Both children share the
-    context, so whatever one writes to the KV pool the other reads.
+    the one that the request's `speculative_attention_mode` names.
     """
 
     def __init__(self, *, prefill: AttentionBackend, decode: AttentionBackend) -> None:
@@ -45,16 +42,8 @@ class HybridAttnBackend(AttentionBackend):
             return self._speculative
         return self.prefill
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.select(batch.forward_mode).init_forward_metadata(batch)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self.select(batch.forward_mode).init_forward_metadata_out_graph(batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.select(batch.forward_mode).init_forward_metadata_in_graph(batch)
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.select(batch.forward_mode)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Decode is always captured; the prefill backend only where it verifies drafts.
@@ -68,50 +57,3 @@ class HybridAttnBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """That of decode steps; `select(mode)` knows that of others."""
         return self.decode.get_cuda_graph_seq_len_fill_value()
-
-    def save_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        k_rope: torch.Tensor | None = None,
-    ) -> None:
-        self.select(batch.forward_mode).save_kv(k, v, layer, batch, k_rope=k_rope)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.decode.forward_decode(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.select(batch.forward_mode).forward_extend(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )
