@@ -11,7 +11,6 @@ import torch
 from benchmarks.choice_workloads import Model
 
 from attnmux.core.benching.measuring import Bench, Row
-from attnmux.core.benching.subjects import Subject
 from attnmux.core.benching.workload import Workload, completed
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.measurement_file import read_measurements
@@ -132,13 +131,7 @@ def _again(result: Result, place: Place, seconds: float) -> Iterable[Row]:
         graphs=result.field.graphs,
         seconds=seconds,
     )
-    return bench.rows(result.field.workloads, on_their_own(result.field.subjects))
-
-
-def on_their_own(subjects: Iterable[Subject]) -> list[Subject]:
-    """Without the backends that another stands in for, as `fa3_mla` does for `fa3`: its time would
-    count twice."""
-    return [each for each in subjects if each.choice.address == each.offer.address]
+    return bench.rows(result.field.workloads, result.field.subjects)
 
 
 def _times(rows: Iterable[Row], kept: Kept) -> Mapping[str, Times]:

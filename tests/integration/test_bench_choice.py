@@ -161,7 +161,6 @@ def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
 def test_a_backend_that_another_stands_in_for_has_no_time(choice) -> None:
     pytest.importorskip("attnmux.nvidia.plugin", reason="it has backends with companions")
     subjects = importlib.import_module("attnmux.core.benching.subjects")
-    measuring = importlib.import_module("benchmarks.choice_measuring")
     run = shared.Run()
     found, _ = subjects.find_subjects(
         choice.MODELS[-1].request,
@@ -170,7 +169,7 @@ def test_a_backend_that_another_stands_in_for_has_no_time(choice) -> None:
         Policy(hypothetical=True),
         phases=("decode",),
     )
-    seen = {each.offer.address for each in measuring.on_their_own(found)}
+    seen = {each.offer.address for each in found}
     assert "nvidia/fa3_mla" in seen
     assert "nvidia/fa3" not in seen
 

@@ -283,6 +283,15 @@ def test_who_is_timed_and_who_is_not() -> None:
     assert [each.reasons[0].code for each in refused] == ["DENIED", "DENIED"]
 
 
+def test_a_companion_is_not_timed_in_a_backend_s_place() -> None:
+    one, other = offer("one", phase=one_of("extend")), offer("other")
+    one = replace(one, card=replace(one.card, companions=("other",)))
+    subjects, refused = find_subjects(PLAIN, HERE, [one, other], Policy(), names=("one",))
+    assert [(each.offer.card.name, each.phase) for each in subjects] == [("one", "extend")]
+    assert [(each.offer.card.name, each.phase) for each in refused] == [("one", "decode")]
+    assert refused[0].why.startswith("phase: wanted decode")
+
+
 def test_what_is_asked_is_not_changed_for_anybody() -> None:
     """A page size that somebody set is not coerced for a backend that reads others."""
     asked = PLAIN.replace(page_size=16)

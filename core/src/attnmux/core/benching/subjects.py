@@ -78,10 +78,10 @@ def find_subjects(
         for phase in phases:
             in_graph = graphs and phase == "decode"
             answer = _alone(request, platform, offers, policy, offer, phase, in_graph)
-            if isinstance(answer, NoBackend) and in_graph and not request.graph:
+            if not _serves(answer, offer, phase) and in_graph and not request.graph:
                 in_graph = False
                 answer = _alone(request, platform, offers, policy, offer, phase, in_graph)
-            if not isinstance(answer, NoBackend):
+            if isinstance(answer, Decision) and _serves(answer, offer, phase):
                 subjects.append(
                     Subject(offer=offer, phase=phase, decision=answer, in_graph=in_graph)
                 )
@@ -101,7 +101,7 @@ def _alone(
     phase: str,
     in_graph: bool,
 ) -> Decision | NoBackend:
-    """One phase, with one backend: nobody stands in for it, and nothing that is asked changes."""
+    """One phase, with one backend named: nothing that is asked changes."""
     asked = request.replace(phases=(phase,))
     if in_graph:
         asked = asked.replace(graph=True)
@@ -114,9 +114,14 @@ def _alone(
         return refusal
 
 
-def _reasons(refusal: NoBackend, offer: Offer) -> tuple[Reason, ...]:
+def _serves(answer: Decision | NoBackend, offer: Offer, phase: str) -> bool:
+    """Whether it is the backend itself that serves the phase, and no companion of it."""
+    return isinstance(answer, Decision) and answer.phases[phase].address == offer.address
+
+
+def _reasons(answer: Decision | NoBackend, offer: Offer) -> tuple[Reason, ...]:
     """What stands against the backend."""
-    for verdict in refusal.candidates:
+    for verdict in answer.candidates:
         if (verdict.plugin, verdict.backend) == (offer.plugin, offer.card.name):
             return verdict.reasons
     return ()
