@@ -23,9 +23,10 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import choice_of, solve
 from attnmux.core.choosing.tuning import (
     LEAST_GAIN,
+    Current,
     Times,
     current_measurements,
-    measured_ranking,
+    ranking_by,
     share_of,
 )
 
@@ -46,16 +47,17 @@ def solve_measured(
     offers, measurements = tuple(offers), tuple(measurements)
     if not measurements:
         return solve(request, platform, offers, policy, libraries=libraries)
-    ranking = measured_ranking(measurements, platform, offers, policy, libraries=libraries)
+    found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
+    ranking = ranking_by(found, offers)
     decision = solve(request, platform, offers, policy, libraries=libraries, ranking=ranking)
-    return with_batch_sizes(decision, offers, policy, measurements, libraries=libraries)
+    return with_batch_sizes(decision, offers, policy, found, libraries=libraries)
 
 
 def with_batch_sizes(
     decision: Decision,
     offers: Sequence[Offer],
     policy: Policy | None,
-    measurements: Iterable[Measurement],
+    found: Current,
     *,
     libraries: Libraries = installed_version,
 ) -> Decision:
@@ -71,9 +73,6 @@ def with_batch_sizes(
     if "decode" not in decision.phases or policy.named_for("decode") is not None:
         return decision
     question = Question(request=decision.request, platform=decision.platform, phase="decode")
-    found = current_measurements(
-        measurements, decision.platform, offers, policy, libraries=libraries
-    )
     times = _by_size(found.get(("decode", shape_of(question)), {}))
     usual = decision.phases["decode"].address
     sizes = [size for size, timed in sorted(times.items()) if usual in timed]

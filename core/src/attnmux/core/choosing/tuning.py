@@ -33,6 +33,9 @@ a smaller difference is taken for noise."""
 Times = Mapping[str, float]
 """Medians in microseconds by workload."""
 
+Current = Mapping[tuple[str, str], Mapping[str, Sequence[Measurement]]]
+"""Measurements that count, by (phase, shape) and the backend's address."""
+
 
 def measured_ranking(
     measurements: Iterable[Measurement],
@@ -56,6 +59,11 @@ def measured_ranking(
     does. Like every rank, a measured one is behind what `policy` names or prefers.
     """
     found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
+    return ranking_by(found, offers)
+
+
+def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
+    """As `measured_ranking`, by measurements that count."""
     by_address = {offer.address: offer for offer in offers}
     times = {
         asked: {
@@ -74,8 +82,8 @@ def current_measurements(
     policy: Policy | None = None,
     *,
     libraries: Libraries = installed_version,
-) -> Mapping[tuple[str, str], Mapping[str, Sequence[Measurement]]]:
-    """Those that count, by (phase, shape) and the backend's address: see `measured_ranking`."""
+) -> Current:
+    """Those that count: see `measured_ranking`."""
     policy = policy or Policy()
     device = Device.of(platform)
     here = [each for each in measurements if each.device == device]
