@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,13 +17,17 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.cli.bench_place import Place
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided
-from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.cli.writing import writing
+from attnmux.core.errors import SettingsError
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from attnmux.core.benching.conformance import Check
     from attnmux.core.benching.measuring import Row
     from attnmux.core.cli.bench_timing import Result
+
+OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
+"""Where the file cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ class Keeper:
             raise SettingsError(
                 f"measurements are not used here ({source}): allow them, or leave out --keep"
             )
-        with _writing(path):
+        with writing(path, otherwise=OTHERWISE):
             measurement_file(path).prepare()
         policy, measurements = settings.policy(), run.measurements(settings)
         before = decided(request, place.platform, place.offers, policy, measurements)
@@ -90,7 +93,7 @@ class Keeper:
         measurements = self._measurements(result, checks)
         file = measurement_file(self.path)
         if measurements:
-            with _writing(self.path):
+            with writing(self.path, otherwise=OTHERWISE):
                 file.add(measurements)
         place, known = self.place, file.read().found
         after = decided(self.request, place.platform, place.offers, self.policy, known)
@@ -150,14 +153,3 @@ class Keeper:
         for request in requests:
             phase = row.workload.phase
             yield shape_of(Question(request=request, platform=self.place.platform, phase=phase))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be written: {in_brief(error)}; "
-            "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
-        ) from error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,12 @@ from attnmux.core.choosing.record_file import RecordFile
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import machine, requested
 from attnmux.core.cli.tune_trying import Tuned, job_for, tried
-from attnmux.core.errors import InvalidInput, NoBackend, SettingsError, in_brief
+from attnmux.core.cli.writing import writing
+from attnmux.core.errors import InvalidInput, NoBackend, SettingsError
 from attnmux.core.settings import Settings
+
+OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
+"""Where the file cannot be written."""
 
 
 @click.command()
@@ -77,7 +80,7 @@ def tune(
             report(each.offer.address, each.job.platform, each.trials)
         found = each.launches()
         if file is not None and found:
-            with _writing(file.path):
+            with writing(file.path, otherwise=OTHERWISE):
                 file.add(found)
         tuned.append(each)
         launches += found
@@ -133,22 +136,11 @@ def _opened(run: Run, settings: Settings) -> RecordFile[TunedLaunch]:
     if path is None:
         raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
     file = launch_file(path)
-    with _writing(path):
+    with writing(path, otherwise=OTHERWISE):
         before = file.prepare()
     for problem in before.problems:
         run.warn(problem)
     return file
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be written: {in_brief(error)}; "
-            "name another file as ATTNMUX_LAUNCHES, or --dry-run"
-        ) from error
 
 
 def _as_json(
