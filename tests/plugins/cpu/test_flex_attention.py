@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
 from attnmux.core.backend import AttentionBackend, BackendContext
-from attnmux.core.choosing.conditions import ANY
+from attnmux.core.choosing.conditions import ANY, one_of
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.spec import SpecInput
 from attnmux.core.testing import (
@@ -73,7 +73,7 @@ ON_GPU = tuple(
         clause,
         vendor=ANY,
         version=ANY,
-        kind=ANY,
+        kind=one_of("mha", "mla"),
         kv_lora_rank=ANY,
         qk_rope_head_dim=ANY,
         head_dim=ANY,
