@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import extend_positions
 
 if TYPE_CHECKING:
     from attnmux.core.backend import BackendContext
@@ -132,10 +133,7 @@ def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
     if new is None or cached is None:
         last = batch.seq_lens.long() - 1
     else:
-        ends = new.long().cumsum(0)
-        token = torch.arange(int(new.sum()), device=new.device)
-        request = torch.searchsorted(ends, token, right=True)
-        last = cached.long()[request] + token - (ends - new)[request]
+        last = extend_positions(cached, new)
     picks = picks[: len(last)].long()
     wrong = (picks < -1) | (picks > last.clamp(min=-1).unsqueeze(1))
     if bool(wrong.any()):

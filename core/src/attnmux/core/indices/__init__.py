@@ -21,6 +21,7 @@ Arguments of the wrong shape or dtype are InvalidInput. Values are not looked at
 
 from __future__ import annotations
 
+from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.chunk import ChunkBatches, chunk_batches
 from attnmux.core.indices.csr import kv_indices, kv_indptr, kv_last_page_len, out_cache_loc
 from attnmux.core.indices.paged import block_count_multiple, page_table, whole_page_lens
@@ -44,6 +45,7 @@ __all__ = [
     "num_kv_splits",
     "out_cache_loc",
     "page_table",
+    "segment_of_place",
     "select_topk",
     "token_rows",
     "topk_slots",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.args import check_lens, check_table
+from attnmux.core.indices.ragged import cu_seqlens
 
 
 def token_rows(
@@ -17,10 +19,8 @@ def token_rows(
     req_pool_indices: [B] int64. extend_seq_lens: [B] int32.
     """
     check_lens("extend_seq_lens", extend_seq_lens, req_pool_indices.shape[0])
-    ends = extend_seq_lens.cumsum(0)
-    token = torch.arange(num_tokens, device=ends.device)
     rows = torch.cat([req_pool_indices, req_pool_indices.new_zeros(1)])
-    return rows[torch.searchsorted(ends, token, right=True)]
+    return rows[segment_of_place(cu_seqlens(extend_seq_lens), num_tokens)]
 
 
 def topk_slots(

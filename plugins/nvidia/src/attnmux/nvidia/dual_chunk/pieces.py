@@ -13,7 +13,7 @@ import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens
+from attnmux.core.indices import cu_seqlens, segment_of_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Pieces:
         bounds = cu_seqlens((last - first + 1).masked_fill_(new == 0, 0).int())
 
         order = torch.arange(most_pieces(batch, chunk_len), device=new.device, dtype=torch.int32)
-        request = torch.searchsorted(bounds[1:].contiguous(), order, right=True)
+        request = segment_of_place(bounds, len(order))
         is_empty = request == batch.batch_size
 
         def by_piece(values: torch.Tensor) -> torch.Tensor:

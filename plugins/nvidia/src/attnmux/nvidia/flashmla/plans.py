@@ -16,6 +16,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import segment_of_place
 from attnmux.nvidia.flashmla.calls import LayerCall, PlanGroup
 from attnmux.nvidia.flashmla.kernels import Kernels
 from attnmux.nvidia.latent import KeyLens
@@ -150,7 +151,7 @@ def _by_token(step: Step, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     assert new is not None  # which a Step has checked
     bounds = step.query_bounds(new.device)
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
-    request = torch.searchsorted(bounds[1:], tokens, right=True)
+    request = segment_of_place(bounds, batch.num_tokens)
     owner = request.clamp(max=batch.batch_size - 1)
     place = tokens - bounds[owner]
     expanded = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnmux.core.indices import segment_of_place
 from attnmux.nvidia.page_tables import Keys
 
 
@@ -46,7 +47,7 @@ class Padding:
         """bounds: [B + 1] int32, where each request's tokens begin. kv_lens: [B] int32."""
         batch_size = len(kv_lens)
         tokens = torch.arange(num_tokens, device=bounds.device)
-        request = torch.searchsorted(bounds[1:].contiguous(), tokens, right=True)
+        request = segment_of_place(bounds, num_tokens)
         rows = request * each + tokens - bounds[request]
         return cls(
             batch_size=batch_size,
