@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 from attnmux.core.choosing.card import Clause, Option
 from attnmux.core.choosing.conditions import ANY, NONE, at_most, multiple_of, one_of
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import Plugin, Plugins, hookimpl
 from attnmux.core.errors import InvalidInput, UnknownBackend
 from attnmux.core.testing import (
     Candidate,
@@ -20,6 +22,7 @@ from attnmux.core.testing import (
     outside_points,
     try_point,
 )
+from attnmux.core.testing.standard import standard_cases
 
 
 def points_of(**conditions: object) -> dict[str, set[str]]:
@@ -100,6 +103,18 @@ def test_finds_an_installed_backend() -> None:
     assert candidate.plugin == "cpu"
     assert candidate.platform.vendor == "cpu"
     assert find_candidate("cpu/torch_native", device="cpu").card is candidate.card
+
+
+def test_a_planned_backend_with_a_factory_is_tried() -> None:
+    module = ModuleType("fake")
+    card = replace(fake_card(), status="planned")
+    cards = [card, replace(card, name="unwritten", factory=None)]
+    module.attnmux_cards = hookimpl(lambda: cards)
+    plugins = Plugins([Plugin(name="fake", distribution="fake", version="1", module=module)])
+    here = {"plugins": plugins, "platforms": [fake_platform()]}
+    case = standard_cases((16,))[0]
+    assert find_candidate("fake", **here).admits(case)
+    assert not find_candidate("unwritten", **here).admits(case)
 
 
 def test_refuses_what_is_not_there() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from attnmux.core.choosing.card import BackendCard, Offer, OptionValue
@@ -106,16 +106,20 @@ def find_candidate(
 
     The platform is the one of `device` ("cpu", "cuda:1"), else the first on which the card
     admits anything. `plugins` and `platforms` are those of this machine unless given.
+    A planned backend that has a factory is tried as if it were available, to become so.
     Raises UnknownBackend for a name that nobody offers; InvalidInput for a name that several
     backends share, for a device that is not there, and for an option that cannot be used.
     """
     plugins = plugins or load_plugins()
     offer = _offer(name, plugins.offers())
     given = read_options({offer.address: options or {}}, plugins.offers())
+    card = offer.card
+    if card.status == "planned" and card.factory is not None:
+        card = replace(card, status="available")
     platforms = detect(plugins).platforms if platforms is None else platforms
     found = [
         Candidate(
-            card=offer.card,
+            card=card,
             plugin=offer.plugin,
             platform=platform,
             device=device,
