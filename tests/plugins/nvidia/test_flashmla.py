@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
@@ -28,7 +29,7 @@ from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.emulators.flash_mla import flash_mla, sgl_kernel
 from attnmux.nvidia.flashmla import FlashMLABackend, Kernels
 from attnmux.nvidia.flashmla.factory import make
-from attnmux.nvidia.flashmla.plans import FP8_REQUESTS
+from attnmux.nvidia.flashmla.plans import FP8_REQUESTS, ROWS
 from attnmux.nvidia.flashmla.providers import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla.trial import try_kernels
 
@@ -201,7 +202,7 @@ def test_a_request_without_keys_is_told_as_it_is_but_for_e4m3() -> None:
         spy = Spy()
         outputs(*made(decode(5, 0), spy.kernels, **settings))
         assert spy.calls[0]["cache_seqlens"].tolist() == told
-        assert spy.schedules[0][0] == told
+        assert spy.schedules[-1][0] == told
 
 
 def test_scales_of_the_pool_are_the_descales() -> None:
@@ -212,6 +213,23 @@ def test_scales_of_the_pool_are_the_descales() -> None:
     spy = Spy()
     outputs(*made(decode(5), spy.kernels, kv_scales=(0.5, 3.0)))
     assert "descale_k" not in spy.calls[0]
+
+
+def test_descales_are_float32_whatever_the_default_is() -> None:
+    """Which engines change while they load a model."""
+    spy, step = Spy(), decode(5)
+    world = world_of(step, kv_in_pool=True, **FP8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        try_kernels(spy.kernels, world.context)
+        backend = FlashMLABackend(world.context, {}, spy.kernels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    prepared = prepare_step(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    assert all(out.isfinite().all() for out in outputs(backend, prepared))
+    kinds = {call[name].dtype for call in spy.calls for name in ("descale_q", "descale_k")}
+    assert kinds == {torch.float32}
 
 
 def test_queries_beyond_the_range_of_fp8_saturate() -> None:
@@ -329,6 +347,55 @@ def test_more_requests_than_the_kernel_over_e4m3_takes(quantised) -> None:
     ):
         with pytest.raises(InvalidInput, match="at most 4095"):
             refused()
+
+
+LONG: dict[str, Any] = {"spec_topk": 1, "max_context_len": 640}
+
+
+@pytest.mark.parametrize(("drafts", "heads", "status"), [(32, 128, "passed"), (33, 2, "refused")])
+def test_the_card_has_fewer_drafts_over_e4m3(drafts, heads, status) -> None:
+    """As many as every Hopper GPU serves."""
+    settings = {**LATENT, **FP8, **LONG, "num_q_heads": heads, "lse": True}
+    case = Case(name="drafts", steps=(verify(drafts, 0, 63, 300),), **settings)
+    outcome = run_case(candidate(EMULATED["flash_mla"]), case)
+    assert outcome.status == status, outcome.message
+
+
+@pytest.mark.parametrize(("drafts", "heads"), [(66, 2), (64, 130)])
+def test_as_many_drafts_as_the_kernel_over_e4m3_takes(drafts, heads) -> None:
+    settings = {**LATENT, **FP8, **LONG, "num_q_heads": heads, "lse": True}
+    case = Case(name="drafts", steps=(verify(drafts, 0, 63, 300),), **settings)
+    mine = candidate(EMULATED["flash_mla"])
+    clauses = tuple(replace(clause, spec_draft_tokens=ANY) for clause in mine.card.clauses)
+    mine = replace(mine, card=replace(mine.card, clauses=clauses))
+    outcome = run_case(mine, case)
+    assert outcome.status == "passed", outcome.message
+
+
+@pytest.mark.parametrize(("drafts", "heads", "most"), [(67, 2, 66), (65, 130, 64)])
+def test_more_drafts_than_the_kernel_over_e4m3_takes(drafts, heads, most) -> None:
+    """It would show some of them later keys, or trap."""
+    step = verify(drafts, 0, 63)
+    for quantised in (FP8, {}):
+        world = world_of(step, num_q_heads=heads, **LONG, **quantised)
+        backend = FlashMLABackend(world.context, {}, EMULATED["sgl_kernel"])
+        batch = prepare_step(world, step).batch
+        if not quantised:
+            backend.init_forward_metadata(batch)
+            continue
+        with pytest.raises(InvalidInput, match=rf"at most {most} over .*, got {drafts} draft"):
+            backend.init_forward_metadata(batch)
+
+
+def test_more_rows_than_the_kernels_count() -> None:
+    world = world_of(decode(5))
+    backend = FlashMLABackend(world.context, {}, EMULATED["sgl_kernel"])
+    batch = prepare_step(world, decode(5)).batch
+    count = ROWS // 16 + 1
+    for name in ("req_pool_indices", "seq_lens", "out_cache_loc", "positions"):
+        batch = replace(batch, **{name: getattr(batch, name).expand(count)})
+    with pytest.raises(InvalidInput, match=f"at most {ROWS} in one call"):
+        backend.init_forward_metadata(replace(batch, batch_size=count))
 
 
 @pytest.mark.parametrize(
@@ -461,6 +528,20 @@ def test_a_package_that_does_not_run_gives_way_to_the_other(monkeypatch) -> None
     install(monkeypatch, flash_mla=broken)
     with pytest.raises(BackendFailed, match=r"flash_mla: .*not available; sgl_kernel\.flash_mla: "):
         make(context, {})
+
+
+def test_another_build_of_the_same_name_gives_way_too(monkeypatch) -> None:
+    """FlashMLA's own has no schedule to be made ahead, and no legacy half."""
+    other = SimpleNamespace(
+        get_mla_metadata=flash_mla.get_mla_metadata,
+        flash_mla_with_kvcache=lambda q, k_cache: (q, k_cache),
+    )
+    install(monkeypatch, flash_mla=other, sgl_kernel=sgl_kernel)
+    backend = make(world_of(decode(3)).context, {})
+    assert backend._kernels.flash_mla_with_kvcache is sgl_kernel.flash_mla_with_kvcache
+    other.get_mla_decoding_metadata = flash_mla.get_mla_decoding_metadata
+    backend = make(world_of(decode(3)).context, {})
+    assert backend._kernels.flash_mla_with_kvcache is sgl_kernel.flash_mla_with_kvcache
 
 
 def test_a_pool_that_no_package_serves_is_the_asker_s_mistake(monkeypatch) -> None:

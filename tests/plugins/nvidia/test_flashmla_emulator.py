@@ -120,6 +120,26 @@ def test_fp8_may_not_have_a_request_without_keys() -> None:
     assert lse.isnan().all()
 
 
+def test_fp8_hides_later_keys_in_two_pages_alone() -> None:
+    """The last of which may hold one key."""
+    cache = paged(129, dtype=FP8)
+
+    def attend(num_queries: int, *, causal: bool) -> torch.Tensor:
+        return run(torch.randn(1, num_queries, 1, DIM).to(FP8), cache, causal=causal)[0]
+
+    assert attend(66, causal=True).isfinite().all()
+    assert attend(67, causal=True).isnan().all()
+    assert attend(67, causal=False).isfinite().all()
+
+
+def test_fp8_has_no_schedule_of_more_rows_than_the_device_takes() -> None:
+    lens = int32(5, 6)
+    tiles, _ = sgl_kernel.get_mla_metadata(lens, 132 * 64, 1, is_fp8_kvcache=True)
+    assert len(tiles) == 1
+    with pytest.raises(RuntimeError, match="Assertion now_idx"):
+        sgl_kernel.get_mla_metadata(lens, 132 * 64 + 1, 1, is_fp8_kvcache=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_a_schedule_of_something_else_shows(dtype) -> None:
     q, cache = torch.randn(2, 1, 4, DIM).to(dtype), paged(5, 70, dtype=dtype)

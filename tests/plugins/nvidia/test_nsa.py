@@ -180,6 +180,11 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=broken))
     with pytest.raises(BackendFailed, match=r"flash_mla: .*no kernel image"):
         make(world.context, {})
+    # FlashMLA's own build, which has no legacy half
+    own = SimpleNamespace(flash_mla_sparse_fwd=SglKernel.flash_mla_sparse_fwd)
+    monkeypatch.setitem(sys.modules, "flash_mla", own)
+    with pytest.raises(BackendFailed, match=r"flash_mla: .*use_legacy"):
+        make(world.context, {})
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_mla=SglKernel))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", SglKernel)
     assert make(world.context, {})._lse_unit == LN2

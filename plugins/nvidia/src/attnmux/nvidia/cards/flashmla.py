@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, one_of, versions
+from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, versions
 from attnmux.core.choosing.verified import Verified
 
 
-def _clause(dtype: str) -> Clause:
+def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
     return Clause(
         vendor=one_of("nvidia"),
         version=versions(">=9.0,<10"),
@@ -15,12 +15,13 @@ def _clause(dtype: str) -> Clause:
         phase=one_of("decode", "verify", "draft"),
         kind=one_of("mla"),
         dtype=one_of(dtype),
-        kv_dtype=one_of(dtype, "fp8_e4m3"),
+        kv_dtype=one_of(kv_dtype),
         page_size=one_of(64),
         head_dim=ANY,
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
+        spec_draft_tokens=drafts,
         chunked_prefix=ANY,
         graph=ANY,
         lse=ANY,
@@ -55,8 +56,17 @@ FLASHMLA = BackendCard(
         "kv_lora_rank": "`head_dim_v` is 512 of the cache's 576",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "causal over the step's tokens, without a mask",
+        "spec_draft_tokens": (
+            "over e4m3: flash_fwd_mla_kernel.h hides later keys for 66 queries at most, and the "
+            "schedule has room for 64 rows of queries and heads a multiprocessor, which is 39 "
+            "queries of 128 heads on the 78 of an H20"
+        ),
     },
-    clauses=tuple(map(_clause, ("bfloat16", "float16"))),
+    clauses=tuple(
+        _clause(dtype, kv_dtype, drafts)
+        for dtype in ("bfloat16", "float16")
+        for kv_dtype, drafts in ((dtype, ANY), ("fp8_e4m3", at_most(32)))
+    ),
     priors=(
         Prior(
             rank=32,

@@ -72,7 +72,10 @@ class FlashMLABackend(AttentionBackend):
         if in_capture:
             self._buffers = self._capture_buffers(batch)
         step = Step.of(batch, self.context, self._buffers.keys if self._buffers else {})
-        self._planner.check(batch.batch_size if step.queries_each else batch.num_tokens)
+        if step.queries_each is None:
+            self._planner.check(batch.num_tokens)
+        else:
+            self._planner.check(batch.batch_size, step.queries_each)
         self._step = step
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:

@@ -59,9 +59,11 @@ class LayerCall:
         }
         if is_fp8:
             scale, _ = pool.read_scales(layer.k_scale, None)
-            arguments["descale_q"] = torch.ones(1, device=context.device)
+            # Whatever torch's default dtype is while the model is loaded.
+            one = torch.ones(1, dtype=torch.float32, device=context.device)
+            arguments["descale_q"] = one
             # Of V too, which is the front of the same rows.
-            arguments["descale_k"] = torch.full((1,), scale, device=context.device)
+            arguments["descale_k"] = one * scale
         return cls(
             group=PlanGroup(keys=KeyGroup.of(layer, context), num_heads=layer.tp_q_head_num),
             k_cache=latent_pages(layer, context, PAGE),

@@ -17,14 +17,22 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import segment_of_place
-from attnmux.nvidia.flashmla.calls import LayerCall, PlanGroup
+from attnmux.nvidia.flashmla.calls import PAGE, LayerCall, PlanGroup
 from attnmux.nvidia.flashmla.kernels import Kernels
 from attnmux.nvidia.latent import KeyLens
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 
+ROWS = 2**22 - 2**16
+"""Most queries of all heads in one call: the kernels count the float32 of split results, 512 a row,
+in int32 (`oaccum_ptr` in splitkv_mla.cuh), and there are some more rows of those."""
+
 FP8_REQUESTS = 4095
 """Most requests of one call over e4m3 (`MaxBatchSize` in flash_fwd_mla_metadata.cu, which ends the
 process beyond)."""
+
+FP8_QUERIES = PAGE + 2
+"""Most queries of a request over e4m3: causality hides keys of the last two pages alone
+(`n_masking_steps` in flash_fwd_mla_kernel.h), and the last may hold a single key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,16 +68,21 @@ class Planner:
     context: BackendContext
     groups: tuple[PlanGroup, ...]
     is_fp8: bool
+    max_queries: int | None
+    """Of a request; None where any number is served."""
 
     @classmethod
     def of(
         cls, calls: Mapping[int, LayerCall], context: BackendContext, kernels: Kernels
     ) -> Planner:
+        groups = tuple(dict.fromkeys(call.group for call in calls.values()))
+        is_fp8 = any(call.is_fp8 for call in calls.values())
         return cls(
             kernels=kernels,
             context=context,
-            groups=tuple(dict.fromkeys(call.group for call in calls.values())),
-            is_fp8=any(call.is_fp8 for call in calls.values()),
+            groups=groups,
+            is_fp8=is_fp8,
+            max_queries=_fp8_queries(groups, context, kernels) if is_fp8 else None,
         )
 
     def buffers(self, max_batch_size: int) -> PlanBuffers:
@@ -88,8 +101,22 @@ class Planner:
             schedules={count: self._schedule(lens.at_least_one, count) for count in heads},
         )
 
-    def check(self, num_requests: int) -> None:
-        """Raises InvalidInput for more requests than the kernels take."""
+    def check(self, num_requests: int, queries_each: int = 1) -> None:
+        """Raises InvalidInput for more requests or queries than the kernels take: they do not
+        refuse them."""
+        rows = num_requests * queries_each * _most_heads(self.groups)
+        if rows > ROWS:
+            raise InvalidInput(
+                "batch_size",
+                came=f"{rows} queries of all heads",
+                expected=f"at most {ROWS} in one call",
+            )
+        if self.max_queries is not None and queries_each > self.max_queries:
+            raise InvalidInput(
+                "spec_info",
+                came=f"{queries_each} draft tokens a request",
+                expected=f"at most {self.max_queries} over {self.context.token_to_kv_pool.dtype}",
+            )
         if self.is_fp8 and num_requests > FP8_REQUESTS:
             raise InvalidInput(
                 "batch_size",
@@ -141,6 +168,18 @@ class Planner:
 
     def _key_groups(self) -> tuple[KeyGroup, ...]:
         return tuple(dict.fromkeys(group.keys for group in self.groups))
+
+
+def _most_heads(groups: tuple[PlanGroup, ...]) -> int:
+    return max(group.num_heads for group in groups)
+
+
+def _fp8_queries(groups: tuple[PlanGroup, ...], context: BackendContext, kernels: Kernels) -> int:
+    """Most queries of a request over e4m3. A multiprocessor takes 64 rows of queries and heads; of
+    more than all of them take together no schedule can be made, and the device traps."""
+    one = torch.ones(1, dtype=torch.int32, device=context.device)
+    tiles, _ = kernels.schedule(one, 1, True)
+    return min(FP8_QUERIES, 64 * len(tiles) // _most_heads(groups))
 
 
 def _by_token(step: Step, batch: ForwardBatch) -> dict[KeyGroup, Keys]:

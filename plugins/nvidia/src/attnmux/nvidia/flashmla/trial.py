@@ -10,6 +10,10 @@ from attnmux.nvidia.flashmla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE, latent_layers
 from attnmux.nvidia.trial import trial
 
+REFUSALS = (ImportError, AssertionError, AttributeError, TypeError)
+"""What the packages raise besides RuntimeError. The last two are of other builds of FlashMLA, which
+have the same name and neither all functions nor all arguments."""
+
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
     """Attend to one key with the first layer's heads, and wait for it.
@@ -21,7 +25,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
     call = LayerCall.of(layer, context, kernels)
     heads, dtype = layer.tp_q_head_num, context.token_to_kv_pool.dtype
     one = torch.ones(1, dtype=torch.int32, device=device)
-    with trial("nvidia/flashmla", device, ImportError, AssertionError):
+    with trial("nvidia/flashmla", device, *REFUSALS):
         tiles, splits = kernels.schedule(one, heads, call.is_fp8)
         kernels.flash_mla_with_kvcache(
             torch.zeros(1, 1, heads, RANK + ROPE, device=device).to(dtype),

@@ -18,6 +18,9 @@ from attnmux.nvidia.nsa.calls import TOPK_MULTIPLE, WIDTH, LayerCall
 from attnmux.nvidia.nsa.kernels import Kernels
 from attnmux.nvidia.trial import trial
 
+REFUSALS = (ImportError, AssertionError, AttributeError, TypeError)
+"""What the packages raise besides RuntimeError. The last two are of other builds of FlashMLA, which
+have the same name and neither all functions nor all arguments."""
 UNITS = {1.0: math.log(2), math.log(2): 1.0}
 """What LSE is multiplied by to be natural, and what two keys of logit 0 give then."""
 
@@ -33,7 +36,7 @@ def measured_lse_unit(kernels: Kernels, context: BackendContext) -> float:
     call = LayerCall.of(layer, context)
     indices = torch.full((1, 1, TOPK_MULTIPLE), -1, dtype=torch.int32, device=device)
     indices[..., :2] = torch.arange(2, device=device)
-    with trial("nvidia/nsa", device, ImportError, AssertionError):
+    with trial("nvidia/nsa", device, *REFUSALS):
         _, _, lse = kernels.flash_mla_sparse_fwd(
             torch.zeros(1, call.kernel_heads, WIDTH, dtype=torch.bfloat16, device=device),
             torch.zeros(2, 1, WIDTH, dtype=torch.bfloat16, device=device),

@@ -11,6 +11,10 @@ What the real functions do with their arguments, as far as an adapter can notice
 - A query without keys has output 0 and LSE +inf.
 - Over float8_e4m3fn a request of length 0 is an error that nobody reports: the kernel reads the
   block table before its row, and any page that it finds there. Here every result is NaN then.
+- Over float8_e4m3fn the causal mask is applied in the last two pages of a request's keys alone, so
+  that the first of more than 66 queries would see later keys. Here every result is NaN then.
+- Over float8_e4m3fn more rows of queries and heads than 64 a multiprocessor leave no part to
+  schedule, and the device traps. Here the schedule is refused.
 - A schedule of other lengths, of other queries or for other dtypes gives wrong results; the library
   checks its shape alone. Here it gives NaN.
 - Keys behind a request's end do not matter, whatever they hold. The page of a table's first entry
@@ -33,6 +37,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _SCHEDULE = ("tile_scheduler_metadata", "num_splits")
 _FP8_MARK = 1 << 20
 _MOST_FP8_REQUESTS = 4095
+_MOST_FP8_QUERIES = PAGE + 2
+"""One more than the keys of a full page and of one that holds a single key."""
 
 
 def schedule(
@@ -50,6 +56,8 @@ def schedule(
     if is_fp8:
         check(len(lens) <= _MOST_FP8_REQUESTS, "Assertion params.batch_size < MaxBatchSize failed")
     parts = SM_COUNT // num_heads_k // -(-num_rows // 64)
+    if is_fp8:
+        check(parts > 0, "CUDA error: Assertion now_idx == batch_size failed")
     order = torch.arange(1, len(lens) + 1, device=lens.device)
     mark = (lens * order).sum() + num_rows + (_FP8_MARK if is_fp8 else 0)
     tiles = mark.int().expand(max(parts, 1), 8).contiguous()
@@ -106,7 +114,8 @@ def decode(
     lse = lse.masked_fill(lse.isneginf(), torch.inf)
     fits = torch.stack([(a == b).all() for a, b in zip(made, expected, strict=True)]).all()
     if is_fp8:
-        fits = fits & (lens > 0).all()
+        masked = not causal or num_queries <= _MOST_FP8_QUERIES
+        fits = fits & (lens > 0).all() & masked
     result = torch.where(fits, result, torch.nan).to(torch.bfloat16 if is_fp8 else q.dtype)
     return result, torch.where(fits, lse, torch.nan).transpose(1, 2).contiguous()
 
