@@ -1,7 +1,7 @@
 """One launch before the first step: has the library a kernel for this device, and which LSE?
 
-sgl_kernel 0.4.5 documents base 2. The kernels that it is built from write natural logarithms,
-which its binding may convert; sgl-flash-mla 1.0.0 documents them as natural. So the base is
+The kernels write natural logarithms. The binding of sgl_kernel 0.4.5 multiplies them by log2 e
+(csrc/python_api.cpp of its FlashMLA), and sgl-flash-mla 1.0.0 does so when asked. So the base is
 measured: two keys of logit 0 have ln 2 or log2 2.
 """
 
