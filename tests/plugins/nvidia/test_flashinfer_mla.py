@@ -420,6 +420,17 @@ def test_one_wrapper_serves_all_captured_sizes(spy) -> None:
     assert len({(each.data_ptr(), len(each)) for each in indices}) == 1
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND])
+def test_steps_of_requests_of_many_lengths_are_in_no_graph(mode) -> None:
+    step = extend((9, 3), (5, 1), mode=mode)
+    world = world_of(step)
+    backend = backend_of(world)
+    backend.init_cuda_graph_state(2, 8)
+    batch = prepare_step(world, step, host_lens=True).batch
+    with pytest.raises(GraphUnsupported, match=f"{mode.name}.*eagerly"):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
 @pytest.mark.parametrize("max_batch_size", [0, 1])
 def test_a_capture_without_room_is_refused(max_batch_size) -> None:
     world = world_of(decode(5, 6))

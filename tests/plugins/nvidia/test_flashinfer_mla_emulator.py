@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core.graph.devices import GraphStep
+from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.nvidia.emulators.flashinfer import BatchMLAPagedAttentionWrapper as Emulated
 
 RECORDED = json.loads((Path(__file__).parent / "data/flashinfer-mla-0.6.13.json").read_text())
@@ -272,3 +274,17 @@ def test_runs_that_it_refuses() -> None:
     setup.q = odd[:, 1:].view(3, 16, 512)
     with pytest.raises(RuntimeError, match="misaligned"):
         setup.run()
+
+
+def test_a_captured_launch_has_the_blocks_of_its_plan() -> None:
+    """16 heads of 4 rows a request are a tile of 64; of 5 they are tiles of 128."""
+    setup = Setup((20, 4), (30, 4))
+    setup.plan()
+    step = GraphStep(prepare=lambda: None, forward=setup.run, host_tensors=())
+    graph = RecordingGraphs().capture(step)
+    setup.plan(kv_len_arr=setup.kv_lens - 1)
+    graph.replay()
+    assert graph.outputs.isfinite().all()
+    setup.plan(qo_indptr=torch.tensor([0, 3, 10], dtype=torch.int32))
+    graph.replay()
+    assert graph.outputs.isnan().all()

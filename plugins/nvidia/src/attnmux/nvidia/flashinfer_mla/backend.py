@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 ADDRESS = "nvidia/flashinfer_mla"
 
+CAPTURED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+"""Modes whose requests have the same number of new tokens in every step. The others' plans would
+have other tiles than the captured launch has blocks for: `num_blks_x` in scheduler.cuh is 1 up to a
+mean of 64 rows a request, else 2."""
+
 
 class FlashInferMLABackend(AttentionBackend):
     """Absorbed MLA, eager and in graphs. A pool of 8-bit floats is read eagerly alone."""
@@ -168,6 +173,11 @@ class FlashInferMLABackend(AttentionBackend):
         """The indices of a batch that is captured now or was before."""
         if not in_capture:
             return next((graph for graph in self._graphs if graph.serves(batch)), None)
+        if batch.forward_mode not in CAPTURED:
+            raise GraphUnsupported(
+                f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "
+                "its requests of many lengths does not: run it eagerly"
+            )
         for graph in self._graphs:
             if batch.batch_size <= graph.max_batch_size:
                 graph.capture(batch)

@@ -2,7 +2,8 @@
 
 What a kernel reads of a plan lies in the wrapper's int workspace, which stays where it is, and in
 the indices, which `plan` takes as they are where they lie on the device: a captured run goes on
-reading both.
+reading both. Its blocks are those of the plan at capture, so rows a tile are too (`num_blks_x` and
+`num_blks_y`): a plan for tiles of other sizes has results nowhere.
 
 The causal kernels find the last 64 keys that a tile of rows sees with a division rounded down
 (`kv_tile_idx` in mla.cuh and mla_hopper.cuh): where a tile ends within a token, keys are left out.
@@ -104,6 +105,7 @@ class BatchMLAPagedAttentionWrapper:
         starts = lists[0][:-1], lists[1][:-1] * page_size
         table = torch.stack([starts[0], lists[0].diff(), starts[1], lists[2]])
         self._plan_table(batch_size).copy_(table)
+        self._plan_shape[0], self._plan_shape[1] = self._tile, batch_size
 
     def run(
         self,
@@ -134,15 +136,22 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"Invalid shape or dtype of lse: {tuple(lse.shape)}, {lse.dtype}")
         self._check_run(q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
         result, natural, written = self._attend(q_nope, q_pe, ckv_cache, kpe_cache)
+        fits = (self._plan_shape[0] == self._tile) & (self._plan_shape[1] == self._batch_size)
+        result = torch.where(fits, result, math.nan)
         out.copy_(torch.where(written[:, None, None], result.to(out.dtype), out))
         if lse is not None:
             made = natural if return_lse_base_on_e else natural / math.log(2)
             lse.copy_(torch.where(written[:, None], made, lse))
         return (out, lse) if return_lse and lse is not None else out
 
+    @property
+    def _plan_shape(self) -> torch.Tensor:
+        """[2] int32: rows of a tile, and requests, on which the emulator's lists depend."""
+        return self._int_workspace_buffer[:8].view(torch.int32)
+
     def _plan_table(self, batch_size: int) -> torch.Tensor:
         """[4, B] int32: first row, rows, first key among the pages end to end, and keys."""
-        lists = self._int_workspace_buffer[: 16 * batch_size].view(torch.int32)
+        lists = self._int_workspace_buffer[16 : 16 + 16 * batch_size].view(torch.int32)
         return lists.view(4, batch_size)
 
     def _attend(
