@@ -534,6 +534,13 @@ def test_many_items_beside(mode, settings) -> None:
     assert outcome.status == "passed", outcome.message
 
 
+def test_the_last_of_many_short_items_load_no_value_behind_the_keys() -> None:
+    """What lies in the reserved slot is then multiplied by 0, and here it is NaN."""
+    step = extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24))
+    outcome = run_case(WIDER, Case(name="short items", steps=(step,), page_size=1))
+    assert outcome.status == "passed", outcome.message
+
+
 def test_items_are_planned_once_a_step_and_for_fa2(spy) -> None:
     run_steps(spy, ITEMS, extend((0, 7)), windows=(8, None))
     plans = [given for kind, method, given in spy.calls if (kind, method) == ("paged", "plan")]
@@ -542,7 +549,7 @@ def test_items_are_planned_once_a_step_and_for_fa2(spy) -> None:
     assert first.tolist() == [9, 9, 10]
     assert others == [None, None]
     assert plans[0]["token_pos_in_items_len"] == 31
-    assert plans[0]["max_item_len_ptr"].tolist() == [7, 11, 14]
+    assert plans[0]["max_item_len_ptr"].tolist() == [128, 128, 128]
     assert "ragged" not in {kind for kind, _, _ in spy.calls}
     FlashInferBackend(world_of(ITEMS).context, options(prefill_backend="fa3"), spy.kernels)
     assert spy.keywords("paged", "make", "backend") == ["fa3", "fa2"]

@@ -19,6 +19,14 @@ LONGEST = (1 << 16) - 1
 """Tokens of an item: the library counts them in 16 bits."""
 
 
+FEW_ROWS = 16
+"""Rows of the smallest tile, which serves steps of no more a request."""
+
+KEY_TILE = {True: 512, False: 128}
+"""By whether a step has few rows a request, the most keys that a tile of them goes on by: 8 times 16
+for one warp, or for four side by side (`get_num_warps_kv` in prefill.cuh)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Items:
     """Arguments of `plan`, on the device."""
@@ -29,7 +37,9 @@ class Items:
     """[B, width] uint16: of all tokens behind the prefix; of cached ones 0, which is not read."""
     longest: torch.Tensor
     """[B] uint16: the largest place. The kernel skips tiles of keys that lie further back, counted
-    from the first token of its rows or the one after it: a place more than the largest distance."""
+    from the first token of its rows or the one after it: a place more than the largest distance.
+    Never less than a tile: one that it skips to is loaded whole, also where it ends behind the
+    keys, and NaN in V does not go away with a weight of 0."""
 
 
 def lay_out(
@@ -54,10 +64,11 @@ def lay_out(
             came=f"an item of {int(longest.max())} tokens",
             expected=f"at most {LONGEST}, which flashinfer counts in 16 bits",
         )
+    few_rows = len(request) <= FEW_ROWS * len(q_lens)
     return Items(
         prefix_lens=prefix_lens.to(torch.uint32),
         places=places.to(torch.uint16),
-        longest=longest.to(torch.uint16),
+        longest=longest.clamp(min=KEY_TILE[few_rows]).to(torch.uint16),
     )
 
 

@@ -14,6 +14,10 @@ EMPTY_LSE = -5e4
 MAX_THREADS = 1024
 """Of a block."""
 
+KEY_TILE = 32
+"""Keys that fa2 goes on by: of its tiles the smallest, on SM86 and SM89 where a block has 128 rows of
+128 dims; on SM90 it is 64."""
+
 
 def merge_state_in_place(
     v: torch.Tensor,
@@ -116,6 +120,28 @@ def item_keep(
     place = places[request, column.clamp(0, places.shape[1] - 1)].unsqueeze(1)
     own = (token < key_place + place) & (token + 1 <= key_place + longest[request].unsqueeze(1))
     return (key_place <= token) & ((token < prefix) | (key_place < prefix) | own)
+
+
+def loaded_behind(
+    items: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    request: torch.Tensor,
+    position: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> torch.Tensor:
+    """[rows]: the place where the V that is loaded for a row ends, where that is behind its keys;
+    else 0.
+
+    From the prefix on the paged kernel of fa2 skips to the tile that begins the largest place before
+    the row. It looks for the end of the keys as though it had skipped nothing (`page_produce_kv` is
+    given `(iter + 1) * CTA_TILE_KV`), so where that tile is the last one it loads all of it, and
+    multiplies V behind the end by 0.
+    """
+    prefix_lens, _, longest = (values.long() for values in items)
+    first = (position + 1 - longest[request]).clamp(min=0) // KEY_TILE
+    of_prefix = (torch.minimum(prefix_lens[request], position + 1) + KEY_TILE - 1) // KEY_TILE
+    end = (first + 1) * KEY_TILE
+    skips = (of_prefix > 0) & (first > of_prefix)
+    return torch.where(skips & (end > kv_lens[request]), end, 0)
 
 
 def pack_bits(mask: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnmux.nvidia.emulators.flashinfer.arguments import refuse
-from attnmux.nvidia.emulators.flashinfer.numerics import segments
+from attnmux.nvidia.emulators.flashinfer.numerics import loaded_behind, segments
 from attnmux.nvidia.emulators.flashinfer.wrapper import Wrapper
 
 
@@ -61,15 +61,33 @@ class Paged(Wrapper):
             lse=lse,
             sinks=sinks,
         )
+        if self._items is not None:
+            result.masked_fill_(self._spoilt(len(q), v_cache).view(-1, 1, 1), math.nan)
         return (result, base_2) if return_lse else result
+
+    def _spoilt(self, num_rows: int, v_cache: torch.Tensor) -> torch.Tensor:
+        """[rows] bool: for which V is loaded behind the pages of all requests, where that is not
+        finite: slot 0 stands there (`protective_get_kv_offset` in page.cuh)."""
+        assert self._items is not None
+        indptr, page_size = self._paged_kv_indptr_buf, self._page_size
+        kv_lens = self._kv_lens()
+        request, place = segments(self._qo_indptr_buf, num_rows)
+        request = request.clamp(max=len(kv_lens) - 1)
+        position = place + (kv_lens - self._qo_indptr_buf.diff())[request]
+        end = loaded_behind(self._items, request, position, kv_lens)
+        of_pages = (indptr[-1] - indptr[:-1]) * page_size
+        return (end > of_pages[request]) & ~v_cache[0, 0].float().isfinite().all()
+
+    def _kv_lens(self) -> torch.Tensor:
+        counts = self._paged_kv_indptr_buf.diff()
+        kv_lens = (counts - 1) * self._page_size + self._paged_kv_last_page_len_buf
+        return torch.where(counts == 0, 0, kv_lens)
 
     def _gather(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         indptr, page_size = self._paged_kv_indptr_buf, self._page_size
-        counts = indptr.diff()
-        kv_lens = (counts - 1) * page_size + self._paged_kv_last_page_len_buf
-        kv_lens = torch.where(counts == 0, 0, kv_lens)
+        kv_lens = self._kv_lens()
         pages = self._paged_kv_indices_buf.long()
         request, page = segments(indptr, len(pages))
         in_page = torch.arange(page_size, device=pages.device)
