@@ -23,8 +23,8 @@ FEW_ROWS = 16
 """Rows of the smallest tile, which serves steps of no more a request."""
 
 KEY_TILE = {True: 512, False: 128}
-"""By whether a step has few rows a request, the most keys that a tile of them goes on by: 8 times 16
-for one warp, or for four side by side (`get_num_warps_kv` in prefill.cuh)."""
+"""By whether a step has few rows a request, the most keys that a tile of them goes on by: 8 times
+16 for one warp, or for each of four side by side (`get_num_warps_kv` in prefill.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

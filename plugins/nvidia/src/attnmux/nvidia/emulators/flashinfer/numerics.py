@@ -15,8 +15,8 @@ MAX_THREADS = 1024
 """Of a block."""
 
 KEY_TILE = 32
-"""Keys that fa2 goes on by: of its tiles the smallest, on SM86 and SM89 where a block has 128 rows of
-128 dims; on SM90 it is 64."""
+"""Keys that fa2 goes on by: of its tiles the smallest, on SM86 and SM89 where a block has 128 rows
+of 128 dims; on SM90 it is 64."""
 
 
 def merge_state_in_place(
@@ -131,10 +131,10 @@ def loaded_behind(
     """[rows]: the place where the V that is loaded for a row ends, where that is behind its keys;
     else 0.
 
-    From the prefix on the paged kernel of fa2 skips to the tile that begins the largest place before
-    the row. It looks for the end of the keys as though it had skipped nothing (`page_produce_kv` is
-    given `(iter + 1) * CTA_TILE_KV`), so where that tile is the last one it loads all of it, and
-    multiplies V behind the end by 0.
+    From the prefix on the paged kernel of fa2 skips to the tile that begins the largest place
+    before the row. It looks for the end of the keys as though it had skipped nothing
+    (`page_produce_kv` is given `(iter + 1) * CTA_TILE_KV`), so where that tile is the last one it
+    loads all of it, and multiplies V behind the end by 0.
     """
     prefix_lens, _, longest = (values.long() for values in items)
     first = (position + 1 - longest[request]).clamp(min=0) // KEY_TILE
