@@ -151,6 +151,20 @@ def test_chunks_that_begin_in_mid_page_are_read_by_slots(page_size, chunk_len, s
     assert spy.calls[0]["page_table"].shape[1] == -(-chunk_len // seen)
 
 
+@pytest.mark.parametrize("host_lens", [True, False])
+def test_requests_without_keys(host_lens):
+    step = decode(0, 0)
+    world = world_of(step, windows=(None,))
+    backend, made = DualChunkBackend(world.context, {}, EMULATED), prepare_step(world, step)
+    batch = replace(made.batch, seq_lens_cpu=made.batch.seq_lens.clone() if host_lens else None)
+    backend.init_forward_metadata(batch)
+    given = made.inputs[0]
+    lse = torch.zeros(given.q.shape[:2])
+    out = backend.forward(given.q, None, None, given.layer, batch, lse=lse)
+    assert not out.any()
+    assert lse.isneginf().all()
+
+
 def test_layers_of_one_chunk_length_share_their_tables():
     step = decode(70, 3)
     spy, world = Spy(), world_of(step)

@@ -155,6 +155,26 @@ def test_an_option_fixes_the_splits():
     assert spy.calls[0]["num_splits"] == 4
 
 
+@pytest.mark.parametrize("num_splits", [-1, 257])
+def test_splits_that_the_library_refuses(num_splits):
+    world = world_of(decode(3))
+    with pytest.raises(InvalidInput) as refusal:
+        FA3Backend(world.context, {"num_splits": num_splits}, EMULATED)
+    assert refusal.value.argument == "num_splits"
+
+
+@pytest.mark.parametrize(
+    ("heads", "sinks", "served"), [(64, True, 1), (72, True, 0), (72, False, 1)]
+)
+def test_sinks_that_the_kernels_have_no_room_for(heads, sinks, served):
+    case = Case(name="heads", steps=(decode(5),), num_q_heads=heads, sinks=sinks)
+    assert run_case(CANDIDATE, case).status == ("passed" if served else "refused")
+    if not served:
+        world = make_world(case, CANDIDATE.platform, "cpu")
+        with pytest.raises(InvalidInput, match="layer 1: expected 64 at most, got sinks of 72"):
+            FA3Backend(world.context, {}, EMULATED)
+
+
 SCHEDULED = {"scheduler_metadata": True}
 
 
@@ -179,6 +199,16 @@ def test_calls_that_take_no_schedule(step, settings):
     run(world, FA3Backend(world.context, SCHEDULED, spy.kernels), step)
     assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
     assert all(call.get("scheduler_metadata") is None for call in spy.calls)
+
+
+def test_no_requests_have_no_schedule():
+    """The library would launch no block, and end the process."""
+    spy, world = Spy(), world_of(decode(3))
+    backend, made = FA3Backend(world.context, SCHEDULED, spy.kernels), prepare_step(world, decode())
+    backend.init_forward_metadata(made.batch)
+    given = made.inputs[0]
+    out = backend.forward(given.q, given.k, given.v, given.layer, made.batch)
+    assert (len(out), spy.calls) == (0, [])
 
 
 def test_schedules_of_a_library_without_them():

@@ -136,6 +136,31 @@ def test_no_keys_at_all():
     assert lse.isposinf().all()
 
 
+def test_v_of_the_next_request_is_multiplied_by_0():
+    q, v = torch.randn(3, HEADS, DIM).half(), torch.randn(3, KV_HEADS, DIM).half()
+    k, bounds = v.clone(), int32(0, 1, 3)
+    k[1:], v[1:] = torch.nan, torch.inf
+    arguments = {"causal": True, "return_softmax_lse": True}
+    out, lse, *_ = emulator.flash_attn_varlen_func(q, k, v, bounds, bounds, 2, 2, **arguments)
+    assert out[0].isnan().all()
+    assert lse[:, 0].isfinite().all()
+
+
+@pytest.mark.parametrize(("page_size", "is_read"), [(32, False), (64, True), (128, True)])
+def test_v_behind_the_end_of_a_large_page_is_multiplied_by_0(page_size, is_read):
+    cache = torch.randn(2, 2, page_size, KV_HEADS, DIM).half()
+    cache[:, :, 9:] = torch.nan
+    q = torch.randn(2, 1, HEADS, DIM).half()
+    out = emulator.flash_attn_with_kvcache(
+        q,
+        *cache,
+        cache_seqlens=int32(9, 0),
+        page_table=int32(1, 0).view(2, 1),
+    )
+    assert bool(out[0].isnan().all()) is is_read
+    assert not out[1].any()
+
+
 def test_sinks_cap_and_scale():
     q = torch.randn(3, HEADS, DIM).half()
     k, v = torch.randn(2, 3, KV_HEADS, DIM).half()
@@ -221,6 +246,12 @@ def bad(**changes):
         (bad(q=torch.zeros(2, 1, HEADS, 2 * DIM).half()[..., ::2]), "contiguous last dimension"),
         (bad(q=torch.zeros(2 * HEADS * DIM + 1).half()[1:].view(2, 1, HEADS, DIM)), "misaligned"),
         (bad(q=torch.zeros(2, 1, 3, DIM).half()), "must divide"),
+        (bad(cache_seqlens=int32(3)), "seqused_k must have shape"),
+        (bad(num_splits=257), "num_splits > 256"),
+        (
+            bad(q=torch.zeros(2, 1, 66, DIM).half(), sinks=torch.zeros(66).bfloat16()),
+            "an array of 64",
+        ),
     ],
 )
 def test_what_the_library_refuses(arguments, message):
@@ -339,6 +370,22 @@ def test_a_merge_reads_rows_end_to_end():
     out, lse = torch.zeros(3, HEADS, DIM), torch.zeros(HEADS, 3)
     with pytest.raises(RuntimeError, match="contiguous"):
         emulator.merge_state_v2(out, lse.t(), out, lse.t())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(torch.float8_e4m3fn, torch.float8_e4m3fn), (torch.bfloat16, torch.float16)],
+)
+def test_merges_that_the_library_refuses_or_reads_wrongly(dtype, other):
+    lse = torch.zeros(3, HEADS)
+    states = (torch.zeros(3, HEADS, DIM, dtype=dtype), torch.zeros(3, HEADS, DIM, dtype=other))
+    with pytest.raises(RuntimeError, match=r"data type|read as"):
+        emulator.merge_state_v2(states[0], lse, states[1], lse)
+
+
+def test_a_schedule_of_no_requests_is_no_launch():
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        scheduled()
 
 
 def scheduled(*lens: int, **rule) -> torch.Tensor:

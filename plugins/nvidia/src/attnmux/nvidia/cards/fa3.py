@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from attnmux.core.choosing.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    at_most,
+    one_of,
+    runtimes,
+    versions,
+)
 from attnmux.core.choosing.verified import Verified
 
 _HOPPER: dict[str, Any] = {
@@ -15,7 +23,7 @@ _HOPPER: dict[str, Any] = {
 }
 
 
-def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
+def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition, *, with_sinks: bool) -> Clause:
     """For queries of one dtype: the kernels take K and V in that dtype, or all in e4m3."""
     return Clause(
         **_HOPPER,
@@ -30,8 +38,8 @@ def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Clause:
         sliding_window=ANY,
         attention_chunk=ANY,
         cross_attention=ANY,
-        # They are rounded to bfloat16, which is coarser than float16's tolerance.
-        sinks=ANY if dtype == "bfloat16" else NONE,
+        num_q_heads=at_most(64) if with_sinks else ANY,
+        sinks=ANY if with_sinks else NONE,
         logit_cap=ANY,
         deterministic=ANY,
         graph=ANY,
@@ -80,11 +88,13 @@ FA3 = BackendCard(
         "kv_dtype": "flash_api.cpp: K and V in the dtype of Q, or all in e4m3; no e5m2",
         "head_dim": "built for 64, 96, 128, 192 and 256; dims between are padded inside",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
+        "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
         "spec_topk": "a draft tree needs a custom mask, which the kernels do not take",
     },
     clauses=tuple(
-        _clause(dtype, head_dim, v_head_dim)
-        for dtype in ("bfloat16", "float16")
+        _clause(dtype, head_dim, v_head_dim, with_sinks=with_sinks)
+        # Sinks are rounded to bfloat16, which is coarser than float16's tolerance.
+        for dtype, with_sinks in (("bfloat16", False), ("bfloat16", True), ("float16", False))
         for head_dim, v_head_dim in (
             (one_of(128, 64, 96, 192, 256), NONE),
             (one_of(192), one_of(128)),

@@ -70,7 +70,7 @@ class DualChunkBackend(AttentionBackend):
         self._buffers = self._fixed if in_capture else {}
         self._longest = self.context.max_context_len
         if batch.seq_lens_cpu is not None and not in_capture:
-            self._longest = int(batch.seq_lens_cpu.max()) if batch.batch_size else 0
+            self._longest = max(int(batch.seq_lens_cpu.max()), 1) if batch.batch_size else 1
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Build page tables and lengths on the device: at replay from what the batch then holds."""

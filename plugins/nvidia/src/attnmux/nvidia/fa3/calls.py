@@ -16,14 +16,22 @@ from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.pools import FP8, check_own_or_fp8
 
+MOST_SPLITS = 256
+MOST_SINKS = 64
+"""The kernels copy every head's sink into an array of that many, and look at no bound."""
+
 
 def splits(context: BackendContext, options: Mapping[str, object]) -> int:
     """The library's `num_splits`: parts of a request's keys, 0 for its own choice.
 
     It chooses by shapes alone, so that a captured choice holds; but they count the requests, so
     that results which must not depend on the batch are of keys in one part.
+    Raises InvalidInput for more parts than the library makes.
     """
-    return 1 if context.request.deterministic else cast("int", options.get("num_splits", 0))
+    num_splits = cast("int", options.get("num_splits", 0))
+    if not 0 <= num_splits <= MOST_SPLITS:
+        raise InvalidInput("num_splits", came=num_splits, expected=f"0 to {MOST_SPLITS}")
+    return 1 if context.request.deterministic else num_splits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,13 +74,20 @@ class LayerCall:
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext, *, num_splits: int) -> LayerCall:
-        """Raises InvalidInput for a latent layer, and for a KV dtype that is neither Q's nor e4m3.
+        """Raises InvalidInput for a latent layer, for one of more heads with sinks than the kernels
+        have room for, and for a KV dtype that is neither Q's nor e4m3.
 
         num_splits: as `splits` gives it.
         """
         if layer.kind != "mha":
             raise InvalidInput(
                 f"layer {layer.layer_id}", came=layer.kind, expected="mha: K and V with heads"
+            )
+        if layer.sinks is not None and layer.tp_q_head_num > MOST_SINKS:
+            raise InvalidInput(
+                f"layer {layer.layer_id}",
+                came=f"sinks of {layer.tp_q_head_num} heads",
+                expected=f"{MOST_SINKS} at most",
             )
         window, causal = layer.sliding_window_size, layer.is_causal and not layer.is_cross_attention
         arguments: dict[str, Any] = {

@@ -119,10 +119,11 @@ class Schedules:
         """Compute those of a prepared step: static shapes, nothing is read on the host.
 
         Packed queries have none: how the library splits them depends on their number, which it is
-        not told here.
+        not told here. Nor have no requests: a launch without blocks fails, and the library ends the
+        process then.
         """
         self._of_step = {}
-        if step.queries_each is None or step.is_tree:
+        if not step.batch_size or step.queries_each is None or step.is_tree:
             return
         for kind in self._kinds:
             made = self._made(kind, step)

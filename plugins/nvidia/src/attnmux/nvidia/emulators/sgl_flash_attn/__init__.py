@@ -13,8 +13,12 @@ What the real functions do with their arguments, as far as an adapter can notice
 - With `qv`, of V's dims, a logit is q · k + qv · v, and the scale defaults to that of both dims.
 - Without any keys, an empty K and V, LSE is +inf.
 - `flash_attn_varlen_func` ignores `page_table`.
-- K and V behind a request's end do not matter, whatever they hold. V before a window does where it
-  is not finite: the kernel multiplies the whole block by weights of 0. Here every block counts.
+- K that nobody sees does not matter, whatever it holds. V does where it is not finite: the kernel
+  multiplies whole blocks by weights of 0. So it is with V before a window, behind a request's end
+  in a page of a block or more, and of the packed requests behind. Smaller pages are read up to the
+  end. Here every block counts.
+- More than 64 sinks are written behind the array that the kernels have for them.
+- A launch that fails ends the process. Here it raises RuntimeError.
 - `scheduler_metadata` of another step or of other arguments gives garbage, here NaN.
 - `merge_state_v2` reads outputs and LSE [T, H] as if they lay end to end; where neither side has
   keys it gives NaN.

@@ -54,10 +54,14 @@ def run(
     keys: torch.Tensor,
     values: torch.Tensor,
     kv_lens: torch.Tensor,
+    loaded: torch.Tensor,
     out: torch.Tensor | None,
     with_lse: bool,
 ) -> Result:
-    """Over keys and values [B, S, Hkv, …]; the result lies as q does."""
+    """Over keys and values [B, S, Hkv, …]; the result lies as q does.
+
+    loaded: [B], rows of V that are multiplied, by weights of 0 from kv_lens on.
+    """
     q, device = queries.q, queries.q.device
     batched = queries.batched(q)
     is_fp8 = q.dtype == torch.float8_e4m3fn
@@ -78,11 +82,12 @@ def run(
         of_heads(descale, batched.shape[0], keys.shape[2], device, in_use=is_fp8)
         for descale in call.descales
     )
-    in_range = torch.arange(keys.shape[1], device=device) < kv_lens.unsqueeze(1)
+    order = torch.arange(keys.shape[1], device=device)
+    in_range = order < kv_lens.unsqueeze(1)
     keep = _visible(call, batched.shape[1], queries.lens, kv_lens, in_range)
-    behind = ~in_range[..., None, None]
-    keys = keys.float().masked_fill(behind, 0)
-    values = (values.float() * v_factor[:, None, :, None]).masked_fill(behind, 0)
+    keys = keys.float().masked_fill(~in_range[..., None, None], 0)
+    unread = order >= torch.where(kv_lens > 0, loaded, 0).unsqueeze(1)
+    values = (values.float() * v_factor[:, None, :, None]).masked_fill(unread[..., None, None], 0)
     if queries.qv is not None:
         batched = torch.cat([batched, queries.batched(queries.qv)], dim=-1)
         keys = torch.cat([keys, values], dim=-1)

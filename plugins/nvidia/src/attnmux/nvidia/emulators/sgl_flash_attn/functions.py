@@ -12,6 +12,8 @@ from attnmux.nvidia.emulators.sgl_flash_attn.operands import (
     check,
     check_int32,
     check_rows,
+    check_splits,
+    loaded_of_pages,
     of_pages,
 )
 from attnmux.nvidia.emulators.sgl_flash_attn.scheduling import get_scheduler_metadata, is_of_call
@@ -66,19 +68,24 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         raise NotImplementedError("the emulator takes a tensor of cache_seqlens")
     check_int32("seqused_k", cache_seqlens)
+    check_splits(num_splits)
     keys, values = k_cache, v_cache
+    loaded = torch.full_like(cache_seqlens, k_cache.shape[1])
     if page_table is not None:
         check_int32("page_table", page_table)
         check(k_cache.shape[:3] == v_cache.shape[:3], "v must have shape (num_pages, page_size …)")
         check_rows(k_cache)
         check_rows(v_cache)
         keys, values = of_pages(k_cache, page_table), of_pages(v_cache, page_table)
+        loaded = loaded_of_pages(cache_seqlens, k_cache.shape[1])
     if cu_seqlens_q is None:
         longest, q_lens = q.shape[1], torch.full_like(cache_seqlens, q.shape[1])
     else:
         check_int32("cu_seqlens_q", cu_seqlens_q)
         check(max_seqlen_q is not None, "max_seqlen_q must be provided if cu_seqlens_q is")
         longest, q_lens = max_seqlen_q or 0, cu_seqlens_q.diff()
+    batch_size = len(q) if cu_seqlens_q is None else len(q_lens)
+    check(cache_seqlens.shape == (batch_size,), "seqused_k must have shape (batch_size)")
     call = Call(
         scale=softmax_scale,
         causal=causal,
@@ -89,7 +96,7 @@ def flash_attn_with_kvcache(
         descales=(q_descale, k_descale, v_descale),
     )
     queries = Queries(q=q, qv=qv, bounds=cu_seqlens_q, longest=longest, lens=q_lens)
-    result = run(call, queries, keys, values, cache_seqlens, out, return_softmax_lse)
+    result = run(call, queries, keys, values, cache_seqlens, loaded, out, return_softmax_lse)
     if scheduler_metadata is not None:
         if cu_seqlens_q is not None:
             raise NotImplementedError("the emulator knows schedules of batched queries alone")
@@ -160,6 +167,7 @@ def flash_attn_varlen_func(
     check(cu_seqlens_k.shape == cu_seqlens_q.shape, "cu_seqlens_k must have shape (batch_size+1)")
     check_rows(k)
     check_rows(v)
+    check_splits(num_splits)
     call = Call(
         scale=softmax_scale,
         causal=causal,
@@ -173,4 +181,6 @@ def flash_attn_varlen_func(
     queries = Queries(
         q=q, qv=qv, bounds=cu_seqlens_q, longest=max_seqlen_q, lens=cu_seqlens_q.diff()
     )
-    return run(call, queries, keys, values, cu_seqlens_k.diff(), out, return_softmax_lse)
+    kv_lens = cu_seqlens_k.diff()
+    loaded = torch.full_like(kv_lens, keys.shape[1])
+    return run(call, queries, keys, values, kv_lens, loaded, out, return_softmax_lse)

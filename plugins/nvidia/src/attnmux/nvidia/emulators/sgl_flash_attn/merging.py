@@ -6,6 +6,8 @@ import torch
 
 from attnmux.nvidia.emulators.sgl_flash_attn.operands import check
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def merge_state_v2(
     v_a: torch.Tensor,
@@ -26,6 +28,8 @@ def merge_state_v2(
     for operand in (v_a, v_b, v_merged, s_a, s_b, s_merged):
         check(operand.is_contiguous(), "input must be contiguous")
     check(v_a.shape == v_b.shape == v_merged.shape, "states must have one shape")
+    check(v_merged.dtype in _DTYPES, f"Unsupported data type of O: {v_merged.dtype}")
+    check(v_a.dtype == v_b.dtype == v_merged.dtype, "states are read as of the result's dtype")
     check(s_a.shape == s_b.shape == s_merged.shape == v_a.shape[:2], "LSE must be [T, H]")
     check(v_a.shape[-1] * v_a.itemsize % 16 == 0, "headsize must be multiple of pack_size")
     of_a, of_b = (lse.double().masked_fill(lse.isinf(), -torch.inf) for lse in (s_a, s_b))

@@ -6,11 +6,21 @@ import torch
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
+_SMALLEST_BLOCK = 64
+"""Keys. Pages of whole blocks can be read without looking at a request's end."""
+
 
 def of_pages(cache: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
     """[B, pages * page, Hkv, D] of a paged cache; 8-bit floats are gathered as bytes."""
     stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
     return stored[page_table.long()].flatten(1, 2).view(cache.dtype)
+
+
+def loaded_of_pages(lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[B]: rows of V that the kernel reads of requests with that many keys."""
+    if page_size < _SMALLEST_BLOCK:
+        return lens
+    return (lens + page_size - 1) // page_size * page_size
 
 
 def of_heads(
@@ -49,6 +59,7 @@ def check_operands(
     is_fp8 = q.dtype == torch.float8_e4m3fn
     alignment = 16 if is_fp8 else 8
     check(head_dim % alignment == 0, f"head_size should be a multiple of {alignment}")
+    check(v_head_dim % alignment == 0, f"head_size_v should be a multiple of {alignment}")
     for operand in (q, keys, values):
         check(operand.stride(-1) == 1, "Input tensor must have contiguous last dimension")
     _check_aligned(q)
@@ -67,12 +78,17 @@ def check_operands(
         check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
         check(sinks.shape == (q.shape[-2],), "sinks must have shape (num_heads)")
         check(sinks.is_contiguous(), "sinks must be contiguous")
+        check(len(sinks) <= 64, "the library writes sinks behind the end of an array of 64")
 
 
 def check_rows(rows: torch.Tensor) -> None:
     """K or V where they lie: rows may be any whole number of loads apart."""
     check(rows.stride(-1) == 1, "Input tensor must have contiguous last dimension")
     _check_aligned(rows)
+
+
+def check_splits(num_splits: int) -> None:
+    check(num_splits <= 256, "num_splits > 256 not supported")
 
 
 def check_int32(name: str, values: torch.Tensor) -> None:

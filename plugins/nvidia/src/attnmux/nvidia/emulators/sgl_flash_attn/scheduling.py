@@ -48,6 +48,7 @@ def get_scheduler_metadata(
     if any(argument is not None for argument in unserved) or max_seqlen_k_new or sm_margin:
         raise NotImplementedError("the emulator knows schedules of batched queries alone")
     check_int32("seqused_k", cache_seqlens)
+    check(batch_size > 0, "CUDA error: invalid configuration argument: no block to launch")
     check(cache_seqlens.shape == (batch_size,), "seqused_k must have shape (batch_size)")
     is_causal, is_local = _masking(
         causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k, headdim, page_size
