@@ -15,6 +15,7 @@ from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_mla, trtll
 from attnmux.nvidia.trtllm_mha.masks import chain_mask
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+E4M3 = torch.float8_e4m3fn
 COUNTERS = 8 << 20
 
 
@@ -129,6 +130,52 @@ def test_xqa_skips_only_whole_tiles_before_the_window_of_drafts():
     assert means(decode("gen", 9, each=2, window_left=1)) == [7.5, 8.5]
 
 
+@pytest.mark.parametrize("sinks", [None, torch.zeros(HEADS)])
+def test_xqa_and_a_request_without_keys(sinks):
+    """By its sink, 0 is divided; in 8 bits nothing is written."""
+    out = decode("xqa", 3, 0, sinks=sinks)
+    assert bool(out[1].isnan().all()) == (sinks is None)
+    assert sinks is None or not out[1].any()
+    kv, table = cache_of(3, 0, dtype=E4M3)
+    out = trtllm_decode.xqa_batch_decode_with_kv_cache(
+        queries(2), kv, workspace(), table, int32(3, 0), 16, sinks=sinks
+    )
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize(("group", "each"), [(3, 10), (3, 11), (8, 5), (32, 2)])
+def test_xqa_gives_a_row_the_sink_of_its_place_in_a_block(group, each):
+    """Which is its own where blocks of 32 rows begin with a group, or where there is one block."""
+    kv = tuple(torch.ones(2, PAGE, 1, DIM).half() for _ in range(2))
+    sinks = torch.linspace(0, 4, group)
+    out = trtllm_decode.xqa_batch_decode_with_kv_cache(
+        torch.zeros(each, group, DIM).half(), kv, workspace(), int32(1).view(1, 1), int32(each),
+        16, sinks=sinks, q_len_per_req=each, mask=chain_mask(1, each, torch.device("cpu")),
+    )  # fmt: skip
+    seen = torch.arange(1, each + 1).unsqueeze(1)
+    expected = (seen / (seen + sinks.exp())).half()
+    assert torch.allclose(out[..., 0], expected, rtol=2e-3) == (
+        each * group <= 32 or 32 % group == 0
+    )
+
+
+def test_xqa_has_no_kernel_for_more_than_32_heads_a_group():
+    kv = tuple(torch.ones(2, PAGE, 1, DIM).half() for _ in range(2))
+    with pytest.raises(RuntimeError, match="static assertion"):
+        trtllm_decode.xqa_batch_decode_with_kv_cache(
+            torch.zeros(1, 33, DIM).half(), kv, workspace(), int32(1).view(1, 1), int32(1), 16
+        )
+
+
+def test_xqa_loads_whole_pages_of_8_bits_alone():
+    for dtype, is_spoiled in ((torch.float16, False), (E4M3, True)):
+        kv, table = cache_of(3, dtype=dtype, behind=torch.nan)
+        out = trtllm_decode.xqa_batch_decode_with_kv_cache(
+            queries(1), kv, workspace(), table, int32(3), 16
+        )
+        assert bool(out.isnan().all()) == is_spoiled
+
+
 def test_xqa_wants_a_mask_for_drafts():
     with pytest.raises(AssertionError, match="Mask is required"):
         decode("xqa", 9, each=2, mask=None)
@@ -161,11 +208,12 @@ def test_trtllm_gen_has_kernels_for_one_dtype():
 def prefill(which: str, *requests: tuple[int, int], trailing: int = 0, **rule: Any) -> torch.Tensor:
     """requests: (keys, queries)."""
     lens = [keys for keys, _ in requests]
-    kv, table = cache_of(*lens)
+    dtype = rule.pop("dtype", torch.bfloat16)
+    kv, table = cache_of(*lens, dtype=dtype)
     q_bounds = int32(0, *torch.tensor([new for _, new in requests]).cumsum(0).tolist())
     kv_bounds = int32(0, *torch.tensor(lens).cumsum(0).tolist())
     num_rows = int(q_bounds[-1]) + trailing
-    out = torch.full((num_rows, HEADS, DIM), 99, dtype=torch.float16)
+    out = torch.full((num_rows, HEADS, DIM), 99, dtype=dtype)
     common: dict[str, Any] = {
         "seq_lens": int32(*lens),
         "max_q_len": max(new for _, new in requests),
@@ -183,10 +231,10 @@ def prefill(which: str, *requests: tuple[int, int], trailing: int = 0, **rule: A
     if which == "fmha_v2":
         together = torch.stack(kv, dim=1)
         return trtllm_prefill.trtllm_fmha_v2_prefill(
-            (queries(num_rows), together), "Q_PAGED_KV_NHD", **common
+            (queries(num_rows, dtype), together), "Q_PAGED_KV_NHD", **common
         )
     return trtllm_prefill.trtllm_batch_context_with_kv_cache(
-        queries(num_rows), kv, kv_layout="NHD", **common
+        queries(num_rows, dtype), kv, kv_layout="NHD", **common
     )
 
 
@@ -218,6 +266,15 @@ def test_a_window_of_fmha_v2(rule, seen):
 
 def test_a_window_of_trtllm_gen_prefill():
     assert means(prefill("gen", (9, 1), window_left=0)) == [9]
+
+
+def test_fmha_v2_loads_whole_pages():
+    kv, table = cache_of(3, 17, dtype=torch.bfloat16, behind=torch.nan)
+    out = trtllm_prefill.trtllm_fmha_v2_prefill(
+        (queries(2, torch.bfloat16), torch.stack(kv, dim=1)), "Q_PAGED_KV_NHD", workspace(),
+        int32(3, 17), 1, 17, 1.0, 1.0, 2, int32(0, 1, 2), int32(0, 3, 20), block_tables=table,
+    )  # fmt: skip
+    assert out.isnan().all()
 
 
 def test_fmha_v2_leaves_its_count_at_the_front():

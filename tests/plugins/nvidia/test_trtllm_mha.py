@@ -188,16 +188,72 @@ def test_rows_that_the_kernels_cannot_load_are_copied(arch, step):
     assert torch.equal(out, expected)
 
 
-def test_lengths_are_the_batchs_own_where_no_request_is_empty():
-    spy, world = Spy(), world_of(decode(40, 7))
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({}, [0, 7]),
+        ({"sinks": True}, [0, 7]),
+        ({"kv_dtype": "fp8_e4m3"}, [1, 7]),
+        ({"arch": "sm100"}, [1, 7]),
+    ],
+)
+def test_lengths_are_the_batchs_own_where_no_request_is_empty(settings, given):
+    """Where one is, kernels that give it no 0 are given a key of it."""
+    spy, world = Spy(), world_of(decode(40, 7), **settings)
     backend = backend_of(world, spy.kernels)
     made = prepare_step(world, decode(40, 7), host_lens=True)
     backend.init_forward_metadata(made.batch)
-    given = made.inputs[0]
-    backend.forward(given.q, None, None, given.layer, made.batch)
+    first = made.inputs[0]
+    backend.forward(first.q, None, None, first.layer, made.batch)
     assert spy.calls[0]["args"][4] is made.batch.seq_lens
     run(world, backend, decode(0, 7), host_lens=True)
-    assert spy.calls[-1]["args"][4].tolist() == [1, 7]
+    assert spy.calls[-1]["args"][4].tolist() == given
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_requests_without_keys_cost_xqa_no_launch(sinks):
+    """A sink answers for them: a layer's own, or one below every logit."""
+    spy, world = Spy(), world_of(decode(40, 7), sinks=sinks)
+    backend = backend_of(world, spy.kernels)
+    backend.init_cuda_graph_state(2, 2)
+    made = prepare_step(world, decode(40, 7))
+    backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(made.batch)
+    for given in made.inputs:
+        backend.forward(given.q, None, None, given.layer, made.batch)
+    for call, given in zip(spy.calls, made.inputs, strict=True):
+        assert call["args"][4] is made.batch.seq_lens
+        assert (call["sinks"] is given.layer.sinks) == sinks
+        assert sinks or call["sinks"].tolist() == [-9e4] * given.layer.tp_q_head_num
+
+
+@pytest.mark.parametrize(("heads", "most"), [(64, "sm90"), (66, "sm100")])
+def test_heads_of_a_group_that_xqa_has_kernels_for(heads, most):
+    for arch in CANDIDATES:
+        world = world_of(decode(3), arch=arch, num_q_heads=heads, num_kv_heads=2)
+        if arch == "sm100" or most == "sm90":
+            run(world, backend_of(world), decode(3))
+        else:
+            with pytest.raises(InvalidInput, match="33 query heads of one KV head"):
+                backend_of(world)
+
+
+@pytest.mark.parametrize(
+    ("group", "drafts", "is_served"), [(3, 10, True), (3, 11, False), (8, 5, True), (32, 2, True)]
+)
+def test_sinks_of_drafts_are_those_of_their_heads(group, drafts, is_served):
+    step = verify(drafts, 9, 20)
+    shape = {"num_q_heads": 2 * group, "num_kv_heads": 2, "sinks": True, "spec_topk": 1}
+    case = Case(name="sinks", steps=(step,), page_size=16, max_context_len=256, **shape)
+    outcome = run_case(CANDIDATES["sm90"], case)
+    assert outcome.status == ("refused" if 32 % group else "passed"), outcome.message
+    world = world_of(step, **shape)
+    backend, made = backend_of(world), prepare_step(world, step)
+    if is_served:
+        backend.init_forward_metadata(made.batch)
+    else:
+        with pytest.raises(InvalidInput, match=f"groups of {group} heads"):
+            backend.init_forward_metadata(made.batch)
 
 
 def test_the_decode_kernels_memory_is_their_own():

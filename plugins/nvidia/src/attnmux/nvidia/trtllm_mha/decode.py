@@ -17,12 +17,17 @@ from attnmux.nvidia.trtllm_mha.masks import chain_mask
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.layer import LayerSpec
     from attnmux.nvidia.trtllm_mha.calls import LayerCall
     from attnmux.nvidia.trtllm_mha.kernels import Kernels
 
 
 class Decode(ABC):
-    """A step in page tables and lengths. Neither kernel may be given a request without keys."""
+    """A step in page tables and lengths."""
+
+    _answers_empty = False
+    """Whether a request without keys may be given to the kernel, and becomes 0. If not, it is given
+    a key, and its row is replaced."""
 
     def __init__(
         self,
@@ -59,8 +64,10 @@ class Decode(ABC):
         self._step = Step.of(batch, self._context, self._fixed if in_capture else {})
         # A draft is a key of its own.
         known = None if in_capture else batch.seq_lens_cpu
-        self._may_be_empty = batch.forward_mode.is_decode() and (
-            known is None or not bool(known.all())
+        self._may_be_empty = (
+            not self._answers_empty
+            and batch.forward_mode.is_decode()
+            and (known is None or not bool(known.all()))
         )
 
     def fill(self, batch: ForwardBatch) -> None:
@@ -88,8 +95,24 @@ class Decode(ABC):
         """Write `out`."""
 
 
+BLOCK_ROWS = 32
+"""Rows, of a group's heads and then of drafts, that a block of XQA has in a verify step (mha.cu,
+`rowsPerBlock`). A step without drafts has kernels for as many heads: their tiles are a power of two
+of at most 16 KiB (mhaUtils.cuh, `copyPartialHeadsAsync`; mha.cu, `persistentQ`), and there is no
+product of other numbers beyond 32 but 64, 128 and 256 (gmma_impl.cuh)."""
+
+FLOOR = -9e4
+"""A sink that no other row notices. A row without keys has -1e5 for its maximum (utils.cuh,
+`safeInitRowMax`), so that its zeros are divided by infinity and not by 0."""
+
+
 class XQADecode(Decode):
-    """XQA: it is told addresses, no strides. Drafts see each other by a mask."""
+    """XQA: it is told addresses, no strides. Drafts see each other by a mask.
+
+    Where K and V are 8-bit floats, on SM90 nothing is written to the row of a request without keys.
+    Elsewhere a sink makes it 0, which spares a launch for each layer: those without have one that
+    changes nothing else.
+    """
 
     def __init__(
         self,
@@ -98,13 +121,28 @@ class XQADecode(Decode):
         calls: tuple[LayerCall, ...],
         workspace: torch.Tensor,
     ) -> None:
+        """Raises InvalidInput for layers of more heads a group than there are kernels for."""
         super().__init__(kernels, context, calls, workspace)
+        groups = {call.layer.layer_id: _group_size(call.layer) for call in calls}
+        with_sinks = (call.layer.layer_id for call in calls if call.layer.sinks is not None)
+        self._groups_with_sinks = {groups[layer_id] for layer_id in with_sinks}
+        self._answers_empty = not any(call.is_fp8 for call in calls)
+        self._arguments = {call.layer.layer_id: call.arguments for call in calls}
+        if self._answers_empty:
+            most = max(call.layer.tp_q_head_num for call in calls)
+            floor = torch.full((most,), FLOOR, device=context.device)
+            for call in calls:
+                if call.layer.sinks is None:
+                    sinks = floor[: call.layer.tp_q_head_num]
+                    self._arguments[call.layer.layer_id] = {**call.arguments, "sinks": sinks}
         # Graphs point at them.
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def plan(self, batch: ForwardBatch, in_capture: bool) -> None:
         """Raises InvalidInput for drafts in layers with a window: XQA skips whole tiles by the last
-        draft's window and masks nothing within them (mha.cu, `nbTotalSkipTokens`)."""
+        draft's window and masks nothing within them (mha.cu, `nbTotalSkipTokens`); and in layers
+        with sinks whose groups do not begin where blocks do: a row is given the sink of its place
+        in its block (mha.cu, `addAttentionSinksSpecDec`)."""
         super().plan(batch, in_capture)
         drafts = prepared(self._step).queries_each or 1
         if drafts == 1:
@@ -113,6 +151,13 @@ class XQADecode(Decode):
             raise InvalidInput(
                 "sliding_window_size", came="a window in a verify step", expected="-1 in all layers"
             )
+        for group in self._groups_with_sinks:
+            if drafts * group > BLOCK_ROWS and BLOCK_ROWS % group:
+                raise InvalidInput(
+                    "sinks",
+                    came=f"sinks of groups of {group} heads in a verify step of {drafts} drafts",
+                    expected=f"groups of which {BLOCK_ROWS} rows are a multiple, or fewer rows",
+                )
         key = batch.batch_size, drafts
         if key not in self._masks:
             self._masks[key] = chain_mask(*key, self._context.device)
@@ -131,7 +176,7 @@ class XQADecode(Decode):
             out=out,
             q_len_per_req=each,
             mask=None if each == 1 else self._masks[step.batch_size, each],
-            **call.arguments,
+            **self._arguments[call.layer.layer_id],
         )
 
 
@@ -153,6 +198,18 @@ class GenDecode(Decode):
             q_len_per_req=step.queries_each or 1,
             **call.arguments,
         )
+
+
+def _group_size(layer: LayerSpec) -> int:
+    """Query heads of a KV head. Raises InvalidInput for more than XQA has kernels for."""
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    if group > BLOCK_ROWS:
+        raise InvalidInput(
+            f"layer {layer.layer_id}",
+            came=f"{group} query heads of one KV head",
+            expected=f"{BLOCK_ROWS} or fewer, as XQA has",
+        )
+    return group
 
 
 def _with(keys: Keys, lens: KeyLens) -> Keys:

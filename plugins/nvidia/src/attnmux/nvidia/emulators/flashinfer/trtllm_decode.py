@@ -1,8 +1,10 @@
 """flashinfer 0.6.13's decode over paged KV by TensorRT-LLM's kernels: XQA of SM90, trtllm-gen.
 
-XQA knows neither strides of Q, output, tables and mask nor lengths of 0; one scale serves K and V,
-and only where they are 8-bit floats, whose products it then makes in 8 bits. A step of several
-queries a request sees its own tokens by a mask, and of a window skips whole tiles only.
+XQA knows no strides of Q, output, tables and mask; one scale serves K and V, and only where they
+are 8-bit floats, whose products it then makes in 8 bits. A request without keys is divided by 0, or
+by its sink, and not written at all in 8 bits. A step of several queries a request sees its own
+tokens by a mask, and of a window skips whole tiles only; a sink goes by the place of a row in its
+block.
 trtllm-gen knows the strides of Q and is causal from the end; it has kernels for Q of the dtype of
 K and V. Neither leaves its counters at other than 0.
 """
@@ -26,6 +28,12 @@ from attnmux.nvidia.emulators.flashinfer.trtllm_memory import (
 
 TILE = 256
 """Keys that a block of XQA loads at once."""
+
+BLOCK_ROWS = 32
+"""Rows, of heads and then tokens, of a block of XQA in a step of several queries a request."""
+
+_BOX = 64
+"""Keys that XQA's kernel for 8-bit floats loads at once, or a page of fewer."""
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -66,20 +74,26 @@ def xqa_batch_decode_with_kv_cache(
     q = raw(query).view(batch_size, each, heads, head_dim)
     in_8_bits = is_fp8 and (each == 1 or sinks is None)
     lens, tables = int32("seq_lens", seq_lens), int32("block_tables", block_tables)
-    keys, there = paged(k_cache, tables, lens)
-    values, _ = paged(v_cache, tables, lens)
+    tile = min(k_cache.shape[1], _BOX) if in_8_bits else 1
+    keys, there = paged(k_cache, tables, lens, tile=tile)
+    values, _ = paged(v_cache, tables, lens, tile=tile)
     keep = _xqa_visible(there, lens, each, window_left + 1 if window_left >= 0 else 0, mask)
-    result, _ = attend(
+    result, lse = attend(
         e4m3(q) if in_8_bits else q,
         keys,
         values * (kv_scale if is_fp8 else 1.0),
         keep,
         scale=q_scale * (kv_scale if is_fp8 else 1.0),
-        sinks=sinks_of(sinks),
         rounded_weights=(E4M3, 448.0) if in_8_bits else None,
     )
-    counters = batch_size * k_cache.shape[2] * -(-each * heads // k_cache.shape[2] // 32)
-    result = spoiled(result, keep, workspace_buffer, counters)
+    answered = keep
+    by_head = sinks_of(sinks)
+    if by_head is not None:
+        row_sinks = by_head.gather(0, _sink_places(each, heads, k_cache.shape[2]))
+        result = result * torch.sigmoid(lse - row_sinks.view(each, heads)).unsqueeze(-1)
+        answered = keep if in_8_bits else torch.ones_like(keep)
+    counters = batch_size * k_cache.shape[2] * -(-each * heads // k_cache.shape[2] // BLOCK_ROWS)
+    result = spoiled(result, answered, workspace_buffer, counters)
     raw(out).copy_(result.view(out.shape))
     return out
 
@@ -96,6 +110,17 @@ def _check_xqa(
     assert k_cache.dtype == v_cache.dtype, "K and V cache must have the same dtype"
     if k_cache.dtype not in (query.dtype, E4M3) or heads % k_cache.shape[2]:
         raise RuntimeError("an illegal memory access")
+    # Rows of a block are a power of two, of 16 KiB at most; products are of 8, 16, 24 or 32.
+    if heads // k_cache.shape[2] > BLOCK_ROWS:
+        raise RuntimeError("Ninja build failed: static assertion failed")
+
+
+def _sink_places(each: int, heads: int, kv_heads: int) -> torch.Tensor:
+    """[each * heads]: the head whose sink a row is given. It is its own in a block's first rows."""
+    group = heads // kv_heads
+    row = torch.arange(each).view(-1, 1, 1) * group + torch.arange(group)
+    own = torch.arange(kv_heads).view(1, -1, 1) * group + row % BLOCK_ROWS % group
+    return own.flatten()
 
 
 def _xqa_visible(

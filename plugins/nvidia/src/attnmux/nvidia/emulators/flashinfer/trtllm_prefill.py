@@ -1,9 +1,9 @@
 """flashinfer 0.6.13's prefill over paged KV by TensorRT-LLM's kernels: trtllm-gen, fmha_v2 of SM90.
 
 fmha_v2 knows no strides. Its paged layouts are one tensor [pages, 2, …]: a table's entry p leads to
-K at block 2p and V at block 2p + 1, counted from K's address. It counts tiles at the front of its
-workspace and leaves the count there. A window of 0 is one only where `mask_mode` says so.
-Rows of no request are not written by either.
+K at block 2p and V at block 2p + 1, counted from K's address; pages are loaded whole. It counts
+tiles at the front of its workspace and leaves the count there. A window of 0 is one only where
+`mask_mode` says so. Rows of no request are not written by either.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def trtllm_fmha_v2_prefill(
         scales=(bmm1_scale, bmm2_scale),
         window_left=window_left if slides else -1,
         sinks=sinks_of(sinks),
+        tile=cache.shape[2],
     )
     # The counter of tiles: as many as were drawn.
     workspace_buffer.view(torch.uint8)[:4].view(torch.int32).fill_(1)
@@ -159,12 +160,13 @@ def _attend_ragged(
     scales: tuple[float, float],
     window_left: int,
     sinks: torch.Tensor | None,
+    tile: int = 1,
 ) -> None:
     """Write the rows of out that belong to the first max_q_len of a request."""
     cum_q = int32("cum_seq_lens_q", bounds)
     q_lens = cum_q.diff()
-    keys, there = paged(caches[0], tables, lens)
-    values, _ = paged(caches[1], tables, lens)
+    keys, there = paged(caches[0], tables, lens, tile=tile)
+    values, _ = paged(caches[1], tables, lens, tile=tile)
     there = there & (torch.arange(there.shape[1], device=there.device) < longest[1])
     num_queries = min(longest[0], query.shape[0])
     keep = visible(there, num_queries, q_lens, lens, window_left)
