@@ -324,6 +324,15 @@ def test_a_capture_needs_buffers():
         backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
 
 
+def test_captures_are_of_decode():
+    step = extend((40, 9), (0, 4))
+    world = world_of(step)
+    backend = DualChunkBackend(world.context, {}, EMULATED)
+    backend.init_cuda_graph_state(16, 16)
+    with pytest.raises(GraphUnsupported, match="EXTEND is captured by no graph"):
+        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
+
+
 def test_trial():
     context = world_of(decode(5)).context
     try_kernels(EMULATED, context)

@@ -127,6 +127,19 @@ def test_a_request_without_keys(sinks):
     assert lse[1].isfinite().all()
 
 
+def test_a_row_without_keys_beside_others():
+    sinks = torch.arange(HEADS).bfloat16()
+    out, lse, *_ = emulator.flash_attn_with_kvcache(
+        torch.randn(1, 4, HEADS, DIM).bfloat16(),
+        **paged(2),
+        causal=True,
+        sinks=sinks,
+        return_softmax_lse=True,
+    )
+    assert not out[0, :2].any()
+    assert torch.equal(lse[0, :, :2], sinks.float().unsqueeze(1).expand(-1, 2))
+
+
 def test_no_keys_at_all():
     q, nothing = torch.randn(2, HEADS, DIM).half(), torch.zeros(0, KV_HEADS, DIM).half()
     out, lse, *_ = emulator.flash_attn_varlen_func(

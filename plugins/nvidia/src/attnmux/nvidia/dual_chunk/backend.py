@@ -18,7 +18,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.dual_chunk.layers import LayerCall
 from attnmux.nvidia.dual_chunk.merging import merged
 from attnmux.nvidia.dual_chunk.pieces import Pieces
@@ -59,13 +59,17 @@ class DualChunkBackend(AttentionBackend):
         """Decide the step's shape on the host; nothing is launched.
 
         Without host mirrors, a request counts as long as it can be.
-        Raises InvalidInput for what the kernels do not serve: drafts, masks, many items.
+        Raises InvalidInput for what the kernels do not serve: drafts, masks, many items. Raises
+        GraphUnsupported for a captured step of another mode than decode.
         """
         self._longest = None
         if batch.forward_mode is ForwardMode.IDLE:
             return
         _check_served(batch)
         if in_capture:
+            if not batch.forward_mode.is_decode():
+                mode = batch.forward_mode.name
+                raise GraphUnsupported(f"{mode} is captured by no graph: decode is")
             check_room(batch, self._fixed_batch_size)
         self._buffers = self._fixed if in_capture else {}
         self._longest = self.context.max_context_len

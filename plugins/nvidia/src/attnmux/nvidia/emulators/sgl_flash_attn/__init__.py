@@ -6,7 +6,8 @@ What the real functions do with their arguments, as far as an adapter can notice
   [B, Hq, Tq] or [Hq, total].
 - `causal`, the window and the chunk count positions from the end of a request's keys: its last
   query stands at its last key.
-- A row without keys has output 0 and LSE -inf, sinks or not.
+- A row without keys has output 0. With sinks its LSE is the sink where others of its block have
+  keys, here of its request; where none has any, LSE is -inf.
 - Rows of Q that no request owns are not computed: `out` keeps what it held.
 - Q, K and V are of one dtype. With float8_e4m3fn the output is bfloat16, the softmax's weights are
   rounded to float8_e4m3fn too, and the descales [B, Hkv] multiply.

@@ -102,7 +102,7 @@ def run(
         sinks=call.sinks,
         rounded_weights=_FP8_WEIGHTS if is_fp8 else None,
     )
-    lse = lse.masked_fill(~keep.any(-1, keepdim=True), -torch.inf)
+    lse = lse.masked_fill(~keep.any(2).any(1)[:, None, None], -torch.inf)
     if out is None:
         out = torch.empty(out_shape, dtype=out_dtype, device=device)
     if queries.bounds is None:
