@@ -123,6 +123,15 @@ def test_other_head_dims(on, head_dim, v_head_dim, save_kv_cache) -> None:
     assert outcome.status == "passed", outcome.message
 
 
+@pytest.mark.parametrize("on", [SM90, SM100], ids=["sm90", "sm100"])
+@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(10, 128), (10, 72), (6, 104), (12, 64)])
+def test_heads_that_fill_no_tile(on, num_q_heads, head_dim) -> None:
+    shape = {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": head_dim}
+    case = Case(name="heads", steps=(extend((140, 16), (0, 7)),), lse=True, **shape, **PAGES)
+    outcome = run_case(on, case)
+    assert outcome.status == "passed", outcome.message
+
+
 @pytest.mark.parametrize("num_q_heads", [16, 24])
 @pytest.mark.parametrize("page_size", [1, 64, 128])
 def test_latent_heads_that_pack_and_that_do_not(num_q_heads, page_size) -> None:

@@ -213,6 +213,20 @@ def test_pages_that_are_served(page_size, dim, arch) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "pack_gqa", "compiles"),
+    [(10, 72, None, False), (10, 72, False, True), (10, 80, None, True), (8, 72, None, True),
+     (6, 72, None, True), (6, 104, None, False)],
+)  # fmt: skip
+def test_packed_heads_that_fill_no_tile_want_regular_dims(heads, dim, pack_gqa, compiles) -> None:
+    more = {"q": rows(5, heads, dim), "dim": dim, "pack_gqa": pack_gqa}
+    if compiles:
+        assert packed(**more)[0].isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="pred"):
+            packed(**more)
+
+
 def test_pages_that_are_no_tile_want_regular_dims() -> None:
     with pytest.raises(AssertionError, match="irregular"):
         paged(page_size=64, dim=72)

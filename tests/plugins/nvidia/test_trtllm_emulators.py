@@ -159,12 +159,25 @@ def test_xqa_gives_a_row_the_sink_of_its_place_in_a_block(group, each):
     )
 
 
-def test_xqa_has_no_kernel_for_more_than_32_heads_a_group():
-    kv = tuple(torch.ones(2, PAGE, 1, DIM).half() for _ in range(2))
-    with pytest.raises(RuntimeError, match="static assertion"):
-        trtllm_decode.xqa_batch_decode_with_kv_cache(
-            torch.zeros(1, 33, DIM).half(), kv, workspace(), int32(1).view(1, 1), int32(1), 16
+@pytest.mark.parametrize(
+    ("group", "dtype", "is_compiled"),
+    [(16, torch.float16, True), (17, torch.float16, False), (24, torch.float16, False),
+     (24, E4M3, True), (25, torch.float16, True), (33, E4M3, False)],
+)  # fmt: skip
+def test_heads_of_a_group_that_xqa_compiles_for(group, dtype, is_compiled):
+    kv = tuple(torch.ones(2, PAGE, 1, DIM).to(dtype) for _ in range(2))
+
+    def attend():
+        q = torch.zeros(1, group, DIM).half()
+        return trtllm_decode.xqa_batch_decode_with_kv_cache(
+            q, kv, workspace(), int32(1).view(1, 1), int32(1), 16
         )
+
+    if is_compiled:
+        assert attend().isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="static assertion"):
+            attend()
 
 
 def test_xqa_loads_whole_pages_of_8_bits_alone():

@@ -227,19 +227,19 @@ def test_requests_without_keys_cost_xqa_no_launch(sinks):
         assert sinks or call["sinks"].tolist() == [-9e4] * given.layer.tp_q_head_num
 
 
-@pytest.mark.parametrize(("heads", "most"), [(64, "sm90"), (66, "sm100")])
-def test_heads_of_a_group_that_xqa_has_kernels_for(heads, most):
-    for arch in CANDIDATES:
+@pytest.mark.parametrize("arch", CANDIDATES)
+def test_heads_of_a_group_that_xqa_compiles_for(arch):
+    for heads in (32, 34):
         world = world_of(decode(3), arch=arch, num_q_heads=heads, num_kv_heads=2)
-        if arch == "sm100" or most == "sm90":
+        if arch == "sm100" or heads == 32:
             run(world, backend_of(world), decode(3))
         else:
-            with pytest.raises(InvalidInput, match="33 query heads of one KV head"):
+            with pytest.raises(InvalidInput, match="17 query heads of one KV head"):
                 backend_of(world)
 
 
 @pytest.mark.parametrize(
-    ("group", "drafts", "is_served"), [(3, 10, True), (3, 11, False), (8, 5, True), (32, 2, True)]
+    ("group", "drafts", "is_served"), [(3, 10, True), (3, 11, False), (8, 5, True), (16, 3, True)]
 )
 def test_sinks_of_drafts_are_those_of_their_heads(group, drafts, is_served):
     step = verify(drafts, 9, 20)

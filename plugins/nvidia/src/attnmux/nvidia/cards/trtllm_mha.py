@@ -62,12 +62,12 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
     """XQA for decode and verify, fmha_v2 for the rest."""
     for page_size in (PAGES, one_of(128)):
         paged: dict[str, Any] = {"kv_dtype": stored, "page_size": page_size}
-        yield _clause(version, dtype, phase=one_of("decode"), group_size=at_most(32), **paged)
+        yield _clause(version, dtype, phase=one_of("decode"), group_size=at_most(16), **paged)
         # Of drafts XQA hides what lies before the last one's window, by whole tiles (mha.cu,
         # `nbTotalSkipTokens`), and a row has the sink of its place in a block of 32.
         drafts: dict[str, Any] = {"phase": one_of("verify"), "sliding_window": NONE, **paged}
-        yield _clause(version, dtype, **drafts, group_size=at_most(32), sinks=NONE)
-        yield _clause(version, dtype, **drafts, group_size=one_of(1, 2, 4, 8, 16, 32))
+        yield _clause(version, dtype, **drafts, group_size=at_most(16), sinks=NONE)
+        yield _clause(version, dtype, **drafts, group_size=one_of(1, 2, 4, 8, 16))
     # fmha_v2 says of its e4m3 kernels that they hang on SM90; on SM120 it refuses them and windows.
     window = ANY if version is HOPPER else NONE
     yield _clause(
@@ -117,8 +117,8 @@ TRTLLM_MHA = BackendCard(
         ),
         "head_dim": "64, 128 and 256, of the multiples of 16 that jit/xqa.py compiles",
         "group_size": (
-            "as page_size: where a page has 128 tokens on SM100; XQA compiles for 32 and fewer "
-            "(gmma_impl.cuh, and mha.cu's `persistentQ`)"
+            "as page_size: where a page has 128 tokens on SM100; XQA stops compiling for 17 to 24 "
+            "heads of 16 bits (mha_sm90.cu) and for more than 32 (mha.cu)"
         ),
         "spec_topk": "masks of a verify step are rows of a chain; there is none for a tree",
     },

@@ -84,8 +84,10 @@ class FlashAttnCute:
         if qv is not None:
             plain = learnable_sink is None and softcap == 0 and not is_local
             self._check_latent(q, v, plain=plain, pack_gqa=pack_gqa)
-        elif paged_by is not None:
-            self._check_pages(paged_by, q.shape[-1], v.shape[-1], is_local=is_local)
+        else:
+            self._check_packing(q, v, pack_gqa)
+            if paged_by is not None:
+                self._check_pages(paged_by, q.shape[-1], v.shape[-1], is_local=is_local)
         for rows in (q, k, v, qv):
             _check_aligned(rows)
         if not q.shape[0] or not v.numel():
@@ -141,6 +143,13 @@ class FlashAttnCute:
         check(plain, "qv: no window, no sink, no softcap")
         heads = q.shape[-2] // v.shape[-2]
         check(pack_gqa is False or not _BLOCK % heads or not heads % _BLOCK, "whole packed tiles")
+
+    def _check_packing(self, q: torch.Tensor, v: torch.Tensor, pack_gqa: bool | None) -> None:
+        """On SM90, heads that do not fill the rows of a tile are loaded by another way than TMA."""
+        rows = 192 if q.shape[-1] <= 96 else 128
+        by_itself = pack_gqa is False or not rows % (q.shape[-2] // v.shape[-2])
+        if self.arch == 90 and not by_itself and (q.shape[-1] % 16 or v.shape[-1] % 16):
+            raise RuntimeError("'cute.copy' op expects pred to have compatible shape")
 
     def _check_pages(self, page_size: int, dim: int, v_dim: int, *, is_local: bool) -> None:
         block = _keys_at_once(dim, v_dim, is_local=is_local) if self.arch == 90 else _BLOCK

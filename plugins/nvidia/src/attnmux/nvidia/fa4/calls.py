@@ -14,6 +14,9 @@ from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.pools import check_sixteen_bits
 
+REGULAR = 16
+"""What dims are multiples of where the library has no need to look for their end."""
+
 TILE = 128
 """Rows of a tile of the kernel over latents, which heads are packed into."""
 
@@ -69,6 +72,9 @@ class LayerCall:
             # In one part a request's bits depend on nothing else in its batch.
             "num_splits": 1,
         }
+        if layer.qk_head_dim % REGULAR or layer.v_head_dim % REGULAR:
+            # Unpacked heads are loaded by TMA; packed ones that do not fill a tile do not compile.
+            arguments["pack_gqa"] = False
         if layer.kind == "mla":
             check_latent(layer)
             check_plain(layer)

@@ -97,9 +97,11 @@ class Decode(ABC):
 
 BLOCK_ROWS = 32
 """Rows, of a group's heads and then of drafts, that a block of XQA has in a verify step (mha.cu,
-`rowsPerBlock`). A step without drafts has kernels for as many heads: their tiles are a power of two
-of at most 16 KiB (mhaUtils.cuh, `copyPartialHeadsAsync`; mha.cu, `persistentQ`), and there is no
-product of other numbers beyond 32 but 64, 128 and 256 (gmma_impl.cuh)."""
+`rowsPerBlock`)."""
+
+MOST_HEADS = 16
+"""Query heads of a KV head that XQA compiles for, whatever K and V are: with 17 to 24 it stops in
+mha_sm90.cu (`storeGemm0AccToShm`), beyond 32 in mha.cu too (`copyPartialHeadsAsync`)."""
 
 FLOOR = -9e4
 """A sink that no other row notices. A row without keys has -1e5 for its maximum (utils.cuh,
@@ -203,11 +205,11 @@ class GenDecode(Decode):
 def _group_size(layer: LayerSpec) -> int:
     """Query heads of a KV head. Raises InvalidInput for more than XQA has kernels for."""
     group = layer.tp_q_head_num // layer.tp_k_head_num
-    if group > BLOCK_ROWS:
+    if group > MOST_HEADS:
         raise InvalidInput(
             f"layer {layer.layer_id}",
             came=f"{group} query heads of one KV head",
-            expected=f"{BLOCK_ROWS} or fewer, as XQA has",
+            expected=f"{MOST_HEADS} or fewer, which XQA compiles for",
         )
     return group
 

@@ -63,7 +63,7 @@ def xqa_batch_decode_with_kv_cache(
     # `view` refuses strided queries of several tokens; those of one are misread.
     batch_size = query.shape[0] // each
     heads, head_dim = query.shape[1:]
-    _check_xqa(query, k_cache, v_cache, heads)
+    _check_xqa(query, k_cache, v_cache, heads, each)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert out.dtype == query.dtype, "Output and query must have the same dtype"
@@ -99,7 +99,7 @@ def xqa_batch_decode_with_kv_cache(
 
 
 def _check_xqa(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int, each: int
 ) -> None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"Invalid dtype: {query.dtype} for XQA")
@@ -110,8 +110,8 @@ def _check_xqa(
     assert k_cache.dtype == v_cache.dtype, "K and V cache must have the same dtype"
     if k_cache.dtype not in (query.dtype, E4M3) or heads % k_cache.shape[2]:
         raise RuntimeError("an illegal memory access")
-    # Rows of a block are a power of two, of 16 KiB at most; products are of 8, 16, 24 or 32.
-    if heads // k_cache.shape[2] > BLOCK_ROWS:
+    group = heads // k_cache.shape[2]
+    if group > BLOCK_ROWS or (each == 1 and 16 < group <= 24 and k_cache.dtype != E4M3):
         raise RuntimeError("Ninja build failed: static assertion failed")
 
 
