@@ -35,7 +35,15 @@ def on_trial(monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-def test_an_installed_backend_passes() -> None:
+@pytest.fixture
+def fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third case, where what is said of them is what matters."""
+    monkeypatch.setattr(
+        "attnmux.core.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::3]
+    )
+
+
+def test_an_installed_backend_passes(fewer_cases) -> None:
     result = invoke("torch_native", "--device", "cpu", "--page-size", "16", "--json")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
@@ -48,26 +56,30 @@ def test_an_installed_backend_passes() -> None:
 
 
 def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
-    on_trial(card=fake_card(page_size=one_of(16)))
-    cases = [case.page_size for case in standard_cases((5, 16)) if case.page_size in (5, 16)]
+    on_trial(card=fake_card(page_size=one_of(16), phase=one_of("verify"), kind=one_of("mha")))
+    cases = [case for case in standard_cases((5, 16)) if case.page_size in (5, 16)]
+    served = sum(
+        case.page_size == 16 and case.kind == "mha" and set(case.request.phases) == {"verify"}
+        for case in cases
+    )
     result = invoke("fake", "--page-size", "16", "--page-size", "5")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert f"{cases.count(16)} of {cases.count(16)} cases agree" in said
-    assert f"{cases.count(5)} refused by the card" in said
+    assert f"{served} of {served} cases agree" in said
+    assert f"{len(cases) - served} refused by the card" in said
     assert "page_size: wanted 5, offered 16" in result.stdout
     assert result.stderr == ""
 
 
-def test_a_failure_is_named_and_exits_with_1(on_trial) -> None:
-    on_trial(factory=NoScale)
+def test_a_failure_is_named_and_exits_with_1(on_trial, fewer_cases) -> None:
+    on_trial(factory=NoScale, card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
     result = invoke("fake", "--page-size", "1")
     assert result.exit_code == 1
     assert "decode-one-request-page1" in result.stdout
     result = invoke("fake", "--page-size", "1", "--json")
     assert result.exit_code == 1
     failed = [case for case in json.loads(result.stdout)["cases"] if case["status"] == "failed"]
-    assert len(failed) > 50
+    assert len(failed) > 10
     assert all("instead of" in case["message"] for case in failed)
 
 
@@ -99,7 +111,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     assert "pip install 'attnmux-core[torch]'" in result.stderr
 
 
-def test_runs_cases_in_graphs_where_the_card_declares_them(on_trial) -> None:
+def test_runs_cases_in_graphs_where_the_card_declares_them(on_trial, fewer_cases) -> None:
     on_trial(card=graph_card(page_size=one_of(48), phase=one_of("verify"), kind=one_of("mha")))
     result = invoke("fake", "--page-size", "48")
     assert result.exit_code == 0, result.output

@@ -20,6 +20,7 @@ from attnmux.core.testing import (
 
 class TestFakeBackend(AttentionBackendTests):
     backend = Candidate(card=fake_card(), platform=fake_platform())
+    page_sizes = (16,)
 
 
 class TestNarrowCard(AttentionBackendTests):
@@ -63,6 +64,17 @@ def test_executions_without_a_case_fail() -> None:
 
     with pytest.raises(pytest.fail.Exception, match="card of fake declares no graphs"):
         Tests().test_some_case_runs(Tests.backend)
+
+
+def test_a_case_that_is_not_wanted_is_left_out() -> None:
+    class Tests(AttentionBackendTests):
+        backend = Candidate(card=fake_card(), platform=fake_platform())
+        page_sizes = (16,)
+
+        def wants(self, case):
+            return case.name.startswith("decode-scale")
+
+    assert [case.name for case in Tests()._cases(Tests.backend)] == ["decode-scale-page16"]
 
 
 def test_unknown_executions_are_refused() -> None:

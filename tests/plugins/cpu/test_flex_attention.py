@@ -7,8 +7,8 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +30,6 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.candidate import Candidate
 from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.flex_attention.emulator import emulated
@@ -49,19 +48,6 @@ OF_OTHER_PAGES = (
 )
 RARE = ("8x1", "8x8", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "expanded")
 """Shapes that differ from others by a number alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part(Candidate):
-    """The candidate with the cases that there is time for."""
-
-    def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
-        return tuple(
-            case
-            for case in Candidate.cases(self, page_sizes)
-            if case.name in OF_OTHER_PAGES
-            or (case.name.endswith("-page16") and not any(rare in case.name for rare in RARE))
-        )
 
 
 def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
@@ -91,7 +77,13 @@ class TestEmulated(AttentionBackendTests):
 
 
 class TestFlexAttention(AttentionBackendTests):
-    backend = Part(**{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)})
+    backend = WHOLE
+
+    def wants(self, case: Case) -> bool:
+        """The cases that there is time for."""
+        if case.name in OF_OTHER_PAGES:
+            return True
+        return case.name.endswith("-page16") and not any(rare in case.name for rare in RARE)
 
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")
@@ -209,10 +201,7 @@ def test_only_edges_are_masked():
     "name", ["decode-padding", "decode-window", "decode-cross", "verify-chain"]
 )
 def test_plans_in_buffers_of_graphs(name):
-    candidate = Part(
-        **{field.name: getattr(WHOLE, field.name) for field in fields(WHOLE)}
-        | {"factory": announced}
-    )
+    candidate = replace(WHOLE, factory=announced)
     (case,) = [case for case in candidate.cases() if case.name == f"{name}-page16"]
     outcome = run_case(candidate, case)
     assert outcome.status == "passed", outcome.message

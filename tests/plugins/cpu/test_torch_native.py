@@ -49,6 +49,7 @@ class TestTorchNative(AttentionBackendTests):
 
 class TestSmallTiles(AttentionBackendTests):
     backend = SMALL_TILES
+    page_sizes = (16,)
 
 
 class CountedGathers(TorchDispatchMode):

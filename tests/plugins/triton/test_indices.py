@@ -34,7 +34,7 @@ NAMES = (
 PAGE_SIZES = st.sampled_from([1, 3, 16, 64])
 LENS = st.lists(st.integers(0, 200), max_size=6)
 JUNK = 987_654
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=25, deadline=None)
 
 
 @dataclass(frozen=True)

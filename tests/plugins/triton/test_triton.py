@@ -30,9 +30,66 @@ CANDIDATE = Candidate(
 )
 
 
+AT_PAGE_ONE = {
+    "decode-changing-batch-size",
+    "decode-fp8_e4m3-scales",
+    "decode-long-windows",
+    "decode-padding",
+    "decode-sinks-lse",
+    "decode-two-windows-pool",
+    "decode-uneven",
+    "draft-extend",
+    "encoder",
+    "extend-cross",
+    "extend-cross-unsaved",
+    "extend-empty-prefix",
+    "extend-fp8_e5m2-scales",
+    "extend-long",
+    "extend-multi-item",
+    "extend-padding",
+    "extend-prefix",
+    "extend-shared-prefix",
+    "extend-window",
+    "mixed",
+    "mla-decode",
+    "mla-expanded-prefill",
+    "mla-extend",
+    "mla-verify-chain",
+    "verify-and-decode",
+    "verify-padding",
+    "verify-tree",
+    "verify-tree-window",
+}
+
+
 class TestTritonInterpreted(AttentionBackendTests):
     backend = CANDIDATE
-    page_sizes = (1, 16)  # to the kernels a page is a list of slots
+    page_sizes = (16,)
+    executions = ("eager",)
+
+
+class TestTritonInterpretedInGraphs(AttentionBackendTests):
+    backend = CANDIDATE
+    page_sizes = (16,)
+    executions = ("graph",)
+
+    def wants(self, case: Case) -> bool:
+        """Not all features of requests that are split: eagerly they are."""
+        return "long" not in case.name or "sinks" in case.name or "verify" in case.name
+
+
+class TestTritonInterpretedAtPageOne(AttentionBackendTests):
+    """To the kernels a page is a list of slots: where those are read and written."""
+
+    backend = CANDIDATE
+    page_sizes = (1,)
+
+    def wants(self, case: Case) -> bool:
+        return case.name.partition("-page1")[0] in AT_PAGE_ONE
+
+
+def test_what_is_wanted_at_page_one_is_a_case():
+    assert {case.name.partition("-page1")[0] for case in CANDIDATE.cases((1,))} >= AT_PAGE_ONE
 
 
 def backend_of(
