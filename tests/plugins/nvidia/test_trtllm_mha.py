@@ -399,6 +399,20 @@ def test_a_workspace_that_is_too_small():
         TRTLLMMHABackend(world.context, {"workspace_bytes": 9 << 20}, EMULATED)
 
 
+def test_many_drafts_take_more_workspace():
+    step = verify(64, 5)
+    world = world_of(step, spec_topk=1, num_q_heads=32)
+    assert world.context.request.spec_draft_tokens == 64
+    least = (8 << 20) + 256 * 64 * 16 * (128 * 4 + 8)
+    for workspace_bytes in (least - 1, least):
+        options = {"workspace_bytes": workspace_bytes}
+        if workspace_bytes < least:
+            with pytest.raises(InvalidInput, match=f"expected {least} or more"):
+                TRTLLMMHABackend(world.context, options, EMULATED)
+        else:
+            run(world, TRTLLMMHABackend(world.context, options, EMULATED), step)
+
+
 def test_the_usual_workspace():
     spy, world = Spy(), world_of(decode(3))
     backend = TRTLLMMHABackend(world.context, {"workspace_bytes": 0}, spy.kernels)

@@ -19,6 +19,7 @@ COUNTER_BYTES = 8 << 20
 
 _MOST_PROCESSORS = 256
 _TILE_ROWS = 128
+_BLOCK_ROWS = 32
 
 
 def workspace(
@@ -28,12 +29,13 @@ def workspace(
 
     Raises InvalidInput where the option `workspace_bytes` is too small for partial results: one
     row of output in float32, with its maximum and sum, for each row of a tile of each processor
-    (kernelParams.h, `ptrPartialO`; XQA's take less).
+    (kernelParams.h, `ptrPartialO`). XQA's rows take less, but a processor has as many as a group
+    has of all drafts, in blocks of 32 (mha.cu, `nbTokenBlocksPerGrp`).
     """
     nbytes = cast("int", options.get("workspace_bytes", 0)) or default_bytes
     widest = max(layer.v_head_dim for layer in context.layers)
     processors = context.platform.core_count or _MOST_PROCESSORS
-    least = COUNTER_BYTES + processors * _TILE_ROWS * (widest * 4 + 8)
+    least = COUNTER_BYTES + processors * _rows(context) * (widest * 4 + 8)
     if nbytes < least:
         raise InvalidInput(
             "workspace_bytes",
@@ -41,3 +43,14 @@ def workspace(
             expected=f"{least} or more, or 0 for {default_bytes}",
         )
     return context.workspace.get("trtllm", nbytes, zeroed=True)
+
+
+def _rows(context: BackendContext) -> int:
+    drafts = context.request.spec_draft_tokens or 1
+    groups = (
+        layer.tp_q_head_num // layer.tp_k_head_num
+        for layer in context.layers
+        if layer.kind == "mha"
+    )
+    blocks = (-(-drafts * group // _BLOCK_ROWS) for group in groups)
+    return max([_TILE_ROWS, *(block * _BLOCK_ROWS for block in blocks)])
