@@ -10,6 +10,9 @@ weights leave near ties, which may fall otherwise in another order of sums: toke
 the first that differs. Where nothing serves a combination it is no row.
 """
 
+# mypy: allow-untyped-calls
+# transformers is annotated in part only.
+
 from __future__ import annotations
 
 import argparse
@@ -26,16 +29,16 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
-from widen_recall import widen
 
 from attnmux.transformers.recall import PATH, make_prompt
 
 MAIN = "from attnmux.core.cli import main; main()"
 NOTHING_FITS = 3
+WIDEN = Path(__file__).with_name("widen_recall.py")
 HEAD_DIMS = (64, 128)
 GRAPHS = ("--graph", "--no-graph")
 LATENT_TOKENS = 16
-DEEPSEEK = {
+DEEPSEEK: dict[str, Any] = {
     "vocab_size": 258,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -162,7 +165,7 @@ def main() -> None:
     else:
         models = [args.folder / f"recall-{head_dim}" for head_dim in HEAD_DIMS]
         for model, head_dim in zip(models, HEAD_DIMS, strict=True):
-            widen(model, head_dim)
+            subprocess.run([sys.executable, WIDEN, model, "--head-dim", str(head_dim)], check=True)
     of_all = product(models, args.backends, args.page_sizes or (1, 16, 64, 128), GRAPHS)
     runs = [Asked(model=m, backend=b, page_size=p, graph=g) for m, b, p, g in of_all]
     with ThreadPoolExecutor(args.at_once) as pool:

@@ -259,7 +259,7 @@ nvidia/trtllm_mla nvidia:sm100 decode mla graph=1 served
 nvidia/trtllm_mha nvidia:sm100 decode gqa head_dim=64|128|256 served
 nvidia/trtllm_mha nvidia:sm100 decode gqa dtype=fp16,graph=1 served
 nvidia/trtllm_mha nvidia:sm90 decode gqa dtype=fp16,graph=1,page_size=128 served
-nvidia/trtllm_mha nvidia:sm120 extend gqa dtype=fp16,sinks=1 served
+nvidia/trtllm_mha nvidia:sm120 extend gqa dtype=bf16,sinks=1 served
 nvidia/cutlass_mla nvidia:sm100 decode mla dtype=fp16,graph=1 served
 nvidia/nsa nvidia:sm90 decode nsa graph=1 served
 nvidia/nsa nvidia:sm90 decode nsa dtype=fp16,kv_dtype=bf16 DTYPE
@@ -303,8 +303,8 @@ nvidia/fa4 nvidia:sm100 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 s
 nvidia/fa3 nvidia:sm90 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 served
 nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=128,dtype=bf16|fp16 served
 nvidia/trtllm_mha nvidia:sm120 decode gqa page_size=128,dtype=bf16|fp16 served
-nvidia/trtllm_mha nvidia:sm120 extend gqa page_size=64,dtype=bf16|fp16 served
-nvidia/trtllm_mha nvidia:sm90 extend gqa page_size=64,dtype=bf16|fp16 served
+nvidia/trtllm_mha nvidia:sm120 extend gqa page_size=64,dtype=fp16 DTYPE+KV_DTYPE
+nvidia/trtllm_mha nvidia:sm90 extend gqa page_size=64,dtype=fp16 DTYPE+KV_DTYPE
 nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=16|32|64 served
 nvidia/trtllm_mha nvidia:sm90 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
 nvidia/flashinfer nvidia:sm80 extend gqa kv_dtype=fp8_e4m3|fp8_e5m2 served

@@ -281,6 +281,15 @@ def test_a_window_of_trtllm_gen_prefill():
     assert means(prefill("gen", (9, 1), window_left=0)) == [9]
 
 
+def test_fmha_v2_sums_up_halves_in_halves():
+    """512 values, of 257 in the middle: 131328 before they are divided."""
+    assert means(prefill("fmha_v2", (512, 1), dtype=torch.float16)) == [torch.inf]
+    assert means(prefill("gen", (512, 1), dtype=torch.float16)) == [256.5]
+    assert means(prefill("fmha_v2", (3, 3), dtype=torch.float16)) == pytest.approx(
+        [1, 1.5, 2], 2e-3
+    )
+
+
 def test_fmha_v2_loads_whole_pages():
     kv, table = cache_of(3, 17, dtype=torch.bfloat16, behind=torch.nan)
     out = trtllm_prefill.trtllm_fmha_v2_prefill(

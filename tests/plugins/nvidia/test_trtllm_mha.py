@@ -437,9 +437,10 @@ def test_calls_that_are_refused():
         backend.forward(given.q, k, k, given.layer, made.batch, save_kv_cache=False)
 
 
-def test_prefill_over_8_bits_is_refused_on_hopper():
+@pytest.mark.parametrize("settings", [{"kv_dtype": "fp8_e4m3"}, {"dtype": "float16"}])
+def test_prefill_over_anything_but_bfloat16_is_refused_on_hopper(settings):
     step = extend((0, 3))
-    world = world_of(step, kv_dtype="fp8_e4m3")
+    world = world_of(step, **settings)
     with pytest.raises(InvalidInput, match="fmha_v2"):
         backend_of(world).init_forward_metadata(prepare_step(world, step).batch)
 

@@ -62,7 +62,7 @@ def first_that_runs(
         try:
             kernels = provide(import_module(module))
             return kernels, try_kernels(kernels)
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, AttributeError) as error:  # the last: of another version
             reasons.append(f"{module}: {in_brief(error)}")
         except BackendFailed as error:
             reasons.append(f"{module}: {error.reason}")

@@ -68,6 +68,8 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
         drafts: dict[str, Any] = {"phase": one_of("verify"), "sliding_window": NONE, **paged}
         yield _clause(version, dtype, **drafts, group_size=at_most(16), sinks=NONE)
         yield _clause(version, dtype, **drafts, group_size=one_of(1, 2, 4, 8, 16))
+    if dtype == "float16":
+        return
     # fmha_v2 says of its e4m3 kernels that they hang on SM90; on SM120 it refuses them and windows.
     window = ANY if version is HOPPER else NONE
     yield _clause(
@@ -106,7 +108,9 @@ TRTLLM_MHA = BackendCard(
     sources={
         "version": "flashinfer 0.6.13: trtllm-gen on SM100, XQA and fmha_v2 on SM90 and SM120",
         "runtime": "flashinfer's README: CUDA 12.6 and later",
-        "dtype": "jit/xqa.py: fp16 and bf16",
+        "dtype": (
+            "jit/xqa.py: fp16 and bf16; fmha_v2_run.cu (`acc_type`) adds up in fp16 where Q is fp16"
+        ),
         "kv_dtype": (
             "XQA has 4 bits on SM120 alone; of e4m3 `trtllm_fmha_v2_prefill` says that it hangs "
             "on SM90, and refuses it on SM120"

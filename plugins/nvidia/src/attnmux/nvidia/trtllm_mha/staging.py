@@ -31,7 +31,12 @@ _TILE_COUNTER_BYTES = 1 << 20
 
 
 class StagedPrefill(Prefill):
-    """fmha_v2: it is told addresses, no strides. There are no kernels for 8-bit floats."""
+    """fmha_v2: it is told addresses, no strides.
+
+    There are no kernels for 8-bit floats; those for float16 add up in float16, logits and values
+    both (fmha_v2_run.cu, `acc_type`): the sum of a few hundred values is infinite, or off by more
+    than float16's own rounding.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,13 @@ class StagedPrefill(Prefill):
         self._pages: dict[KeyGroup, torch.Tensor] = {}
 
     def plan(self, batch: ForwardBatch, in_capture: bool) -> None:
-        """Raises InvalidInput for a pool of 8-bit floats."""
-        if self._context.token_to_kv_pool.dtype.itemsize == 1:
+        """Raises InvalidInput for a pool of anything but bfloat16."""
+        dtype = self._context.token_to_kv_pool.dtype
+        if dtype != torch.bfloat16:
             raise InvalidInput(
                 "token_to_kv_pool",
-                came=self._context.token_to_kv_pool.dtype,
-                expected="K and V in the dtype of the queries: fmha_v2 has no other prefill",
+                came=dtype,
+                expected=f"{torch.bfloat16} for prefill: fmha_v2 adds up in float32 there alone",
             )
         super().plan(batch, in_capture)
 

@@ -3,10 +3,13 @@
 fmha_v2 knows no strides. Its paged layouts are one tensor [pages, 2, …]: a table's entry p leads to
 K at block 2p and V at block 2p + 1, counted from K's address; pages are loaded whole. It counts
 tiles at the front of its workspace and leaves the count there. A window of 0 is one only where
-`mask_mode` says so. Rows of no request are not written by either.
+`mask_mode` says so. In float16 it sums up logits and values in float16, the values before they are
+divided. Rows of no request are not written by either.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -136,6 +139,7 @@ def trtllm_fmha_v2_prefill(
         window_left=window_left if slides else -1,
         sinks=sinks_of(sinks),
         tile=cache.shape[2],
+        attend=_attend_in_halves if query.dtype == torch.float16 else attend,
     )
     # The counter of tiles: as many as were drawn.
     workspace_buffer.view(torch.uint8)[:4].view(torch.int32).fill_(1)
@@ -161,8 +165,12 @@ def _attend_ragged(
     window_left: int,
     sinks: torch.Tensor | None,
     tile: int = 1,
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = attend,
 ) -> None:
-    """Write the rows of out that belong to the first max_q_len of a request."""
+    """Write the rows of out that belong to the first max_q_len of a request.
+
+    attend: what does the arithmetic, as `dense.attend`.
+    """
     cum_q = int32("cum_seq_lens_q", bounds)
     q_lens = cum_q.diff()
     keys, there = paged(caches[0], tables, lens, tile=tile)
@@ -181,3 +189,34 @@ def _attend_ragged(
     )
     result = result.masked_fill(~keep.any(-1)[..., None, None], torch.nan)
     raw(out).copy_(unpadded(result, cum_q, raw(out)))
+
+
+def _attend_in_halves(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scale: float,
+    sinks: torch.Tensor | None,
+    rounded_weights: None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend`, by products of 16 keys that are added up in float16. LSE leaves sinks out."""
+    batch_size, num_queries, num_heads, width = q.shape
+    queries = q.double().reshape(batch_size, num_queries, k.shape[2], -1, width)
+    logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k).clamp(-65504, 65504).half().double()
+    logits = (logits * scale).masked_fill(~keep[:, None, None], -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    top = top.masked_fill(top.isneginf(), 0)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.double().view(1, k.shape[2], -1, 1) - top.squeeze(-1))
+    summed = torch.zeros((*total.shape, v.shape[-1]), dtype=torch.float16, device=q.device)
+    for start in range(0, k.shape[1], 16):
+        part = weights[..., start : start + 16].half().double()
+        more = torch.einsum("bhgqs,bshd->bhgqd", part, v[:, start : start + 16])
+        summed = (summed.double() + more).half()
+    out = (summed * (1 / total).half().unsqueeze(-1)).float().permute(0, 3, 1, 2, 4).flatten(2, 3)
+    lse = (weights.sum(-1).log() + top.squeeze(-1)).float().permute(0, 3, 1, 2)
+    return out, lse.reshape(batch_size, num_queries, num_heads)
