@@ -51,8 +51,10 @@ def tests(session: nox.Session) -> None:
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling"]
     session.install(*CONSTRAINTS, *MEMBERS, "./plugins/triton[triton]", *tools)
-    # One torch thread a worker: the workers fill the cores, and small shapes gain no more.
-    session.run("pytest", "-n", "auto", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
+    # tests compile for a minute: what waits behind them is stolen.
+    workers = ["-n", "auto", "--dist", "worksteal"]
+    session.run("pytest", *workers, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

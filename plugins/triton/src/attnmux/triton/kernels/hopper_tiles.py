@@ -192,8 +192,10 @@ def attend_rows(
     if HAS_SINKS:
         sink = gl.load(sinks + head) * LOG2_E
         higher = gl.maximum(top, sink)
-        kept_share = gl.exp2(top - higher)
-        mass = mass * kept_share + gl.exp2(sink - higher)
+        # Neither keys nor a sink: the difference of two infinities is no number.
+        base = gl.where(higher == -float("inf"), 0.0, higher)
+        kept_share = gl.exp2(top - base)
+        mass = mass * kept_share + gl.exp2(sink - base)
         acc = scaled(acc, kept_share)
         top = higher
     has_keys = mass > 0
