@@ -175,7 +175,7 @@ def test_nothing_that_the_user_set_is_changed_without_leave(request, found) -> N
         assert not decided.coercions
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(requests, cards, st.sampled_from(PHASES))
 def test_hints_tell_the_truth(request, card, phase) -> None:
     verdict = check(card, phase, request, CPU)
@@ -222,7 +222,7 @@ def leads_on(request, found, policy, changed: frozenset[str] = frozenset()) -> b
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(requests, offers, names)
 def test_hints_hold_for_the_whole_question(request, found, given) -> None:
     """Of pairs and named backends too: whoever follows them comes to a decision with the backend
@@ -240,7 +240,7 @@ def test_hints_hold_for_the_whole_question(request, found, given) -> None:
             assert leads_on(request.replace(**way), found, named, frozenset(way))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests, offers, names)
 def test_a_hint_that_would_help_is_told(request, found, given) -> None:
     """Where a backend alone would fit after a change, and all others are served beside it."""
@@ -272,7 +272,7 @@ RELAXED = {
 """Not kv_dtype: where it is unset, it follows dtype, which may ask for another."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests, offers, st.sets(st.sampled_from(sorted(RELAXED)), min_size=1))
 def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> None:
     relaxed = request.replace(**{field: RELAXED[field] for field in fields})
@@ -289,7 +289,7 @@ def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> No
                 assert told[verdict.plugin, verdict.phase] == "fits"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     requests,
     offers,

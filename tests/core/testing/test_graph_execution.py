@@ -235,7 +235,11 @@ class TestGraphFake(AttentionBackendTests):
     """The fake in graphs alone, in one page size: it is as slow as it is plain."""
 
     backend = Candidate(card=graph_card(page_size=one_of(16)), platform=fake_platform())
+    page_sizes = (16,)
     executions = ("graph",)
+
+    def wants(self, case: Case) -> bool:
+        return "long" not in case.name
 
 
 def test_cases_come_twice_where_a_card_declares_graphs() -> None:

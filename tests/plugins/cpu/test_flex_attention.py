@@ -74,6 +74,7 @@ class TestEmulated(AttentionBackendTests):
     """What a GPU serves, LSE, sinks and graphs too, with plain torch in the kernel's place."""
 
     backend = replace(WHOLE, card=replace(WHOLE.card, clauses=ON_GPU), factory=emulating)
+    page_sizes = (1, 16)
 
 
 class TestFlexAttention(AttentionBackendTests):
