@@ -19,7 +19,10 @@ COUNTER_BYTES = 8 << 20
 
 _MOST_PROCESSORS = 256
 _TILE_ROWS = 128
-_BLOCK_ROWS = 32
+
+BLOCK_ROWS = 32
+"""Rows, of a group's heads and then of drafts, that a block of XQA has in a verify step (mha.cu,
+`rowsPerBlock`)."""
 
 
 def workspace(
@@ -52,5 +55,5 @@ def _rows(context: BackendContext) -> int:
         for layer in context.layers
         if layer.kind == "mha"
     )
-    blocks = (-(-drafts * group // _BLOCK_ROWS) for group in groups)
-    return max([_TILE_ROWS, *(block * _BLOCK_ROWS for block in blocks)])
+    blocks = (-(-drafts * group // BLOCK_ROWS) for group in groups)
+    return max([_TILE_ROWS, *(block * BLOCK_ROWS for block in blocks)])

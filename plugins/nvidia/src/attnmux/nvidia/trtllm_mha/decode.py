@@ -13,6 +13,7 @@ from attnmux.nvidia.latent import KeyLens
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 from attnmux.nvidia.rows import aligned, is_writable
 from attnmux.nvidia.steps import check_room, prepared
+from attnmux.nvidia.trtllm.workspace import BLOCK_ROWS
 from attnmux.nvidia.trtllm_mha.masks import chain_mask
 
 if TYPE_CHECKING:
@@ -94,10 +95,6 @@ class Decode(ABC):
     ) -> None:
         """Write `out`."""
 
-
-BLOCK_ROWS = 32
-"""Rows, of a group's heads and then of drafts, that a block of XQA has in a verify step (mha.cu,
-`rowsPerBlock`)."""
 
 MOST_HEADS = 16
 """Query heads of a KV head that XQA compiles for, whatever K and V are: with 17 to 24 it stops in
