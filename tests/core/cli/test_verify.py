@@ -71,7 +71,7 @@ def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
     assert result.stderr == ""
 
 
-def test_a_failure_is_named_and_exits_with_1(on_trial, fewer_cases) -> None:
+def test_a_failure_is_named_and_exits_with_1(on_trial) -> None:
     on_trial(factory=NoScale, card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
     result = invoke("fake", "--page-size", "1")
     assert result.exit_code == 1
@@ -79,7 +79,7 @@ def test_a_failure_is_named_and_exits_with_1(on_trial, fewer_cases) -> None:
     result = invoke("fake", "--page-size", "1", "--json")
     assert result.exit_code == 1
     failed = [case for case in json.loads(result.stdout)["cases"] if case["status"] == "failed"]
-    assert len(failed) > 10
+    assert len(failed) > 50
     assert all("instead of" in case["message"] for case in failed)
 
 
