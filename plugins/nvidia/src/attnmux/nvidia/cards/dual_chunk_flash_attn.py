@@ -11,14 +11,17 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     # Prefill over a selection of keys, an approximation, is not offered: all keys are attended to.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
     factory="attnmux.nvidia.dual_chunk.factory:make",
-    status="planned",
     # Before 0.4, as sgl-kernel, the function had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     verified_on=(
         Verified(
-            on="sgl_kernel.flash_attn of sglang-kernel 0.4.5",
-            libraries=("torch 2.13.0+cpu",),
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "sglang-kernel 0.4.5",
+            ),
             date="2026-11-22",
         ),
     ),

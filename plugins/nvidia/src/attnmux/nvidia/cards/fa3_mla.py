@@ -43,7 +43,6 @@ FA3_MLA = BackendCard(
     # Users know one name for both; the request's kind says which card is meant.
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
-    status="planned",
     factory="attnmux.nvidia.fa3_mla.factory:make",
     # Before 0.4, as sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
@@ -64,8 +63,12 @@ FA3_MLA = BackendCard(
     ),
     verified_on=(
         Verified(
-            on="flash_attn_with_kvcache of sglang-kernel 0.4.5",
-            libraries=("torch 2.13.0+cpu",),
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "sglang-kernel 0.4.5",
+            ),
             date="2026-11-22",
         ),
     ),

@@ -75,7 +75,6 @@ def _on_sm90(dtype: str) -> tuple[Clause, ...]:
 FA4 = BackendCard(
     name="fa4",
     summary="FlashAttention 4 for prefill: MHA with K and V of two dims, and MLA on SM100",
-    status="planned",
     factory="attnmux.nvidia.fa4.factory:make",
     # A pre-release: the only ones there are.
     requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
@@ -84,6 +83,16 @@ FA4 = BackendCard(
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
     verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "flash-attn-4 4.0.0b18",
+                "nvidia-cutlass-dsl 4.8.1",
+            ),
+            date="2026-11-22",
+        ),
         Verified(
             on="flash_attn_varlen_func of flash-attn-4 4.0.0b18",
             libraries=("torch 2.13.0+cpu",),

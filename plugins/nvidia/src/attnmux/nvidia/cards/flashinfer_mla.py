@@ -47,14 +47,17 @@ FLASHINFER_MLA = BackendCard(
     aliases=("flashinfer",),
     summary="flashinfer's MLA kernels: absorbed, over the pool's pages; prefill for others",
     factory="attnmux.nvidia.flashinfer_mla.factory:make",
-    status="planned",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
     verified_on=(
         Verified(
-            on="BatchMLAPagedAttentionWrapper of flashinfer 0.6.13",
-            libraries=("torch 2.13.0+cpu",),
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "flashinfer-python 0.6.13",
+            ),
             date="2026-11-22",
         ),
     ),

@@ -31,7 +31,6 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
 FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
-    status="planned",
     factory="attnmux.nvidia.flashmla.factory:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
@@ -40,8 +39,12 @@ FLASHMLA = BackendCard(
     fp8_products=True,
     verified_on=(
         Verified(
-            on="flash_mla_with_kvcache of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
-            libraries=("torch 2.13.0+cpu",),
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "sglang-kernel 0.4.5",
+            ),
             date="2026-11-22",
         ),
     ),

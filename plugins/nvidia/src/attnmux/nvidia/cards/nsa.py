@@ -11,10 +11,18 @@ NSA = BackendCard(
     aliases=("dsa",),
     summary="DeepSeek-V3.2's sparse MLA: an indexer picks 2048 tokens, FlashMLA reads those",
     factory="attnmux.nvidia.nsa.factory:make",
-    status="planned",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "sglang-kernel 0.4.5",
+            ),
+            date="2026-11-22",
+        ),
         Verified(
             on="flash_mla_sparse_fwd of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
             libraries=("torch 2.13.0+cpu",),
