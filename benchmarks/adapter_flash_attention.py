@@ -82,6 +82,7 @@ FA3 = Adapter(
     emulated=lambda: FA3Kernels(
         flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
         flash_attn_varlen_func=sgl_flash_attn.flash_attn_varlen_func,
+        merge_state_v2=sgl_flash_attn.merge_state_v2,
     ),
     backend=lambda context, kernels: FA3Backend(context, {}, kernels),
     ways=_fa3,

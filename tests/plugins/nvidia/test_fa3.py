@@ -9,6 +9,7 @@ import torch
 
 from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
+from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
@@ -33,6 +34,7 @@ EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
     flash_attn_varlen_func=sgl_flash_attn.flash_attn_varlen_func,
     get_scheduler_metadata=sgl_flash_attn.get_scheduler_metadata,
+    merge_state_v2=sgl_flash_attn.merge_state_v2,
 )
 
 CANDIDATE = Candidate(
@@ -62,6 +64,7 @@ class Spy:
             flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
             flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
             get_scheduler_metadata=self._noting(sgl_flash_attn.get_scheduler_metadata),
+            merge_state_v2=self._noting(sgl_flash_attn.merge_state_v2),
         )
 
     def _noting(self, function):
@@ -390,6 +393,56 @@ def test_graphs_of_several_modes_live_side_by_side():
     assert (prepared.batch.batch_size, of_other.batch.batch_size) == (2, 4)
 
 
+def test_a_tree_is_two_calls_and_a_merge():
+    step = verify(6, 9, 0)
+    spy, world = Spy(), world_of(step, spec_topk=4, page_size=16)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    prefix, drafts, merge = spy.calls[:3]
+    assert [call["function"] for call in spy.calls[:3]] == [
+        "flash_attn_with_kvcache",
+        "flash_attn_with_kvcache",
+        "merge_state_v2",
+    ]
+    assert prefix["cache_seqlens"].tolist() == [9, 0]
+    assert len(drafts["cache_seqlens"]) == 12
+    assert (prefix["causal"], drafts["causal"]) == (False, False)
+    assert [call["args"][1].shape[1] for call in (prefix, drafts)] == [16, 1]
+    assert len(merge["v_merged"]) == 12
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pages": {"page_size": 16, "lse": True},
+    "cap": {"logit_cap": 2.0},
+    "fp8": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0), "page_size": 3},
+    "fp8-fp16": {"kv_dtype": "fp8_e4m3", "dtype": "float16", "lse": True},
+    "in-pool": {"kv_in_pool": True},
+    "dims": {"head_dim": 192, "v_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("settings", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_trees_beside(settings, graph):
+    """Over any page: the card names fewer, as the field does."""
+    clauses = tuple(replace(clause, page_size=ANY) for clause in FA3.clauses)
+    wider = replace(CANDIDATE, card=replace(CANDIDATE.card, clauses=clauses))
+    steps = verify(6, 9, 0, 33), verify(6, 70, padding=1)
+    outcome = run_case(wider, Case(name="tree", steps=steps, spec_topk=4, graph=graph, **settings))
+    assert outcome.status == "passed", outcome.message
+
+
+@pytest.mark.parametrize(
+    "settings", [{"windows": (None, 8)}, {"attention_chunk": 16}, {"sinks": True}]
+)
+def test_trees_are_refused_where_more_than_their_mask_hides(settings):
+    world = world_of(verify(3, 5), spec_topk=4, **settings)
+    backend = FA3Backend(world.context, {}, EMULATED)
+    with pytest.raises(InvalidInput, match=r"custom_mask.*layers \["):
+        backend.init_forward_metadata(prepare_step(world, verify(3, 5)).batch)
+    backend.init_forward_metadata(prepare_step(world, decode(5)).batch)
+
+
 @pytest.mark.parametrize("max_batch_size", [0, 1])
 def test_a_capture_without_room_is_refused(max_batch_size):
     """Else a table as wide as the captured batch's keys would be replayed with longer ones."""
@@ -420,7 +473,7 @@ ITEMS = MultiItem(
 @pytest.mark.parametrize(
     ("step", "fields", "argument"),
     [
-        (verify(3, 5), {"spec_info": MASKED}, "custom_mask"),
+        (extend((0, 3)), {"spec_info": MASKED}, "custom_mask"),
         (verify(3, 5), {"spec_info": None}, "spec_info"),
         (extend((0, 3)), {"multi_item": ITEMS}, "multi_item"),
         (extend((0, 3)), {"extend_seq_lens": None}, "extend_seq_lens"),

@@ -25,8 +25,8 @@ from attnmux.core.testing import (
 from attnmux.core.testing.cases import Step, decode, extend, verify
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.emulators import sgl_flash_attn
+from attnmux.nvidia.fa3.drafts import draft_keys, visible_drafts
 from attnmux.nvidia.fa3_mla import FA3MLABackend, Kernels
-from attnmux.nvidia.fa3_mla.drafts import draft_keys, visible_drafts
 from attnmux.nvidia.fa3_mla.trial import try_kernels
 from attnmux.nvidia.page_tables import KeyGroup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
@@ -16,35 +17,39 @@ from attnmux.core.choosing.conditions import (
 )
 from attnmux.core.choosing.verified import Verified
 
-_HOPPER: dict[str, Any] = {
-    "vendor": one_of("nvidia"),
-    "version": versions(">=9.0,<10"),
-    "runtime": runtimes("cuda>=12.3"),
-}
 
-
-def _clause(dtype: str, head_dim: Condition, v_head_dim: Condition, *, with_sinks: bool) -> Clause:
+def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator[Clause]:
     """For queries of one dtype: the kernels take K and V in that dtype, or all in e4m3."""
-    return Clause(
-        **_HOPPER,
-        phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-        kind=one_of("mha"),
-        dtype=one_of(dtype),
-        kv_dtype=one_of(dtype, "fp8_e4m3"),
-        page_size=ANY,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        spec_topk=one_of(1),
-        sliding_window=ANY,
-        attention_chunk=ANY,
-        cross_attention=ANY,
-        num_q_heads=at_most(64) if with_sinks else ANY,
-        sinks=ANY if with_sinks else NONE,
-        logit_cap=ANY,
-        deterministic=ANY,
-        graph=ANY,
-        lse=ANY,
-    )
+    everywhere: dict[str, Any] = {
+        "vendor": one_of("nvidia"),
+        "version": versions(">=9.0,<10"),
+        "runtime": runtimes("cuda>=12.3"),
+        "kind": one_of("mha"),
+        "dtype": one_of(dtype),
+        "kv_dtype": one_of(dtype, "fp8_e4m3"),
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "logit_cap": ANY,
+        "deterministic": ANY,
+        "graph": ANY,
+        "lse": ANY,
+    }
+    causal: dict[str, Any] = {
+        **everywhere,
+        "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
+        "page_size": ANY,
+        "spec_topk": one_of(1),
+        "sliding_window": ANY,
+        "attention_chunk": ANY,
+        "cross_attention": ANY,
+    }
+    yield Clause(**causal)
+    if dtype == "bfloat16":
+        # Sinks are rounded to it, which is coarser than float16's tolerance.
+        yield Clause(**causal, sinks=ANY, num_q_heads=at_most(64))
+    tree: dict[str, Any] = {**everywhere, "page_size": one_of(1), "spec_topk": ANY}
+    yield Clause(**tree, phase=one_of("extend", "decode", "verify", "draft"))
+    yield Clause(**tree, phase=one_of("verify"), custom_mask=ANY)
 
 
 FA3 = BackendCard(
@@ -89,16 +94,24 @@ FA3 = BackendCard(
         "head_dim": "built for 64, 96, 128, 192 and 256; dims between are padded inside",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
-        "spec_topk": "a draft tree needs a custom mask, which the kernels do not take",
+        "page_size": (
+            "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
+            "names single tokens"
+        ),
+        "spec_topk": (
+            "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
+            "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
+            "context, other masks are refused"
+        ),
     },
     clauses=tuple(
-        _clause(dtype, head_dim, v_head_dim, with_sinks=with_sinks)
-        # Sinks are rounded to bfloat16, which is coarser than float16's tolerance.
-        for dtype, with_sinks in (("bfloat16", False), ("bfloat16", True), ("float16", False))
+        clause
+        for dtype in ("bfloat16", "float16")
         for head_dim, v_head_dim in (
             (one_of(128, 64, 96, 192, 256), NONE),
             (one_of(192), one_of(128)),
         )
+        for clause in _clauses(dtype, head_dim, v_head_dim)
     ),
     priors=(
         Prior(

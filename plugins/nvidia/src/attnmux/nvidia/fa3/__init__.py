@@ -2,6 +2,7 @@
 
 backend.py    the contract's methods; read it first
 stepping.py   a step's page tables, prepared once
+drafts.py     a draft tree's mask as keys of each draft token
 schedules.py  the library's own schedule of a step, where it is asked for
 calls.py      once: what the library is told at every call of a layer
 kernels.py    what is taken from the library; factory.py alone imports it

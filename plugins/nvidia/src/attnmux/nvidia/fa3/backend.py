@@ -1,7 +1,9 @@
 """FlashAttention 3: one call of the library for each layer, over the pool's own pages.
 
 Its conventions and ours: LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm, as ours;
-a window of w keys before a token is (w, 0); causality counts from the end of the keys.
+a window of w keys before a token is (w, 0); causality counts from the end of the keys. It takes no
+mask: all drafts of a tree attend to the prefix, and each to its own ancestors, as a request of one
+query whose table names slots; `merge_state_v2` makes one of both.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import LayerCall, splits
+from attnmux.nvidia.fa3.drafts import merge
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
-from attnmux.nvidia.rows import aligned, by_request, is_aligned
+from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
 from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
@@ -43,8 +46,27 @@ class FA3Backend(SteppingBackend):
         kinds = (call.kind for call in self._calls.values())
         get = kernels.get_scheduler_metadata
         schedules = Schedules.wanted(kinds, get, context, options)
-        super().__init__(context, options, groups, trees=False, schedules=schedules)
+        super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
+        self._without_trees = [
+            call.layer.layer_id for call in self._calls.values() if not call.serves_trees
+        ]
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Decide the step's shape on the host; nothing is launched.
+
+        Raises InvalidInput for a draft tree in layers that hide more than its mask, or with sinks;
+        in debug mode for a mask that is not a draft tree's.
+        """
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if self._step is not None and self._step.is_tree and self._without_trees:
+            raise InvalidInput(
+                "spec_info.custom_mask",
+                came=f"a draft tree, in layers {self._without_trees}",
+                expected="None in layers with a window, a chunk, sinks or cross attention",
+            )
 
     def forward_decode(
         self,
@@ -99,6 +121,8 @@ class FA3Backend(SteppingBackend):
         into = None if out is None or not is_aligned(out) else out
         if k is not None and v is not None:
             result = self._in_call(q, k, v, call, step, batch, into, lse)
+        elif step.is_tree:
+            return self._tree(q, call, step, out, lse)
         else:
             result = self._paged(q, call, step, into, lse)
         if lse is not None and layer.sinks is not None:
@@ -146,6 +170,37 @@ class FA3Backend(SteppingBackend):
         if into is not None and out is not None:
             return out
         attended: torch.Tensor = result.flatten(0, -3)
+        return attended.to(dtype)
+
+    def _tree(
+        self,
+        q: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over the prefix, and over each draft token's ancestors and itself."""
+        group, each, dtype = call.required_group(), step.max_seqlen_q, q.dtype
+        queries = aligned(q if call.quantised is None else call.quantised.queries(q))
+        serves = out is not None and is_writable(out)
+        into = out if serves and (call.quantised is None or call.quantised.writes(out)) else None
+        prefix, prefix_lse, *_ = call.over(
+            self._kernels,
+            step.keys[group],
+            by_request(queries, each),
+            page_size=group.page_size,
+            out=None if into is None else by_request(into, each),
+        )
+        drafts, drafts_lse, *_ = call.over(
+            self._kernels,
+            self._drafts.keys[group],
+            by_request(queries, 1),
+            page_size=1,
+            num_splits=1,  # There are d keys at most.
+        )
+        attended = prefix.flatten(0, 1) if into is None else into
+        merge(self._kernels.merge_state_v2, attended, prefix_lse, drafts, drafts_lse, lse)
         return attended.to(dtype)
 
     def _in_call(

@@ -12,8 +12,9 @@ from attnmux.core.backend import BackendContext
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3.schedules import Kind
-from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.page_tables import KeyGroup, Keys
 from attnmux.nvidia.pools import FP8, check_own_or_fp8
 
 MOST_SPLITS = 256
@@ -115,6 +116,44 @@ class LayerCall:
             v_cache=v_cache.view(-1, group.page_size, *v_cache.shape[1:]),
             quantised=_quantised(layer, context) if pool.dtype == FP8 else None,
             kind=Kind.of(layer, group, arguments, headdim=layer.qk_head_dim, qkv_dtype=pool.dtype),
+        )
+
+    @property
+    def serves_trees(self) -> bool:
+        """Whether a draft tree's mask is all that hides keys, and its parts can be merged."""
+        layer = self.layer
+        hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
+        return not hides and layer.sinks is None and not layer.is_cross_attention
+
+    def over(
+        self,
+        kernels: Kernels,
+        keys: Keys,
+        q: torch.Tensor,
+        *,
+        page_size: int,
+        **arguments: Any,  # noqa: ANN401  # the library's
+    ) -> Any:  # noqa: ANN401  # a tuple of the library's
+        """Output and LSE over cached keys, all of which every query sees.
+
+        q: [B, Tq, Hq, D] as the kernel reads it. page_size: of the table that `keys` has.
+        arguments: what the call has otherwise than `self.arguments`.
+        """
+        k_cache, v_cache = (
+            cache.view(-1, page_size, *cache.shape[2:])
+            for cache in (self.k_cache, self.v_cache)
+            if cache is not None
+        )
+        if self.quantised is not None:
+            arguments.update(self.quantised.descales(q.shape[0]))
+        return kernels.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=keys.lens,
+            page_table=keys.page_table,
+            return_softmax_lse=True,
+            **{**self.arguments, "causal": False, **arguments},
         )
 
     def required_group(self) -> KeyGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sgl_kernel import merge_state_v2  # type: ignore[import-not-found]  # an optional library
 from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an optional library
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -19,6 +20,7 @@ KERNELS = Kernels(
     flash_attn_with_kvcache=flash_attn_with_kvcache,
     flash_attn_varlen_func=flash_attn_varlen_func,
     get_scheduler_metadata=get_scheduler_metadata,
+    merge_state_v2=merge_state_v2,
 )
 
 

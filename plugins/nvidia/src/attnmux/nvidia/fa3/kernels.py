@@ -1,4 +1,4 @@
-"""What the backend calls of `sgl_kernel.flash_attn`, or of what stands in for it."""
+"""What the backends call of `sgl_kernel`, or of what stands in for it."""
 
 from __future__ import annotations
 
@@ -15,5 +15,8 @@ class Kernels:
     """Attention over a paged cache."""
     flash_attn_varlen_func: Callable[..., Any]
     """Attention over packed K and V. It takes a page table and ignores it."""
+    merge_state_v2: Callable[..., Any]
+    """Attention over two sets of keys, from outputs and natural-logarithm LSE [T, H] of each. Rows
+    lie end to end, and one of both sides has keys: it looks at neither."""
     get_scheduler_metadata: Callable[..., Any] | None = None
     """What the first function computes before it attends; None leaves it to that."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.nvidia.fa3.drafts import DraftTables
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
 from attnmux.nvidia.steps import check_room
@@ -20,14 +21,13 @@ class SteppingBackend(AttentionBackend):
         options: Mapping[str, object],
         groups: Iterable[KeyGroup],
         *,
-        trees: bool,
         schedules: Schedules | None,
     ) -> None:
-        """groups: of each layer that the pool stores. trees: as `Step.of` takes it. schedules:
-        None where the library computes its schedule in every call."""
+        """groups: of each layer that the pool stores. schedules: None where the library computes
+        its schedule in every call."""
         super().__init__(context, options)
         self._groups = tuple(dict.fromkeys(groups))
-        self._trees = trees
+        self._drafts = DraftTables(self._groups, context)
         self._schedules = schedules
         self._fixed: dict[KeyGroup, Keys] = {}
         self._fixed_batch_size = 0
@@ -37,18 +37,26 @@ class SteppingBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Decide the step's shape on the host; nothing is launched."""
+        """Decide the step's shape on the host; nothing is launched.
+
+        Raises InvalidInput in debug mode for a mask that is not a draft tree's.
+        """
         self._step = None
         if batch.forward_mode is not ForwardMode.IDLE:
             if in_capture:
                 check_room(batch, self._fixed_batch_size)
             fixed = self._fixed if in_capture else {}
-            self._step = Step.of(batch, self.context, fixed, trees=self._trees)
+            self._step = Step.of(batch, self.context, fixed, trees=True)
+            if self._step.is_tree:
+                self._drafts.begin(batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Build page tables and lengths on the device: at replay from what the batch then holds."""
+        """Build page tables and lengths on the device, those of a tree's drafts too: at replay from
+        what the batch then holds."""
         if self._step is not None:
             self._step.fill(batch, self._groups, self.context)
+            if self._step.is_tree:
+                self._drafts.fill(batch)
             if self._schedules is not None:
                 self._schedules.fill(self._step)
 
@@ -58,5 +66,6 @@ class SteppingBackend(AttentionBackend):
             self._outgrown.append(self._fixed)
             self._fixed = fixed_buffers(self._groups, max_bs, self.context)
             self._fixed_batch_size = max_bs
+        self._drafts.reserve(max_bs, max_num_tokens)
         if self._schedules is not None:
             self._schedules.reserve(max_bs)

@@ -10,7 +10,7 @@ from attnmux.nvidia.trial import trial
 
 
 def try_kernels(kernels: Kernels, context: BackendContext) -> None:
-    """Attend to one key with the first layer's heads, and wait for it.
+    """Attend to one key with the first layer's heads, merge, and wait for it.
 
     A build for other devices imports, and fails when it is launched.
     Raises BackendFailed with what the library said.
@@ -23,7 +23,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
 
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
     with trial("nvidia/fa3", device):
-        kernels.flash_attn_varlen_func(
+        out, lse, *_ = kernels.flash_attn_varlen_func(
             zeros(1, layer.tp_q_head_num, layer.qk_head_dim),
             zeros(1, layer.tp_k_head_num, layer.qk_head_dim),
             zeros(1, layer.tp_v_head_num, layer.v_head_dim),
@@ -32,4 +32,7 @@ def try_kernels(kernels: Kernels, context: BackendContext) -> None:
             max_seqlen_q=1,
             max_seqlen_k=1,
             causal=True,
+            return_softmax_lse=True,
         )
+        state = out, lse.t().contiguous()
+        kernels.merge_state_v2(*state, *state)

@@ -2,14 +2,14 @@
 
 backend.py    the contract's methods; read it first
 calls.py      once: what the library is told at every call of a layer
-drafts.py     a draft tree's mask as keys of each draft token
-kernels.py    what is taken from the library; factory.py alone imports it
 trial.py      the launch that shows whether the library runs on a device
+
+Steps, schedules and draft trees are those of `fa3`.
 """
 
 from __future__ import annotations
 
+from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3_mla.backend import FA3MLABackend
-from attnmux.nvidia.fa3_mla.kernels import Kernels
 
 __all__ = ["FA3MLABackend", "Kernels"]

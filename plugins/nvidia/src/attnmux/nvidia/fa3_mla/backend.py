@@ -16,10 +16,10 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import splits
+from attnmux.nvidia.fa3.drafts import merge
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
 from attnmux.nvidia.fa3_mla.calls import LayerCall
-from attnmux.nvidia.fa3_mla.drafts import DraftTables
 from attnmux.nvidia.latent import rotary
 from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
@@ -29,7 +29,7 @@ from attnmux.nvidia.steps import prepared
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.layer import LayerSpec
-    from attnmux.nvidia.fa3_mla.kernels import Kernels
+    from attnmux.nvidia.fa3.kernels import Kernels
 
 
 class FA3MLABackend(SteppingBackend):
@@ -48,31 +48,8 @@ class FA3MLABackend(SteppingBackend):
         kinds = (call.kind for call in self._calls.values())
         get = kernels.get_scheduler_metadata
         schedules = Schedules.wanted(kinds, get, context, options)
-        super().__init__(context, options, groups, trees=True, schedules=schedules)
+        super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
-        self._drafts = DraftTables(self._groups, context)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Decide the step's shape on the host; nothing is launched.
-
-        Raises InvalidInput in debug mode for a mask that is not a draft tree's.
-        """
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        if self._step is not None and self._step.is_tree:
-            self._drafts.begin(batch, in_capture=in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Build page tables and lengths on the device, those of a tree's drafts too."""
-        super().init_forward_metadata_in_graph(batch)
-        if self._step is not None and self._step.is_tree:
-            self._drafts.fill(batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Called again, for graphs of another mode, it keeps what captured graphs point at."""
-        super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self._drafts.reserve(max_bs, max_num_tokens)
 
     def forward_decode(
         self,
@@ -203,15 +180,7 @@ class FA3MLABackend(SteppingBackend):
             causal=False,
             num_splits=1,  # There are d keys at most.
         )
-        _, merged_lse = self._kernels.merge_state_v2(
-            out,
-            prefix_lse.transpose(1, 2).flatten(0, 1).contiguous(),
-            drafts.squeeze(1),
-            drafts_lse.squeeze(-1),
-            v_merged=out,
-        )
-        if lse is not None:
-            lse.copy_(merged_lse)
+        merge(self._kernels.merge_state_v2, out, prefix_lse, drafts, drafts_lse, lse)
         return out
 
     def _in_call(

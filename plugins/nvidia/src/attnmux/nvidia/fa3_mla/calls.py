@@ -10,8 +10,8 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import AttnmuxError
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3.schedules import Kind
-from attnmux.nvidia.fa3_mla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 from attnmux.nvidia.pools import check_sixteen_bits

@@ -1,27 +1,13 @@
-"""Where the card's factory stands: the one module that imports the kernel library."""
+"""Where the card's factory stands: on the library as `fa3` imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sgl_kernel import merge_state_v2  # type: ignore[import-not-found]  # an optional library
-from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an optional library
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-)
-
 from attnmux.core.backend import BackendContext
+from attnmux.nvidia.fa3.factory import KERNELS
 from attnmux.nvidia.fa3_mla.backend import FA3MLABackend
-from attnmux.nvidia.fa3_mla.kernels import Kernels
 from attnmux.nvidia.fa3_mla.trial import try_kernels
-
-KERNELS = Kernels(
-    flash_attn_with_kvcache=flash_attn_with_kvcache,
-    flash_attn_varlen_func=flash_attn_varlen_func,
-    get_scheduler_metadata=get_scheduler_metadata,
-    merge_state_v2=merge_state_v2,
-)
 
 
 def make(context: BackendContext, options: Mapping[str, object]) -> FA3MLABackend:

@@ -6,6 +6,9 @@ keys: attention to it is a call of its own, and both are merged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from attnmux.core.backend import BackendContext
@@ -99,6 +102,30 @@ def draft_keys(
         slots.view(batch_size, 1, count).expand(-1, count, -1),
     )
     return table[..., :count].flatten(0, 1), visible.sum(-1, dtype=torch.int32).flatten()
+
+
+def merge(
+    merge_state_v2: Callable[..., Any],
+    out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    drafts: torch.Tensor,
+    drafts_lse: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Make of attention to the prefix, in `out`, attention to what each draft token sees too.
+
+    out: [T, Hq, Dv], contiguous. prefix_lse: [B, Hq, d]. drafts: [T, 1, Hq, Dv], with drafts_lse
+    [T, Hq, 1]. lse: [T, Hq], written too where it is given.
+    """
+    _, merged_lse = merge_state_v2(
+        out,
+        prefix_lse.transpose(1, 2).flatten(0, 1).contiguous(),
+        drafts.squeeze(1),
+        drafts_lse.squeeze(-1),
+        v_merged=out,
+    )
+    if lse is not None:
+        lse.copy_(merged_lse)
 
 
 def check_tree(batch: ForwardBatch) -> None:
