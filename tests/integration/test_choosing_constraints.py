@@ -176,8 +176,7 @@ sinks: served
     amd:gfx942              | sinks | base=aiter                | all=aiter
     nvidia:sm100            | sinks | prefill=fa4 decode=triton | extend=fa4
 sinks: refused
-    nvidia:sm90 | sinks | base=flashinfer | refused: sinks
-    amd:gfx942  | sinks | base=wave       | refused: sinks
+    amd:gfx942  | sinks | base=wave | refused: sinks
 sinks beside a window: served
     nvidia:sm80  | sinks,sliding_window=127 | base=triton     | all=triton
     nvidia:sm90  | sinks,sliding_window=127 | base=fa3        | all=fa3
@@ -206,6 +205,9 @@ trtllm_mha: a chain is served
     nvidia:sm100 | gqa,spec_topk=1 | base=trtllm_mha | all=trtllm_mha
 trees over pages: flashinfer
     nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=flashinfer | all=flashinfer
+multi-item scoring: flashinfer
+    nvidia:sm90 | gqa,multi_item=1 | base=flashinfer | all=flashinfer
+    nvidia:sm90 | gqa,multi_item=1 |                 | extend=flashinfer
 trees over pages: no other
     amd:gfx942  | gqa,page_size=64,spec_topk=4  | base=wave   | refused: spec_topk=none
     amd:gfx942  | gqa,page_size=64,spec_topk=4  | base=aiter  | refused: page_size=1
@@ -216,7 +218,7 @@ a backend without draft steps
     intel:xe2   | gqa,spec_topk=1 | base=intel_xpu | refused: spec_topk=none
     cpu:x86_64,features=amx | gqa,spec_topk=1 | base=intel_amx | refused: spec_topk=none
 verify and draft are prefill's
-    nvidia:sm90 | gqa,spec_topk=4 | prefill=fa3     | refused: spec_topk=1
+    nvidia:sm90 | gqa,spec_topk=4 | prefill=fa3     | verify=fa3 draft=fa3
     nvidia:sm90 | mla,spec_topk=1 | decode=flashmla | verify=fa3_mla draft=fa3_mla
 a prefill that verifies nothing meets no drafts
     nvidia:sm100 | mla-by-decode,spec_topk=1 | base=trtllm_mla prefill=fa4 | extend=fa4
@@ -380,6 +382,7 @@ fa3: windows beside cross attention
 sinks: served
     cpu:x86_64,features=avx2 | sinks | base=torch_native   | all=torch_native
     nvidia:sm90              | sinks | base=flex_attention | all=flex_attention
+    nvidia:sm90              | sinks | base=flashinfer     | all=flashinfer
     SGLang: not on its list for gpt-oss
     here: our adapter serves sinks, and the conformance suite runs them
 sinks beside a window, which gpt-oss has
@@ -404,22 +407,19 @@ flex_attention: speculation
     nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=flex_attention | all=flex_attention
     SGLang: asserts that there is none
     here: our adapter compiles the tree into the mask
-multi-item scoring
-    nvidia:sm90 | gqa,multi_item=1 | base=flashinfer | refused: multi_item=none
+multi-item scoring: others
+    nvidia:sm90 | gqa,multi_item=1 | base=flex_attention | all=flex_attention
+    nvidia:sm90 | gqa,multi_item=1 | base=torch_native   | all=torch_native
     SGLang: flashinfer in both phases, and no other
-    here: our adapter does not lay out its masks; torch_native and flex_attention do
-multi-item scoring
-    nvidia:sm90 | gqa,multi_item=1 |  | extend=flex_attention
-    SGLang: flashinfer in both phases, and no other
-    here: our adapters of flex_attention and torch_native serve it
+    here: our adapters of these serve it too
 trees: trtllm_mha beside the backend that verifies
     nvidia:sm100 | gqa-by-decode,spec_topk=4 | prefill=trtllm_mha | extend=trtllm_mha
     SGLang: refuses it in any phase
     here: where decode's backend verifies, that of extend meets no drafts
 trees over pages: fa3
-    nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=fa3 | refused: spec_topk=1
-    SGLang: serves it with a call for the prefix and one for the tree
-    here: the kernels take no mask, and our adapter does not split a tree into calls
+    nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=fa3 | refused: page_size=1
+    SGLang: serves it with a call for the prefix and one for the tree; its manual says flashinfer only
+    here: by the manual, though our adapter, which does the same, would serve it
 trees over pages: triton
     nvidia:sm80 | gqa,page_size=64,spec_topk=4 | base=triton | refused: page_size=1
     SGLang: serves it; its manual says flashinfer only

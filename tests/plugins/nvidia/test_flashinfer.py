@@ -13,7 +13,6 @@ import torch
 from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import ANY, NONE, one_of
 from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
@@ -66,42 +65,12 @@ CANDIDATE = Candidate(
 )
 
 
-WITH_ITEMS = tuple(
-    replace(clause, multi_item=ANY) for clause in FLASHINFER.clauses if clause.deterministic is NONE
-)
-WITH_SINKS = tuple(
-    replace(
-        clause,
-        sinks=ANY,
-        logit_cap=NONE,
-        custom_mask=NONE,
-        phase=one_of("extend", "decode", "verify", "draft")
-        if clause.deterministic is NONE
-        else one_of("decode"),
-    )
-    for clause in FLASHINFER.clauses
-)
-WIDER = replace(CANDIDATE, card=replace(CANDIDATE.card, clauses=WITH_ITEMS + WITH_SINKS))
-"""With what the adapter serves beyond the card, which names what has run on a device."""
-
-BEYOND = [
-    case
-    for case in WIDER.cases((1, 16))
-    if (case.sinks or case.multi_item) and WIDER.admits(case) and not CANDIDATE.admits(case)
-]
-
 UNEVEN = extend((0, 7), (9, 3))
 
 
 class TestFlashInferEmulated(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (1, 16)
-
-
-@pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.name)
-def test_beyond_the_card(case) -> None:
-    outcome = run_case(WIDER, case)
-    assert outcome.status == "passed", outcome.message
 
 
 @dataclass
@@ -530,14 +499,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 def test_many_items_beside(mode, settings) -> None:
     steps = (replace(ITEMS, mode=mode), replace(ITEMS, mode=mode, trailing=4))
     case = Case(name="items", steps=steps, page_size=3, **settings)
-    outcome = run_case(WIDER, case)
+    outcome = run_case(CANDIDATE, case)
     assert outcome.status == "passed", outcome.message
 
 
 def test_the_last_of_many_short_items_load_no_value_behind_the_keys() -> None:
     """What lies in the reserved slot is then multiplied by 0, and here it is NaN."""
     step = extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24))
-    outcome = run_case(WIDER, Case(name="short items", steps=(step,), page_size=1))
+    outcome = run_case(CANDIDATE, Case(name="short items", steps=(step,), page_size=1))
     assert outcome.status == "passed", outcome.message
 
 
@@ -620,7 +589,7 @@ def test_sinks_beside(step, settings, graph) -> None:
     if graph and (settings.get("deterministic") or not step.can_be_captured):
         pytest.skip("no graph serves it")
     case = Case(name="sinks", steps=(step,), sinks=True, lse=True, graph=graph, **settings)
-    outcome = run_case(WIDER, case)
+    outcome = run_case(CANDIDATE, case)
     assert outcome.status == "passed", outcome.message
 
 

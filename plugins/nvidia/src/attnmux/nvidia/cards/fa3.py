@@ -83,7 +83,7 @@ FA3 = BackendCard(
                 "torch 2.11.0+cu130",
                 "sglang-kernel 0.4.5",
             ),
-            date="2026-11-21",
+            date="2026-11-22",
         ),
     ),
     sources={

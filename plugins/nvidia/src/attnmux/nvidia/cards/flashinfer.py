@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from collections.abc import Iterator
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.conditions import ANY, NONE, one_of, runtimes, versions
 from attnmux.core.choosing.verified import Verified
 
 
-def _clause(dtype: str, phase: Condition, *, deterministic: Condition) -> Clause:
-    return Clause(
-        vendor=one_of("nvidia"),
-        version=versions(">=8.0"),
-        runtime=runtimes("cuda>=12.6"),
-        phase=phase,
-        kind=one_of("mha"),
-        dtype=one_of(dtype),
-        kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
-        page_size=ANY,
-        head_dim=one_of(128, 64, 256),
-        spec_topk=ANY,
-        sliding_window=ANY,
-        cross_attention=ANY,
-        logit_cap=ANY,
-        custom_mask=ANY,
-        lse=ANY,
-        # The adapter masks by items (`multi_item`) and has kernels with `sinks`, but these have run
-        # on no device yet. Sinks would come without a logit cap, custom masks and encoders.
-        # With `disable_split_kv` a captured decode also runs the blocks of the padded grid, which
-        # its plan leaves unset (scheduler.cuh masks them only where it splits): illegal accesses.
-        graph=ANY if deterministic is NONE else NONE,
-        deterministic=deterministic,
-    )
+def _clauses(dtype: str) -> Iterator[Clause]:
+    everywhere: dict[str, Any] = {
+        "vendor": one_of("nvidia"),
+        "version": versions(">=8.0"),
+        "runtime": runtimes("cuda>=12.6"),
+        "kind": one_of("mha"),
+        "dtype": one_of(dtype),
+        "kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
+        "page_size": ANY,
+        "head_dim": one_of(128, 64, 256),
+        "spec_topk": ANY,
+        "sliding_window": ANY,
+        "cross_attention": ANY,
+        "lse": ANY,
+    }
+    masked: dict[str, Any] = {"logit_cap": ANY, "custom_mask": ANY, "multi_item": ANY}
+    every = one_of("extend", "decode", "verify", "draft", "encoder")
+    yield Clause(**everywhere, **masked, phase=every, graph=ANY)
+    # The softmax with sinks looks at no cap and no mask but causality and windows (variants.py).
+    of_pools = one_of("extend", "decode", "verify", "draft")
+    yield Clause(**everywhere, phase=of_pools, sinks=ANY, graph=ANY)
+    # fa2 takes the tile of an extend step from the mean length of its requests, so that sums depend
+    # on the rest of the batch. In decode a tile is one token's heads. With `disable_split_kv` a
+    # captured decode also runs the blocks of the padded grid, which its plan leaves unset
+    # (scheduler.cuh masks them only where it splits): illegal accesses.
+    alone: dict[str, Any] = {**everywhere, "phase": one_of("decode"), "deterministic": ANY}
+    yield Clause(**alone, logit_cap=ANY, custom_mask=ANY)
+    yield Clause(**alone, sinks=ANY)
 
-
-DTYPES = ("bfloat16", "float16")
-PHASES = one_of("extend", "decode", "verify", "draft", "encoder")
 
 FLASHINFER = BackendCard(
     name="flashinfer",
@@ -51,7 +55,7 @@ FLASHINFER = BackendCard(
                 "torch 2.11.0+cu130",
                 "flashinfer-python 0.6.13",
             ),
-            date="2026-11-21",
+            date="2026-11-22",
         ),
     ),
     sources={
@@ -63,12 +67,7 @@ FLASHINFER = BackendCard(
         ),
         "head_dim": "fa2's instances; K and V of a pool need the same strides (batch_prefill.cu)",
     },
-    clauses=(
-        *(_clause(dtype, PHASES, deterministic=NONE) for dtype in DTYPES),
-        # fa2 takes the tile of an extend step from the mean length of its requests, so that sums
-        # depend on the rest of the batch. In decode a tile is one token's heads.
-        *(_clause(dtype, one_of("decode"), deterministic=ANY) for dtype in DTYPES),
-    ),
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     options=(
         Option(
             name="prefill_backend",
@@ -101,8 +100,13 @@ FLASHINFER = BackendCard(
     priors=(
         Prior(
             rank=20,
+            when=when(sinks=NONE),
             source="H200, bf16: next to fa3, and the one that takes draft trees at any page size; "
             "elsewhere the fastest that is there",
+        ),
+        Prior(
+            rank=28,
+            source="with sinks it reads all keys by fa2; the field takes fa3, trtllm_mha or triton",
         ),
     ),
 )

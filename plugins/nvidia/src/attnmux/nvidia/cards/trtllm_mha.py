@@ -84,7 +84,6 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
 TRTLLM_MHA = BackendCard(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
-    status="planned",
     factory="attnmux.nvidia.trtllm_mha.factory:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
@@ -99,6 +98,15 @@ TRTLLM_MHA = BackendCard(
         ),
     ),
     verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "flashinfer-python 0.6.13",
+            ),
+            date="2026-11-22",
+        ),
         Verified(
             on="the trtllm and XQA functions of flashinfer 0.6.13",
             libraries=("torch 2.13.0+cpu",),

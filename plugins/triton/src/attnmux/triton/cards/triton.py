@@ -111,7 +111,7 @@ TRITON = BackendCard(
                 "torch 2.11.0+cu130",
                 "triton 3.6.0",
             ),
-            date="2026-11-21",
+            date="2026-11-22",
         ),
     ),
     sources={
