@@ -418,8 +418,8 @@ trees: trtllm_mha beside the backend that verifies
     here: where decode's backend verifies, that of extend meets no drafts
 trees over pages: fa3
     nvidia:sm90 | gqa,page_size=64,spec_topk=4 | base=fa3 | refused: page_size=1
-    SGLang: serves it with a call for the prefix and one for the tree; its manual says flashinfer only
-    here: by the manual, though our adapter, which does the same, would serve it
+    SGLang: serves it in two calls; its manual says flashinfer only
+    here: by the manual, though our adapter does the same and would serve it
 trees over pages: triton
     nvidia:sm80 | gqa,page_size=64,spec_topk=4 | base=triton | refused: page_size=1
     SGLang: serves it; its manual says flashinfer only
