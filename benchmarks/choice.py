@@ -1,6 +1,6 @@
 """What choosing by measurements costs against the best backend of each step.
 
-    python -m benchmarks.choice [--part choice] [--without flex_attention] [--json FILE]
+    python -m benchmarks.choice [--part choice] [--only "MLA"] [--without flex_attention]
     python -m benchmarks.choice --tiny           on a CPU, of tiny sizes: figures mean nothing
 
 Each model's steps are measured by what is behind `attnmux bench --keep`, with its check of each
@@ -16,7 +16,8 @@ sizes    Decode at the batch sizes that graphs are captured for: the time of eac
 
 A step without a time of the chosen backend misses the bars. Requests of a step are alike. Backends
 that take long on a GPU and are chosen for none of this are left out by --without, which may be
-repeated: torch_native, flex_attention.
+repeated: torch_native, flex_attention. A run over all models takes several minutes; --only takes a
+part of them.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def measure(
 @click.option("--backend", "names", multiple=True, help="Only this one; may be repeated.")
 @click.option("--without", multiple=True, help="Neither time nor choose this one.")
 @click.option("--platform", help="A vendor, where several are here.")
+@click.option("--only", default="", help="Choose for the models whose name contains this.")
 @click.option("--seconds", default=0.3, show_default=True, help="Least time for one figure.")
 @click.option(
     "--check-seconds", default=3.0, show_default=True, help="Most time for one backend's check."
@@ -181,6 +183,7 @@ def main(
     names: tuple[str, ...],
     without: tuple[str, ...],
     platform: str | None,
+    only: str,
     seconds: float,
     check_seconds: float,
     part: str | None,
@@ -204,6 +207,8 @@ def main(
     sizes: list[Served] = []
     if part != "sizes":
         for model in TINY_MODELS if tiny else MODELS:
+            if only not in model.name:
+                continue
             served += measure(model, measuring, lambda steps: [each.best for each in steps])
     if part != "choice":
         model = TINY_SIZES if tiny else SIZES

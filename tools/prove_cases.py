@@ -1,6 +1,7 @@
 """Hold backends to the conformance suite in processes that may die, and go on with the next case.
 
     python tools/prove_cases.py DIR fa3 flashmla [--device cuda] [--shards 2] [--at-once 16]
+    python tools/prove_cases.py DIR fa3 --set scheduler_metadata=true
 
 `attnmux verify` runs a backend in one process. A kernel that faults takes the device's context with
 it, and all later cases of the process fail with it; one that crashes takes the process. Here the
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +69,9 @@ class Share:
         return found
 
 
-def work(share: Share, device: str, seed: int) -> int:
+def work(share: Share, device: str, seed: int, options: Mapping[str, str]) -> int:
     """Run what is left of a share. LOST_DEVICE where a case broke the device's context."""
-    candidate = find_candidate(share.backend, device=device)
+    candidate = find_candidate(share.backend, device=device, options=options)
     known = share.outcomes()
     with share.path.open("a") as file:
 
@@ -88,6 +89,8 @@ def work(share: Share, device: str, seed: int) -> int:
                 return LOST_DEVICE
         if share.number == 0:
             for point in outside_points(candidate):
+                if point.name in known:
+                    continue
                 outcome = try_point(candidate, point)
                 keep(**{**outcome.to_dict(), "execution": "limit"})
     return 0
@@ -149,12 +152,23 @@ def report(shares: Sequence[Share], ends: Sequence[str]) -> Iterator[str]:
     yield from ("", *failures)
 
 
+def option(text: str) -> tuple[str, str]:
+    """Of the backends: name and value."""
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is no OPTION=VALUE")
+    return name, value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="where outcomes go")
     parser.add_argument("backends", nargs="+", metavar="BACKEND")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", type=option
+    )
     parser.add_argument("--shards", type=int, default=1, help="processes of each backend")
     parser.add_argument("--at-once", type=int, default=8, help="processes of all backends")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")
@@ -167,8 +181,9 @@ def main() -> int:
         for name in args.backends
     ]
     if args.work is not None:
-        return work(shares[args.work], args.device, args.seed)
+        return work(shares[args.work], args.device, args.seed, dict(args.options))
     more = ["--device", args.device, "--seed", str(args.seed)]
+    more += [f"--set={name}={value}" for name, value in args.options]
     until = time.monotonic() + args.seconds
     with ThreadPoolExecutor(args.at_once) as pool:
         ends = list(pool.map(lambda share: follow(share, more, until), shares))

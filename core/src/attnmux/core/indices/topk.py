@@ -38,7 +38,8 @@ def topk_slots(
             came=f"{topk_indices.dtype} of shape {tuple(topk_indices.shape)}",
             expected=f"torch.int32 of shape ({num_tokens}, topk)",
         )
-    places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices.clamp(min=0)
+    places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices
+    # Of -1 the slot is another place's, from the end for row 0: in bounds, and not taken.
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])
 
 

@@ -63,8 +63,9 @@ class LayerCall:
         """
         if q.dtype != torch.bfloat16:
             raise InvalidInput("q", came=q.dtype, expected=str(torch.bfloat16))
-        make = torch.empty if self.kernel_heads == self.num_heads else torch.zeros
-        rows = make((q.shape[0], self.kernel_heads, WIDTH), dtype=q.dtype, device=q.device)
+        if self.kernel_heads == self.num_heads:
+            return torch.cat((q, rotary(q_rope)), dim=-1)
+        rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
         rows[:, : self.num_heads, :RANK] = q
         rows[:, : self.num_heads, RANK:] = rotary(q_rope)
         return rows
