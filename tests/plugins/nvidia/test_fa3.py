@@ -439,7 +439,10 @@ def test_trees_are_refused_where_more_than_their_mask_hides(settings):
     world = world_of(verify(3, 5), spec_topk=4, **settings)
     backend = FA3Backend(world.context, {}, EMULATED)
     with pytest.raises(InvalidInput, match=r"custom_mask.*layers \["):
-        backend.init_forward_metadata(prepare_step(world, verify(3, 5)).batch)
+        backend.init_forward_metadata((made := prepare_step(world, verify(3, 5))).batch)
+    given = made.inputs[0]
+    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+        backend.forward(given.q, given.k, given.v, given.layer, made.batch)
     backend.init_forward_metadata(prepare_step(world, decode(5)).batch)
 
 

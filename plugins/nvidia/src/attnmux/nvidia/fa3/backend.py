@@ -62,6 +62,7 @@ class FA3Backend(SteppingBackend):
         """
         super().init_forward_metadata_out_graph(batch, in_capture)
         if self._step is not None and self._step.is_tree and self._without_trees:
+            self._step = None
             raise InvalidInput(
                 "spec_info.custom_mask",
                 came=f"a draft tree, in layers {self._without_trees}",
@@ -138,9 +139,9 @@ class FA3Backend(SteppingBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        keys, dtype = step.keys[call.required_group()], q.dtype
-        q = aligned(q if call.quantised is None else call.quantised.queries(q))
-        into = out if call.quantised is None or call.quantised.writes(out) else None
+        (group, pages, _), dtype = call.stored(), q.dtype
+        q = call.queries(q)
+        into = None if out is None or not call.writes(out) else out
         arguments: dict[str, Any] = {}
         each = step.queries_each
         if each is None:
@@ -151,18 +152,14 @@ class FA3Backend(SteppingBackend):
             into = None if into is None else by_request(into, each)
         if self._schedules is not None:
             arguments["scheduler_metadata"] = self._schedules.of(call.kind)
-        if call.quantised is not None:
-            arguments.update(call.quantised.descales(step.batch_size))
-        result = self._kernels.flash_attn_with_kvcache(
+        result = call.over(
+            self._kernels,
+            pages,
+            step.keys[group],
             q,
-            call.k_cache,
-            call.v_cache,
-            cache_seqlens=keys.lens,
-            page_table=keys.page_table,
             return_softmax_lse=lse is not None,
             out=into,
             **arguments,
-            **call.arguments,
         )
         if lse is not None:
             result, kernels_lse, *_ = result
@@ -181,22 +178,25 @@ class FA3Backend(SteppingBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over the prefix, and over each draft token's ancestors and itself."""
-        group, each, dtype = call.required_group(), step.max_seqlen_q, q.dtype
-        queries = aligned(q if call.quantised is None else call.quantised.queries(q))
-        serves = out is not None and is_writable(out)
-        into = out if serves and (call.quantised is None or call.quantised.writes(out)) else None
+        (group, pages, slots), each, dtype = call.stored(), step.max_seqlen_q, q.dtype
+        q = call.queries(q)
+        into = None if out is None or not is_writable(out) or not call.writes(out) else out
         prefix, prefix_lse, *_ = call.over(
             self._kernels,
+            pages,
             step.keys[group],
-            by_request(queries, each),
-            page_size=group.page_size,
+            by_request(q, each),
             out=None if into is None else by_request(into, each),
+            return_softmax_lse=True,
+            causal=False,
         )
         drafts, drafts_lse, *_ = call.over(
             self._kernels,
+            slots,
             self._drafts.keys[group],
-            by_request(queries, 1),
-            page_size=1,
+            by_request(q, 1),
+            return_softmax_lse=True,
+            causal=False,
             num_splits=1,  # There are d keys at most.
         )
         attended = prefix.flatten(0, 1) if into is None else into

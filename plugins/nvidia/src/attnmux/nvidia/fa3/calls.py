@@ -16,6 +16,7 @@ from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 from attnmux.nvidia.pools import FP8, check_own_or_fp8
+from attnmux.nvidia.rows import aligned
 
 MOST_SPLITS = 256
 MOST_SINKS = 64
@@ -47,15 +48,32 @@ class Quantised:
         """Q as the kernel reads it, unscaled: beyond 448 it saturates."""
         return quantise(q, FP8, None)
 
-    def writes(self, out: torch.Tensor | None) -> bool:
+    def writes(self, out: torch.Tensor) -> bool:
         """Whether the kernel can write to `out`: it gives bfloat16 whatever Q was."""
-        return out is not None and out.dtype == torch.bfloat16
+        return out.dtype == torch.bfloat16
 
     def descales(self, batch_size: int) -> dict[str, torch.Tensor]:
         return {
             "k_descale": self.k_descale.expand(batch_size, -1),
             "v_descale": self.v_descale.expand(batch_size, -1),
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Cache:
+    """A layer's buffers as the kernels take them."""
+
+    k_cache: torch.Tensor
+    """[pages, page, Hkv, D], the pool's memory."""
+    v_cache: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: LayerSpec, context: BackendContext, page_size: int) -> Cache:
+        k_cache, v_cache = (
+            buffer.view(-1, page_size, *buffer.shape[1:])
+            for buffer in context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        )
+        return cls(k_cache=k_cache, v_cache=v_cache)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,9 +85,9 @@ class LayerCall:
     """None for a layer whose K and V come with the call alone."""
     arguments: dict[str, Any]
     """By the library's names."""
-    k_cache: torch.Tensor | None = None
-    """[pages, page, Hkv, D], the pool's memory."""
-    v_cache: torch.Tensor | None = None
+    pages: Cache | None = None
+    slots: Cache | None = None
+    """The same memory in pages of one: a draft's own keys are named by slots."""
     quantised: Quantised | None = None
     kind: Kind | None = None
 
@@ -107,13 +125,12 @@ class LayerCall:
             return cls(layer=layer, group=None, arguments=arguments)
         check_own_or_fp8(context)
         group = KeyGroup.of(layer, context)
-        k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
         return cls(
             layer=layer,
             group=group,
             arguments=arguments,
-            k_cache=k_cache.view(-1, group.page_size, *k_cache.shape[1:]),
-            v_cache=v_cache.view(-1, group.page_size, *v_cache.shape[1:]),
+            pages=Cache.of(layer, context, group.page_size),
+            slots=Cache.of(layer, context, 1),
             quantised=_quantised(layer, context) if pool.dtype == FP8 else None,
             kind=Kind.of(layer, group, arguments, headdim=layer.qk_head_dim, qkv_dtype=pool.dtype),
         )
@@ -125,45 +142,45 @@ class LayerCall:
         hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
         return not hides and layer.sinks is None and not layer.is_cross_attention
 
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Q [T, Hq, D] as the kernels read and load it."""
+        return aligned(q if self.quantised is None else self.quantised.queries(q))
+
+    def writes(self, out: torch.Tensor) -> bool:
+        """Whether the kernels' output has the dtype of `out`."""
+        return self.quantised is None or self.quantised.writes(out)
+
     def over(
         self,
         kernels: Kernels,
+        cache: Cache,
         keys: Keys,
         q: torch.Tensor,
-        *,
-        page_size: int,
         **arguments: Any,  # noqa: ANN401  # the library's
-    ) -> Any:  # noqa: ANN401  # a tuple of the library's
-        """Output and LSE over cached keys, all of which every query sees.
+    ) -> Any:  # noqa: ANN401  # with LSE a tuple
+        """The library's answer over cached keys, for queries that lie as it takes them.
 
-        q: [B, Tq, Hq, D] as the kernel reads it. page_size: of the table that `keys` has.
-        arguments: what the call has otherwise than `self.arguments`.
+        arguments: those of this call, and what it has otherwise than `self.arguments`.
         """
-        k_cache, v_cache = (
-            cache.view(-1, page_size, *cache.shape[2:])
-            for cache in (self.k_cache, self.v_cache)
-            if cache is not None
-        )
         if self.quantised is not None:
-            arguments.update(self.quantised.descales(q.shape[0]))
+            arguments.update(self.quantised.descales(len(keys.lens)))
         return kernels.flash_attn_with_kvcache(
             q,
-            k_cache,
-            v_cache,
+            cache.k_cache,
+            cache.v_cache,
             cache_seqlens=keys.lens,
             page_table=keys.page_table,
-            return_softmax_lse=True,
-            **{**self.arguments, "causal": False, **arguments},
+            **{**self.arguments, **arguments},
         )
 
-    def required_group(self) -> KeyGroup:
-        """Raises AttnmuxError for a layer that the pool does not store."""
-        if self.group is None:
+    def stored(self) -> tuple[KeyGroup, Cache, Cache]:
+        """Group, pages and slots. Raises AttnmuxError for a layer that the pool does not store."""
+        if self.group is None or self.pages is None or self.slots is None:
             raise AttnmuxError(
                 f"layer {self.layer.layer_id} is not in the KV pool: call it with its own k and v "
                 "and save_kv_cache=False"
             )
-        return self.group
+        return self.group, self.pages, self.slots
 
 
 def _quantised(layer: LayerSpec, context: BackendContext) -> Quantised:
