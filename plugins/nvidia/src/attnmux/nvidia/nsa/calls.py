@@ -9,7 +9,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, rotary
+from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, joined, rotary
 from attnmux.nvidia.pools import check_bfloat16_or_fp8
 
 WIDTH = RANK + ROPE
@@ -64,7 +64,7 @@ class LayerCall:
         if q.dtype != torch.bfloat16:
             raise InvalidInput("q", came=q.dtype, expected=str(torch.bfloat16))
         if self.kernel_heads == self.num_heads:
-            return torch.cat((q, rotary(q_rope)), dim=-1)
+            return joined(q, q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
         rows[:, : self.num_heads, :RANK] = q
         rows[:, : self.num_heads, RANK:] = rotary(q_rope)
