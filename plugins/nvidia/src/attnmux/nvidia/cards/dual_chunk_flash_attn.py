@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, one_of, runtimes, versions
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
@@ -14,17 +14,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     # Before 0.4, as sgl-kernel, the function had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "sgl_kernel.flash_attn.is_fa3_supported: SM80 to SM90",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

@@ -15,7 +15,20 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
+
+TREE_SOURCES = {
+    "page_size": (
+        "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
+        "names single tokens"
+    ),
+    "spec_topk": (
+        "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
+        "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
+        "context, other masks are refused"
+    ),
+}
+"""Of `fa3` and `fa3_mla`, which serve them alike."""
 
 
 def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator[Clause]:
@@ -75,17 +88,7 @@ FA3 = BackendCard(
             summary="the library's schedule is computed once a step, and not in every layer",
         ),
     ),
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "the library builds for SM80 to SM89 too; this was only ever run on SM90",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
@@ -94,15 +97,7 @@ FA3 = BackendCard(
         "head_dim": "built for 64, 96, 128, 192 and 256; dims between are padded inside",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
-        "page_size": (
-            "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
-            "names single tokens"
-        ),
-        "spec_topk": (
-            "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
-            "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
-            "context, other masks are refused"
-        ),
+        **TREE_SOURCES,
     },
     clauses=tuple(
         clause

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
 from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.fa3 import TREE_SOURCES
+from attnmux.nvidia.cards.runs import on_h200
 
 _PHASES = one_of("extend", "decode", "verify", "draft")
 
@@ -61,33 +62,15 @@ FA3_MLA = BackendCard(
             summary="the library's schedule is computed once a step, and not in every layer",
         ),
     ),
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "Q beside its rotary part (`qv`) is built for SM90 alone",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
         "dtype": "flash_api.cpp: fp16 and bf16",
         "kv_dtype": "e4m3 kernels are built for square head dims and 192/128, not for 64/512",
-        "page_size": (
-            "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
-            "names single tokens"
-        ),
+        **TREE_SOURCES,
         "kv_lora_rank": "the instance (64, 512): a rotary part of 64 beside a latent of 512",
         "qk_rope_head_dim": "as kv_lora_rank",
-        "spec_topk": (
-            "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
-            "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
-            "context, other masks are refused"
-        ),
     },
     clauses=tuple(
         clause

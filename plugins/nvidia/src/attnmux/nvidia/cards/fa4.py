@@ -15,6 +15,7 @@ from attnmux.core.choosing.conditions import (
     versions,
 )
 from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 _SM100 = versions(">=10.0,<11")
 _SM90 = versions(">=9.0,<10")
@@ -83,16 +84,7 @@ FA4 = BackendCard(
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
     verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "flash-attn-4 4.0.0b18",
-                "nvidia-cutlass-dsl 4.8.1",
-            ),
-            date="2026-11-22",
-        ),
+        on_h200("flash-attn-4 4.0.0b18", "nvidia-cutlass-dsl 4.8.1", date="2026-11-22"),
         Verified(
             on="flash_attn_varlen_func of flash-attn-4 4.0.0b18",
             libraries=("torch 2.13.0+cpu",),

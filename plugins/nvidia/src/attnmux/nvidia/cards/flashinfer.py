@@ -7,7 +7,7 @@ from typing import Any
 
 from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
 from attnmux.core.choosing.conditions import ANY, NONE, one_of, runtimes, versions
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 
 def _clauses(dtype: str) -> Iterator[Clause]:
@@ -47,17 +47,7 @@ FLASHINFER = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "flashinfer-python 0.6.13",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22"),),
     sources={
         "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
         "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',

@@ -13,7 +13,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
 
@@ -50,17 +50,7 @@ FLASHINFER_MLA = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "flashinfer-python 0.6.13",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22"),),
     sources={
         "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90",
         "runtime": 'README, "Supported CUDA Versions"',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, versions
-from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 
 def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
@@ -37,17 +37,7 @@ FLASHMLA = BackendCard(
     companions=("flashinfer_mla",),
     # Over e4m3 rows, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
-    verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-22",
-        ),
-    ),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "dense decode is SM90a's alone; what the library has for SM100 is sparse",
         "dtype": "dense_decode.h: fp16 and bf16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attnmux.core.choosing.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.conditions import ANY, at_most, one_of, versions
 from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 NSA = BackendCard(
     name="nsa",
@@ -14,15 +15,7 @@ NSA = BackendCard(
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-22",
-        ),
+        on_h200("sglang-kernel 0.4.5", date="2026-11-22"),
         Verified(
             on="flash_mla_sparse_fwd of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
             libraries=("torch 2.13.0+cpu",),

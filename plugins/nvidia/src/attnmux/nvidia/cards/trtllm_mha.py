@@ -16,6 +16,7 @@ from attnmux.core.choosing.conditions import (
     versions,
 )
 from attnmux.core.choosing.verified import Verified
+from attnmux.nvidia.cards.runs import on_h200
 
 HOPPER = versions(">=9.0,<10")
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
@@ -98,15 +99,7 @@ TRTLLM_MHA = BackendCard(
         ),
     ),
     verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "flashinfer-python 0.6.13",
-            ),
-            date="2026-11-22",
-        ),
+        on_h200("flashinfer-python 0.6.13", date="2026-11-22"),
         Verified(
             on="the trtllm and XQA functions of flashinfer 0.6.13",
             libraries=("torch 2.13.0+cpu",),

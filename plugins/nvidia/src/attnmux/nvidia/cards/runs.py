@@ -1,0 +1,15 @@
+"""What the cards' backends were run on, for their `verified_on`."""
+
+from __future__ import annotations
+
+from attnmux.core.choosing.verified import Verified
+
+
+def on_h200(*libraries: str, date: str) -> Verified:
+    """libraries: with their versions, beside torch."""
+    return Verified(
+        on="NVIDIA H200",
+        platform="nvidia:sm90",
+        libraries=("torch 2.11.0+cu130", *libraries),
+        date=date,
+    )
