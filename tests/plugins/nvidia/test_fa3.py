@@ -229,6 +229,26 @@ def test_keys_of_the_call_are_not_looked_for_in_the_pool():
     assert {call["function"] for call in spy.calls} == {"flash_attn_varlen_func"}
 
 
+def test_without_a_prefix_the_keys_of_the_call_are_all():
+    step = extend((0, 9), (0, 4))
+    spy, world = Spy(), world_of(step, windows=(None, 3), page_size=16)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step, host_lens=True)
+    assert [call["function"] for call in spy.calls] == ["flash_attn_varlen_func"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "host_lens"),
+    [({"kv_dtype": "fp8_e4m3"}, True), ({"deterministic": True}, True), ({}, False)],
+)
+def test_without_a_prefix_keys_are_read_from_the_pool(settings, host_lens):
+    """Quantised ones; those of results that must not depend on what else is in the batch; and all
+    where the host does not know of prefixes."""
+    step = extend((0, 9), (0, 4))
+    spy, world = Spy(), world_of(step, page_size=16, **settings)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step, host_lens=host_lens)
+    assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
+
+
 @pytest.mark.parametrize("step", [decode(40, 7), extend((16, 9), (0, 4)), verify(3, 9, 20)])
 def test_keys_in_the_pool_are_never_packed(step):
     """`flash_attn_varlen_func` takes a page table and ignores it."""

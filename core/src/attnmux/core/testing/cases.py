@@ -159,6 +159,8 @@ class Case:
     kv_in_pool: bool = False
     """K and V were written before the call, which passes neither."""
     save_kv_cache: bool = True
+    host_lens: bool = False
+    """Batches carry their host mirrors, as they always do for a backend that needs them."""
     deterministic: bool = False
     """A request's result must have the same bits whatever else is in the batch."""
     is_encoder: bool = False

@@ -55,7 +55,7 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
 def _run(candidate: Candidate, case: Case, seed: int) -> float:
     world = make_world(case, candidate.platform, candidate.device, seed=seed)
     backend = candidate.build(world.context)
-    host_lens = candidate.card.needs_cpu_seq_lens
+    host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     execution = EXECUTIONS[case.execution](world, backend, host_lens=host_lens)
     max_error = 0.0
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

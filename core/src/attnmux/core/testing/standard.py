@@ -9,6 +9,7 @@ from typing import Any
 from attnmux.core.batch import ForwardMode
 from attnmux.core.testing.cases import Case, Step, decode, extend, verify
 from attnmux.core.testing.dual_chunk_cases import dual_chunk_cases
+from attnmux.core.testing.host_lens_cases import host_lens_cases
 from attnmux.core.testing.latent_cases import LATENT, mla_cases, nsa_cases
 from attnmux.core.testing.naming import case_of, longest
 
@@ -32,6 +33,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += dual_chunk_cases(page)
         cases += _fp8(page)
         cases += _window_pool(page)
+        cases += host_lens_cases(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))

@@ -72,6 +72,10 @@ class Step:
     max_seqlen_k: int
     is_tree: bool
     """Whether a mask says which drafts each draft sees. Then the keys are those of the prefix."""
+    has_all_keys: bool
+    """Whether a layer's call brings all keys of the step: no request has a prefix, as far as the
+    host knows. Never where results must not depend on the batch: the kernels sum keys of the call
+    and of the pool in another order."""
     fixed: dict[KeyGroup, Keys]
     """Buffers that a graph replays with; empty for an eager step."""
     keys: dict[KeyGroup, Keys] = field(default_factory=dict)
@@ -120,6 +124,7 @@ class Step:
             max_seqlen_q=max(max_seqlen_q, 1),
             max_seqlen_k=max(max_seqlen_k, 1),
             is_tree=is_tree,
+            has_all_keys=known and not is_tree and _has_no_prefix(batch),
             fixed=fixed,
         )
 
@@ -195,6 +200,11 @@ def fixed_buffers(
         )
         for group in groups
     }
+
+
+def _has_no_prefix(batch: ForwardBatch) -> bool:
+    prefix_lens = batch.extend_prefix_lens_cpu
+    return prefix_lens is not None and _largest(prefix_lens) == 0
 
 
 def _has_mask(batch: ForwardBatch) -> bool:

@@ -1,4 +1,6 @@
-"""FlashAttention 3: one call of the library for each layer, over the pool's own pages.
+"""FlashAttention 3: one call of the library for each layer, over the pool's own pages. Where no
+request has a prefix it reads K and V of the call: they lie end to end, which the kernels load
+faster than pages.
 
 Its conventions and ours: LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm, as ours;
 a window of w keys before a token is (w, 0); causality counts from the end of the keys. It takes no
@@ -99,10 +101,11 @@ class FA3Backend(SteppingBackend):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        in_call = not save_kv_cache
-        return self._attend(
-            q, k if in_call else None, v if in_call else None, layer, batch, out, lse
-        )
+        if save_kv_cache and not (
+            prepared(self._step).has_all_keys and self._calls[layer.layer_id].stores_as_given
+        ):
+            k = v = None
+        return self._attend(q, k, v, layer, batch, out, lse)
 
     def _attend(
         self,

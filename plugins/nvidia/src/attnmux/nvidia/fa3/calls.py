@@ -142,6 +142,11 @@ class LayerCall:
         hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
         return not hides and layer.sinks is None and not layer.is_cross_attention
 
+    @property
+    def stores_as_given(self) -> bool:
+        """Whether the pool holds of a step's new tokens what the layer's call brings."""
+        return self.quantised is None and not self.layer.is_cross_attention
+
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q [T, Hq, D] as the kernels read and load it."""
         return aligned(q if self.quantised is None else self.quantised.queries(q))
