@@ -1,19 +1,21 @@
 """FlashMLA's adapters for `adapters.py`: `flashmla`, over all keys, and `nsa`, over picked ones.
 
-Their kernels take a row of Q whole, which the contract gives in two parts, and `nsa`'s takes slots,
-which an indexer gives as places in the request.
+Their kernels take a row of Q whole, whose parts the contract gives: of one row, or apart, so that
+they are put together. `nsa`'s takes slots, which an indexer gives as places in the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.adapter_grids import LATENT_DECODE, LATENT_DECODE_TINY, SPARSE, SPARSE_TINY
+from benchmarks.adapter_grids import SPARSE, SPARSE_TINY, WHOLE_ROWS, WHOLE_ROWS_TINY
+from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes
-from benchmarks.adapter_workloads import RANK, Setup
+from benchmarks.adapter_workloads import RANK
 from benchmarks.timing import Call
 
 from attnmux.core.backend import BackendContext
@@ -26,6 +28,7 @@ from attnmux.nvidia.flashmla.providers import from_flash_mla as dense_kernels
 from attnmux.nvidia.flashmla.trial import try_kernels
 from attnmux.nvidia.nsa import Kernels as SparseKernels
 from attnmux.nvidia.nsa import NSABackend
+from attnmux.nvidia.nsa.factory import lookup
 from attnmux.nvidia.nsa.providers import PROVIDERS as SPARSE_PROVIDERS
 from attnmux.nvidia.nsa.providers import from_flash_mla as sparse_kernels
 from attnmux.nvidia.nsa.trial import measured_lse_unit
@@ -50,8 +53,6 @@ def _first(
 
 def _dense(kernels: DenseKernels, setup: Setup) -> Ways:
     work, lens = setup.workload, setup.batch.seq_lens
-    assert setup.q_rope is not None
-    parts = [setup.q, setup.q_rope]
     tiles, splits = kernels.schedule(lens, work.q_heads, False)
     step: dict[str, Any] = {
         "softmax_scale": setup.scaling,
@@ -64,20 +65,20 @@ def _dense(kernels: DenseKernels, setup: Setup) -> Ways:
         return kernels.flash_mla_with_kvcache(q.unsqueeze(1), rows, setup.pages, lens, RANK, **step)
 
     def both(rows: torch.Tensor) -> object:
-        return attend(rows, torch.cat(parts, dim=-1))
+        return attend(rows, setup.queries())
 
-    q = torch.cat(parts, dim=-1)
-    latents = setup.latents()
-    same: list[Call] = [partial(both, rows) for rows in latents]
+    q, latents = setup.queries(), setup.latents()
     alone: list[Call] = [partial(attend, rows, q) for rows in latents]
+    if not work.is_apart:
+        return {SAME: alone}
+    same: list[Call] = [partial(both, rows) for rows in latents]
     return {SAME: same, ALONE: alone}
 
 
 def _sparse(kernels: SparseKernels, setup: Setup) -> Ways:
     work, picks = setup.workload, setup.batch.topk_indices
-    assert setup.q_rope is not None
     assert picks is not None
-    parts, slots = [setup.q, setup.q_rope], setup.slots.int().flatten()
+    slots = setup.slots.int().flatten()
     starts = torch.arange(work.batch_size, dtype=torch.int32, device=picks.device) * work.keys
     starts = starts.repeat_interleave(work.new).unsqueeze(1)
 
@@ -87,12 +88,17 @@ def _sparse(kernels: SparseKernels, setup: Setup) -> Ways:
         )
 
     def both(rows: torch.Tensor) -> object:
-        return attend(rows, torch.cat(parts, dim=-1), slots[starts + picks])
+        return attend(rows, setup.queries() if work.is_apart else q, slots[starts + picks])
 
-    q, indices, latents = torch.cat(parts, dim=-1), slots[starts + picks], setup.latents()
+    q, indices, latents = setup.queries(), slots[starts + picks], setup.latents()
     same: list[Call] = [partial(both, rows) for rows in latents]
     alone: list[Call] = [partial(attend, rows, q, indices) for rows in latents]
     return {SAME: after_writes(setup, same), ALONE: after_writes(setup, alone)}
+
+
+def _sparse_installed(context: BackendContext) -> SparseKernels:
+    kernels: SparseKernels = _first("nvidia/nsa", SPARSE_PROVIDERS, measured_lse_unit)(context)
+    return replace(kernels, topk_slots=lookup(context))
 
 
 def _nsa(context: BackendContext, kernels: SparseKernels) -> NSABackend:
@@ -101,8 +107,8 @@ def _nsa(context: BackendContext, kernels: SparseKernels) -> NSABackend:
 
 FLASHMLA = Adapter(
     distributions=DISTRIBUTIONS,
-    workloads=LATENT_DECODE,
-    tiny=LATENT_DECODE_TINY,
+    workloads=WHOLE_ROWS,
+    tiny=WHOLE_ROWS_TINY,
     installed=_first("nvidia/flashmla", DENSE_PROVIDERS, try_kernels),
     emulated=lambda: dense_kernels(flash_mla),
     backend=lambda context, kernels: FlashMLABackend(context, {}, kernels),
@@ -112,7 +118,7 @@ NSA = Adapter(
     distributions=DISTRIBUTIONS,
     workloads=SPARSE,
     tiny=SPARSE_TINY,
-    installed=_first("nvidia/nsa", SPARSE_PROVIDERS, measured_lse_unit),
+    installed=_sparse_installed,
     emulated=lambda: sparse_kernels(FlashMLA),
     backend=_nsa,
     ways=_sparse,

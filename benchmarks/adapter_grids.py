@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.adapter_workloads import Workload
 
 DENSE = (
@@ -28,7 +30,9 @@ LATENT = (
     *LATENT_DECODE,
     Workload(batch_size=4, keys=4096, new=512, page_size=64, kind="mla", q_heads=16),
 )
+WHOLE_ROWS = (*LATENT_DECODE, replace(LATENT_DECODE[1], is_apart=True))
 LATENT_DECODE_TINY = (Workload(batch_size=2, keys=70, page_size=64, kind="mla", q_heads=16),)
+WHOLE_ROWS_TINY = (*LATENT_DECODE_TINY, replace(LATENT_DECODE_TINY[0], is_apart=True))
 LATENT_TINY = (
     *LATENT_DECODE_TINY,
     Workload(batch_size=2, keys=70, new=5, page_size=64, kind="mla", q_heads=16),
@@ -44,11 +48,13 @@ PAGED_TINY = (
     Workload(batch_size=2, keys=20, max_context_len=64),
     Workload(batch_size=2, keys=20, new=5),
 )
-SPARSE = tuple(
+_SPARSE = tuple(
     Workload(batch_size=size, keys=8192, new=new, page_size=64, kind="nsa", q_heads=128, topk=2048)
     for size, new in ((1, 1), (16, 1), (64, 1), (1, 512))
 )
-SPARSE_TINY = tuple(
+SPARSE = (*_SPARSE, replace(_SPARSE[1], is_apart=True))
+_SPARSE_TINY = tuple(
     Workload(batch_size=2, keys=150, new=new, page_size=64, kind="nsa", q_heads=64, topk=128)
     for new in (1, 3)
 )
+SPARSE_TINY = (*_SPARSE_TINY, replace(_SPARSE_TINY[0], is_apart=True))

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from benchmarks.adapter_setups import Setup, make_setup
 from benchmarks.adapter_sides import ONE, Adapter
-from benchmarks.adapter_workloads import Setup, Workload, make_setup
+from benchmarks.adapter_workloads import Workload
 from benchmarks.timing import Call, graph_times, host_times
 
 from attnmux.core.backend import AttentionBackend

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.adapter_workloads import Setup, Workload
+from benchmarks.adapter_setups import Setup
+from benchmarks.adapter_workloads import Workload
 from benchmarks.timing import Call
 
 from attnmux.core.backend import AttentionBackend, BackendContext

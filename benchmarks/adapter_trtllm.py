@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from benchmarks.adapter_flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from benchmarks.adapter_grids import PAGED, PAGED_TINY
+from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes, kernels_of
-from benchmarks.adapter_workloads import DTYPE, Setup
+from benchmarks.adapter_workloads import DTYPE
 
 from attnmux.core.choosing.options import complete
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA as CARD

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.adapter_workloads import COLD_BYTES
+from benchmarks.adapter_setups import COLD_BYTES
 
 from attnmux.core.dtypes import torch_dtype
 

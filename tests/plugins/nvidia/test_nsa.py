@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core import indices
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.testing import (
@@ -29,7 +30,7 @@ from attnmux.core.testing.cases import decode, extend, verify
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia.nsa import Kernels, NSABackend
-from attnmux.nvidia.nsa.factory import make
+from attnmux.nvidia.nsa.factory import lookup, make
 from attnmux.nvidia.nsa.providers import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.nsa.trial import measured_lse_unit
 
@@ -188,6 +189,23 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_mla=SglKernel))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", SglKernel)
     assert make(world.context, {})._lse_unit == LN2
+
+
+def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
+    context = world_of(decode(3)).context
+    triton = "attnmux.triton.indices"
+    monkeypatch.setitem(sys.modules, triton, None)
+    assert lookup(context) is indices.topk_slots
+    own = SimpleNamespace(topk_slots=lambda table, rows, picks: picks)
+    monkeypatch.setitem(sys.modules, triton, own)
+    assert lookup(context) is own.topk_slots
+
+    def broken(*args) -> None:
+        raise FileNotFoundError("no C compiler")
+
+    monkeypatch.setitem(sys.modules, triton, SimpleNamespace(topk_slots=broken))
+    with pytest.raises(BackendFailed, match="no C compiler"):
+        lookup(context)
 
 
 def test_emulator_by_hand() -> None:

@@ -89,10 +89,11 @@ def make_step(workload: Workload, request: Request, device: torch.device, *, see
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     # Before the pool, whose size goes by the pages: the inputs are the same whatever these are
-    q = draw(num_tokens, first.tp_q_head_num, width)
+    q = draw(num_tokens, first.tp_q_head_num, width + rope)
     k = draw(num_tokens, first.tp_k_head_num, width)
     v = None if rope else draw(num_tokens, first.tp_v_head_num, first.v_head_dim)
-    q_rope = draw(num_tokens, first.tp_q_head_num, rope) if rope else None
+    # MLA's are parts of one row, which spares some kernels a copy.
+    q, q_rope = (q[..., :width], q[..., width:]) if rope else (q, None)
     k_rope = draw(num_tokens, 1, rope) if rope else None
 
     page = request.page_size or 1

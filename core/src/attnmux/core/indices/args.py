@@ -30,6 +30,16 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
     return req_pool_indices.shape[0]
 
 
+def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
+    """Raises InvalidInput unless topk_indices is int32 [num_tokens, topk]."""
+    if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
+        raise InvalidInput(
+            "topk_indices",
+            came=_describe(topk_indices),
+            expected=f"{torch.int32} of shape ({num_tokens}, topk)",
+        )
+
+
 def front(
     out: torch.Tensor | None, length: int, like: torch.Tensor, dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.args import check_lens, check_table
+from attnmux.core.indices.args import check_lens, check_picks, check_table
 from attnmux.core.indices.ragged import cu_seqlens
 
 
@@ -32,12 +32,7 @@ def topk_slots(
     `ForwardBatch`. Static shapes: fit for a device graph.
     """
     num_tokens = check_table(req_to_token, rows)
-    if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
-        raise InvalidInput(
-            "topk_indices",
-            came=f"{topk_indices.dtype} of shape {tuple(topk_indices.shape)}",
-            expected=f"torch.int32 of shape ({num_tokens}, topk)",
-        )
+    check_picks(topk_indices, num_tokens)
     places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices
     # Of -1 the slot is another place's, from the end for row 0: in bounds, and not taken.
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])

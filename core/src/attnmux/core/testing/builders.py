@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -189,37 +191,39 @@ def _multi_item(step: Step, device: torch.device) -> MultiItem:
 
 def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: bool) -> LayerInput:
     """Random tensors; with `fused` the rows of Q, K and V are parts of longer rows, as they come
-    out of one projection. Over KV of 8-bit floats Q has values of their format, so that a kernel
-    may round it there.
+    out of one projection, and both parts of MLA's are parts of one. Over KV of 8-bit floats Q has
+    values of their format, so that a kernel may round it there.
     """
+    num_tokens, rope = batch.num_tokens, layer.qk_rope_head_dim
     kv_dtype = world.context.token_to_kv_pool.dtype
+    between = 64 if fused and not rope else 0
 
     def draw(count: int, heads: int, width: int) -> torch.Tensor:
-        columns = heads * width
-        made = world.random(count, columns + 64 if fused else columns)
-        return made[:, made.shape[1] - columns :].view(count, heads, width)
+        made = world.random(count, between + heads * width)
+        return made[:, between:].view(count, heads, width)
 
     def draw_q(width: int) -> torch.Tensor:
         drawn = draw(num_tokens, layer.tp_q_head_num, width)
         return drawn.copy_(quantise(drawn, kv_dtype, None)) if kv_dtype in FP8_DTYPES else drawn
 
-    num_tokens, rope = batch.num_tokens, layer.qk_rope_head_dim
-    dim = layer.qk_head_dim - rope
+    def both(
+        drawn: Callable[[int], torch.Tensor], width: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A part of `width`, and the rotary one where there is one."""
+        if fused and rope:
+            rows = drawn(width + rope)
+            return rows[..., :width], rows[..., width:]
+        return drawn(width), drawn(rope) if rope else None
+
     num_keys = num_tokens
     if layer.is_cross_attention and batch.encoder_out_cache_loc is not None:
         num_keys = len(batch.encoder_out_cache_loc)
-    q = draw_q(layer.query_dim)
-    q_rope = draw_q(rope) if rope else None
+    q, q_rope = both(draw_q, layer.query_dim)
     if layer.is_cross_attention and not num_keys:
         return LayerInput(layer=layer, q=q)
-    given = LayerInput(
-        layer=layer,
-        q=q,
-        q_rope=q_rope,
-        k=draw(num_keys, layer.tp_k_head_num, dim),
-        k_rope=draw(num_keys, 1, rope) if rope else None,
-        v=None if rope else draw(num_keys, layer.tp_v_head_num, layer.v_head_dim),
-    )
+    k, k_rope = both(partial(draw, num_keys, layer.tp_k_head_num), layer.qk_head_dim - rope)
+    v = None if rope else draw(num_keys, layer.tp_v_head_num, layer.v_head_dim)
+    given = LayerInput(layer=layer, q=q, q_rope=q_rope, k=k, k_rope=k_rope, v=v)
     if world.case.kv_in_pool:
         loc, rows = kv_rows(world, given, batch)
         for buffer, new in zip(buffers(world, layer.layer_id), rows, strict=True):

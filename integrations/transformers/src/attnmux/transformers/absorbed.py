@@ -149,10 +149,11 @@ def absorbed_forward(
     latent, k_rope = projection.latent_of(call)
     q_by_head = call.q.transpose(0, 1)
     q_nope = torch.bmm(q_by_head[..., : projection.nope_dim], projection.w_uk)
-    q = q_nope.transpose(0, 1).contiguous()
-    q_rope = call.q[..., projection.nope_dim :].contiguous()
+    # Parts of one row: some kernels want it whole, and then it is not put together once more.
+    rows = torch.cat([q_nope.transpose(0, 1), call.q[..., projection.nope_dim :]], dim=-1)
+    q, q_rope = rows[..., : projection.rank], rows[..., projection.rank :]
     if torch.compiler.is_compiling():
-        out = torch.empty_like(q)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attention_with_output(q, latent, None, q_rope, k_rope, out, None, call.layer_id, True)
     else:
         step = current_forward_context()

@@ -9,6 +9,7 @@ import torch
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
+from attnmux.nvidia.rows import is_aligned
 
 RANK = 512
 """Dim of the latent, which is V too: the one that every kernel for MLA is built for."""
@@ -77,12 +78,28 @@ def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
 
 
 def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
-    """[T, Hq, 576]: queries of kernels that take both parts as one row.
+    """[T, Hq, 576]: queries of kernels that take both parts as one row. Nothing is copied where
+    they are the parts of one, end to end.
 
     q: [T, Hq, 512]. q_rope: [T, Hq, 64].
     Raises InvalidInput where q_rope is missing.
     """
-    return torch.cat([q, rotary(q_rope)], dim=-1)
+    q_rope = rotary(q_rope)
+    if _are_one_row(q, q_rope):
+        return q.as_strided((*q.shape[:2], RANK + ROPE), q.stride())
+    return torch.cat([q, q_rope], dim=-1)
+
+
+def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
+    """Whether the rotary part lies behind the other in memory, in rows that kernels can load."""
+    width = RANK + ROPE
+    strides = (q.shape[1] * width, width, 1)
+    return (
+        q.stride() == q_rope.stride() == strides
+        and q_rope.data_ptr() == q.data_ptr() + RANK * q.element_size()
+        and q_rope.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+        and is_aligned(q)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

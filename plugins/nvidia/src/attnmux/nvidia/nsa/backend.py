@@ -19,7 +19,7 @@ import torch
 from attnmux.core.backend import AttentionBackend, BackendContext
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.indices import cu_seqlens, token_rows, topk_slots
+from attnmux.core.indices import cu_seqlens, token_rows
 from attnmux.nvidia.latent import RANK, joined, latent_layers
 from attnmux.nvidia.nsa.calls import LayerCall
 from attnmux.nvidia.nsa.picks import picked
@@ -163,7 +163,7 @@ class NSABackend(AttentionBackend):
         """[T, topk] int32: slots of the layer's keys, -1 for none."""
         rows = prepared(self._rows)
         table, pool = self.context.req_to_token_pool.req_to_token, self.context.token_to_kv_pool
-        slots = topk_slots(table, rows, _picks(batch))
+        slots = self._kernels.topk_slots(table, rows, _picks(batch))
         translated = pool.translate(slots, layer.layer_id)
         return slots if translated is slots else torch.where(slots < 0, -1, translated)
 

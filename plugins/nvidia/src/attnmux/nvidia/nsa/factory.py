@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+import torch
+
+from attnmux.core import indices
 from attnmux.core.backend import BackendContext
 from attnmux.nvidia.nsa.backend import NSABackend
 from attnmux.nvidia.nsa.providers import PROVIDERS
 from attnmux.nvidia.nsa.trial import measured_lse_unit
-from attnmux.nvidia.trial import first_that_runs
+from attnmux.nvidia.trial import compiling, first_that_runs
 
 
 def make(context: BackendContext, options: Mapping[str, object]) -> NSABackend:
@@ -19,4 +23,20 @@ def make(context: BackendContext, options: Mapping[str, object]) -> NSABackend:
     kernels, lse_unit = first_that_runs(
         "nvidia/nsa", PROVIDERS, lambda kernels: measured_lse_unit(kernels, context)
     )
+    kernels = replace(kernels, topk_slots=lookup(context))
     return NSABackend(context, options, kernels, lse_unit=lse_unit)
+
+
+def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
+    """One launch where attnmux-triton is installed with its library, else several of torch.
+
+    Raises BackendFailed where that launch does not compile.
+    """
+    try:
+        from attnmux.triton.indices import topk_slots  # noqa: PLC0415  # another package's
+    except ImportError:
+        return indices.topk_slots
+    nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
+    with compiling("nvidia/nsa", context.device, "Triton compiles no kernel here: mend it"):
+        topk_slots(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
+    return topk_slots

@@ -1,4 +1,5 @@
-"""What the backend calls of FlashMLA, whichever package it comes in."""
+"""What the backend calls in every layer: FlashMLA, whichever package it comes in, and what finds
+slots for it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from attnmux.core import indices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,3 +20,6 @@ class Kernels:
     """(q, kv, indices, sm_scale, d_v, …): attention of each token over rows of kv of its own."""
     constants: Mapping[str, Any]
     """What it is told besides, at every call."""
+    topk_slots: Callable[..., torch.Tensor] = indices.topk_slots
+    """What makes its indices of an indexer's picks: `attnmux.core.indices`', or one launch of the
+    same results."""
