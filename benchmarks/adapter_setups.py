@@ -122,11 +122,8 @@ def make_setup(workload: Workload, device: torch.device) -> Setup:
     q = torch.randn(tokens, heads, DIM, device=device).to(DTYPE)
     q_rope = None
     if workload.is_latent:
-        q, q_rope = (
-            torch.randn(tokens, heads, RANK + ROPE, device=device)
-            .to(DTYPE)
-            .split([RANK, ROPE], dim=-1)
-        )
+        rows = torch.randn(tokens, heads, RANK + ROPE, device=device).to(DTYPE)
+        q, q_rope = rows[..., :RANK], rows[..., RANK:]
         if workload.is_apart:
             q, q_rope = q.contiguous(), q_rope.contiguous()
     return Setup(

@@ -4,9 +4,11 @@ T tokens and B requests of a step. `q [T, Hq, D]`, `k, v [T, Hkv, D]`, `out [T, 
 `lse [T, Hq]` float32. LSE is the natural logarithm of the softmax's denominator, sinks
 included; a row without keys has LSE -inf and output 0. MLA is called absorbed: `q [T, Hq, rank]`,
 `q_rope [T, Hq, rope]`, `k [T, 1, rank]`, `k_rope [T, 1, rope]`, `v` None, `out [T, Hq, rank]`.
+`q` and `q_rope` may be the parts of one tensor [T, Hq, rank + rope]: kernels that take a row of
+both then copy nothing.
 
 Tokens of `q`, `k` and `v` may be any distance apart, as slices of one projection are; the heads of
-a token lie together.
+a token lie together, those of such parts rank + rope apart.
 """
 
 from __future__ import annotations
