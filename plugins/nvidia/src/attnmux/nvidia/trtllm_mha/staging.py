@@ -9,6 +9,7 @@ way around it: on SM90 they read zeros for keys beyond the number of queries (dm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 
 _TILE_COUNTER_BYTES = 1 << 20
 """One counter of tiles, cleared before a launch and left at what it came to (fmha_v2_run.cu)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Staged:
+    """Where layers with pages of one shape copy them in a step."""
+
+    whole: torch.Tensor
+    """[pages of the step, 2, page, Hkv, D]."""
+    halves: tuple[torch.Tensor, torch.Tensor]
+    """Of K and of V."""
 
 
 class StagedPrefill(Prefill):
@@ -52,6 +63,7 @@ class StagedPrefill(Prefill):
         self._kv_bounds: torch.Tensor
         self._block_table: torch.Tensor
         self._pages: dict[KeyGroup, torch.Tensor] = {}
+        self._staged: dict[torch.Size, Staged] = {}
 
     def plan(self, batch: ForwardBatch, in_capture: bool) -> None:
         """Raises InvalidInput for a pool of anything but bfloat16."""
@@ -85,6 +97,7 @@ class StagedPrefill(Prefill):
         # Behind a request's pages are others', which its length hides.
         self._block_table = (indptr[:-1].unsqueeze(1) + columns).clamp_(max=max(len(pages) - 1, 0))
         self._pages = {group: group.translated(pages, self._context) for group in self._groups}
+        self._staged = {}
 
     def _launch(self, q: torch.Tensor, call: LayerCall, step: Step, out: torch.Tensor) -> None:
         pages = self._pages[call.group]
@@ -94,7 +107,7 @@ class StagedPrefill(Prefill):
         self._kernels.trtllm_fmha_v2_prefill(
             (
                 q if is_writable(q) else q.clone(memory_format=torch.contiguous_format),
-                self._staged(call, pages),
+                self._copied(call, pages),
             ),
             "Q_PAGED_KV_NHD",
             self._workspace,
@@ -114,12 +127,15 @@ class StagedPrefill(Prefill):
             window_left=window,
         )
 
-    def _staged(self, call: LayerCall, pages: torch.Tensor) -> torch.Tensor:
+    def _copied(self, call: LayerCall, pages: torch.Tensor) -> torch.Tensor:
         """[pages of the step, 2, page, Hkv, D]: K and V of the layer."""
-        k_cache, v_cache = call.kv
-        staged = self._context.workspace.tensor(
-            "trtllm staged keys", (len(pages), 2, *k_cache.shape[1:]), k_cache.dtype
-        )
-        for half, cache in enumerate((k_cache, v_cache)):
-            torch.index_select(cache, 0, pages, out=staged[:, half])
-        return staged
+        page = call.kv[0].shape[1:]
+        staged = self._staged.get(page)
+        if staged is None:
+            whole = self._context.workspace.tensor(
+                "trtllm staged keys", (len(pages), 2, *page), call.kv[0].dtype
+            )
+            staged = self._staged[page] = Staged(whole=whole, halves=(whole[:, 0], whole[:, 1]))
+        for cache, half in zip(call.kv, staged.halves, strict=True):
+            torch.index_select(cache, 0, pages, out=half)
+        return staged.whole
