@@ -83,6 +83,7 @@ FA3 = Adapter(
     emulated=lambda: FA3Kernels(
         flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,
         flash_attn_varlen_func=sgl_flash_attn.flash_attn_varlen_func,
+        get_scheduler_metadata=sgl_flash_attn.get_scheduler_metadata,
         merge_state_v2=sgl_flash_attn.merge_state_v2,
     ),
     backend=lambda context, kernels: FA3Backend(context, {}, kernels),

@@ -18,8 +18,9 @@ def host_times(
 ) -> dict[str, list[float]]:
     """Microseconds on the host of one call of each side, by rounds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, calls in sides.items():
+    for turn in range(rounds):
+        for name in _order(sides, turn):
+            calls = sides[name]
             wait(device)
             start = time.perf_counter()
             for index in range(CALLS):
@@ -34,11 +35,17 @@ def graph_times(
     """Microseconds on the device of all calls of each side, from one graph, by rounds."""
     runs = {name: captured(calls, device) for name, calls in sides.items() if calls}
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name in sides:
+    for turn in range(rounds):
+        for name in _order(sides, turn):
             taken = 0.0 if name not in runs else device_time(runs[name], repeats, device)
             times[name].append(taken / repeats * 1e6)
     return times
+
+
+def _order(sides: Mapping[str, object], turn: int) -> list[str]:
+    """There and back by turns: what a side leaves to the next, in caches and clocks, evens out."""
+    names = list(sides)
+    return names if turn % 2 == 0 else names[::-1]
 
 
 def captured(calls: Sequence[Call], device: torch.device) -> Call:

@@ -1,7 +1,7 @@
 """Hold backends to the conformance suite in processes that may die, and go on with the next case.
 
     python tools/prove_cases.py DIR fa3 flashmla [--device cuda] [--shards 2] [--at-once 16]
-    python tools/prove_cases.py DIR fa3 --set scheduler_metadata=true
+    python tools/prove_cases.py DIR fa3 --set num_splits=8
 
 `attnmux verify` runs a backend in one process. A kernel that faults takes the device's context with
 it, and all later cases of the process fail with it; one that crashes takes the process. Here the

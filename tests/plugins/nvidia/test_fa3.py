@@ -50,26 +50,26 @@ class TestFA3Emulated(AttentionBackendTests):
     page_sizes = (1, 16)
 
 
-class TestFA3EmulatedWithSchedules(AttentionBackendTests):
-    backend = replace(CANDIDATE, options={"scheduler_metadata": True})
-    page_sizes = (16,)
-
-
 class Spy:
     """Kernels that note what they are called with."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.schedules: list[dict[str, Any]] = []
         self.kernels = Kernels(
             flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
             flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
-            get_scheduler_metadata=self._noting(sgl_flash_attn.get_scheduler_metadata),
+            get_scheduler_metadata=self._noting(
+                sgl_flash_attn.get_scheduler_metadata, self.schedules
+            ),
             merge_state_v2=self._noting(sgl_flash_attn.merge_state_v2),
         )
 
-    def _noting(self, function):
+    def _noting(self, function, calls=None):
+        calls = self.calls if calls is None else calls
+
         def called(*args, **kwargs):
-            self.calls.append({"function": function.__name__, "args": args, **kwargs})
+            calls.append({"function": function.__name__, "args": args, **kwargs})
             return function(*args, **kwargs)
 
         return called
@@ -178,16 +178,12 @@ def test_sinks_that_the_kernels_have_no_room_for(heads, sinks, served):
             FA3Backend(world.context, {}, EMULATED)
 
 
-SCHEDULED = {"scheduler_metadata": True}
-
-
 def test_a_schedule_serves_the_layers_of_a_kind():
     step = decode(40, 7)
     spy, world = Spy(), world_of(step, windows=(None, 8, None), page_size=16)
-    run(world, FA3Backend(world.context, SCHEDULED, spy.kernels), step)
-    of_kinds = [call for call in spy.calls if call["function"] == "get_scheduler_metadata"]
-    first, windowed, last = [call for call in spy.calls if call not in of_kinds]
-    assert [call["window_size"] for call in of_kinds] == [(-1, -1), (8, 0)]
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
+    first, windowed, last = spy.calls
+    assert [call["window_size"] for call in spy.schedules] == [(-1, -1), (8, 0)]
     assert first["scheduler_metadata"] is last["scheduler_metadata"]
     assert first["scheduler_metadata"] is not windowed["scheduler_metadata"]
 
@@ -199,27 +195,20 @@ def test_a_schedule_serves_the_layers_of_a_kind():
 def test_calls_that_take_no_schedule(step, settings):
     """Packed queries are split by their number; where keys are never split, nothing is saved."""
     spy, world = Spy(), world_of(step, **settings)
-    run(world, FA3Backend(world.context, SCHEDULED, spy.kernels), step)
+    run(world, FA3Backend(world.context, {}, spy.kernels), step)
     assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
     assert all(call.get("scheduler_metadata") is None for call in spy.calls)
+    assert spy.schedules == []
 
 
 def test_no_requests_have_no_schedule():
     """The library would launch no block, and end the process."""
     spy, world = Spy(), world_of(decode(3))
-    backend, made = FA3Backend(world.context, SCHEDULED, spy.kernels), prepare_step(world, decode())
+    backend, made = FA3Backend(world.context, {}, spy.kernels), prepare_step(world, decode())
     backend.init_forward_metadata(made.batch)
     given = made.inputs[0]
     out = backend.forward(given.q, given.k, given.v, given.layer, made.batch)
-    assert (len(out), spy.calls) == (0, [])
-
-
-def test_schedules_of_a_library_without_them():
-    world = world_of(decode(3))
-    kernels = replace(EMULATED, get_scheduler_metadata=None)
-    with pytest.raises(InvalidInput, match="get_scheduler_metadata"):
-        FA3Backend(world.context, SCHEDULED, kernels)
-    FA3Backend(world.context, {}, kernels)
+    assert (len(out), spy.calls, spy.schedules) == (0, [], [])
 
 
 def test_keys_of_the_call_are_not_looked_for_in_the_pool():

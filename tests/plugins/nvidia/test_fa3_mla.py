@@ -62,26 +62,28 @@ class TestFA3MLAEmulated(AttentionBackendTests):
     page_sizes = (1, 16)
 
 
-class TestFA3MLAEmulatedWithSchedules(AttentionBackendTests):
-    backend = replace(CANDIDATE, options={"scheduler_metadata": True})
-    page_sizes = (1,)
-
-
 class Spy:
     """Kernels that note what they are called with."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.schedules: list[dict[str, Any]] = []
         self.kernels = Kernels(
             flash_attn_with_kvcache=self._noting(sgl_flash_attn.flash_attn_with_kvcache),
             flash_attn_varlen_func=self._noting(sgl_flash_attn.flash_attn_varlen_func),
-            get_scheduler_metadata=self._noting(sgl_flash_attn.get_scheduler_metadata),
+            get_scheduler_metadata=self._noting(
+                sgl_flash_attn.get_scheduler_metadata, self.schedules
+            ),
             merge_state_v2=sgl_flash_attn.merge_state_v2,
         )
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(
+        self, function: Callable[..., Any], calls: list[dict[str, Any]] | None = None
+    ) -> Callable[..., Any]:
+        calls = self.calls if calls is None else calls
+
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append({"function": function.__name__, "args": args, **kwargs})
+            calls.append({"function": function.__name__, "args": args, **kwargs})
             return function(*args, **kwargs)
 
         return called

@@ -193,17 +193,17 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
 
 def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
     context = world_of(decode(3)).context
-    triton = "attnmux.triton.indices"
+    triton = "attnmux.triton.picks"
     monkeypatch.setitem(sys.modules, triton, None)
     assert lookup(context) is indices.topk_slots
-    own = SimpleNamespace(topk_slots=lambda table, rows, picks: picks)
+    own = SimpleNamespace(TopkSlots=lambda: lambda table, rows, picks: picks)
     monkeypatch.setitem(sys.modules, triton, own)
-    assert lookup(context) is own.topk_slots
+    assert lookup(context) is not indices.topk_slots
 
     def broken(*args) -> None:
         raise FileNotFoundError("no C compiler")
 
-    monkeypatch.setitem(sys.modules, triton, SimpleNamespace(topk_slots=broken))
+    monkeypatch.setitem(sys.modules, triton, SimpleNamespace(TopkSlots=lambda: broken))
     with pytest.raises(BackendFailed, match="no C compiler"):
         lookup(context)
 

@@ -29,7 +29,6 @@ NAMES = (
     "num_kv_splits",
     "out_cache_loc",
     "page_table",
-    "topk_slots",
     "window_view",
 )
 PAGE_SIZES = st.sampled_from([1, 3, 16, 64])
@@ -128,21 +127,6 @@ def test_kv_indices(batch, slack):
     buffer = junk(total + slack)
     assert_same_into("kv_indices", buffer, *batch.where, indptr, **options, total=total)
     assert_same_into("kv_indices", buffer, *batch.where, indptr, **options)
-
-
-@quick
-@given(batches(), st.sampled_from([1, 5, 64, 700]), st.booleans())
-def test_topk_slots(batch, topk, apart_in_memory):
-    """Places in any order, -1 among them."""
-    picks = torch.randint(-1, batch.table.shape[1], (len(batch.rows), topk), dtype=torch.int32)
-    assert_same("topk_slots", *batch.where, apart(picks) if apart_in_memory else picks)
-
-
-@pytest.mark.parametrize("picks", [torch.zeros(1, 4), torch.zeros(2, 4, dtype=torch.int32)])
-def test_picks_that_are_refused(picks):
-    table, rows = torch.zeros(3, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(InvalidInput, match="topk_indices"):
-        ours.topk_slots(table, rows, picks)
 
 
 @quick

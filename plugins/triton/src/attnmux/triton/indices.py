@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.indices import KVView
-from attnmux.core.indices.args import check_lens, check_picks, check_table, front
+from attnmux.core.indices.args import check_lens, check_table, front
 from attnmux.core.indices.paged import table_width
 from attnmux.core.sizes import check_positive
 from attnmux.triton.kernels.indices import (
@@ -17,15 +17,12 @@ from attnmux.triton.kernels.indices import (
     fill_page_table,
     fill_splits,
     gather_slots,
-    look_up_picks,
     sum_lens,
     view_windows,
 )
 
 BLOCK = 1024
 """Values of a program."""
-PICKS = 512
-"""Places that a program looks up: a token's 2048 are four programs."""
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,30 +181,6 @@ def num_kv_splits(
             max_splits,
             HAS_MOST=max_splits is not None,
             BLOCK=BLOCK,
-            num_warps=4,
-        )
-    return result
-
-
-def topk_slots(
-    req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
-) -> torch.Tensor:
-    """[T, topk] int32: slots of the keys that were picked, -1 where there is none."""
-    num_tokens = check_table(req_to_token, rows)
-    check_picks(topk_indices, num_tokens)
-    topk = topk_indices.shape[1]
-    result = torch.empty((num_tokens, topk), dtype=torch.int32, device=topk_indices.device)
-    if result.numel():
-        picks = topk_indices if topk_indices.stride(1) == 1 else topk_indices.contiguous()
-        look_up_picks[(num_tokens, -(-topk // PICKS))](
-            req_to_token,
-            req_to_token.shape[1],
-            rows.contiguous(),
-            picks,
-            picks.stride(0),
-            result,
-            topk,
-            BLOCK=PICKS,
             num_warps=4,
         )
     return result

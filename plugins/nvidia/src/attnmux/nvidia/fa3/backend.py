@@ -46,8 +46,7 @@ class FA3Backend(SteppingBackend):
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
         kinds = (call.kind for call in self._calls.values())
-        get = kernels.get_scheduler_metadata
-        schedules = Schedules.wanted(kinds, get, context, options)
+        schedules = Schedules.wanted(kinds, kernels.get_scheduler_metadata, context)
         super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
         self._without_trees = [

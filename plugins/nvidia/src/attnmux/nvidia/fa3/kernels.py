@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
@@ -18,5 +20,5 @@ class Kernels:
     merge_state_v2: Callable[..., Any]
     """Attention over two sets of keys, from outputs and natural-logarithm LSE [T, H] of each. Rows
     lie end to end, and one of both sides has keys: it looks at neither."""
-    get_scheduler_metadata: Callable[..., Any] | None = None
-    """What the first function computes before it attends; None leaves it to that."""
+    get_scheduler_metadata: Callable[..., torch.Tensor]
+    """What the first function computes before it attends, where it is not handed over."""

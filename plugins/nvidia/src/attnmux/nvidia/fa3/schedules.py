@@ -8,14 +8,13 @@ not, it resets a counter in a launch of its own instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.page_tables import KeyGroup, Step
 
@@ -69,25 +68,12 @@ class Schedules:
     def wanted(
         cls,
         kinds: Iterable[Kind | None],
-        get_scheduler_metadata: Callable[..., torch.Tensor] | None,
+        get_scheduler_metadata: Callable[..., torch.Tensor],
         context: BackendContext,
-        options: Mapping[str, object],
     ) -> Schedules | None:
-        """What the option `scheduler_metadata` asks for; None where it is off, and where keys are
-        never split, so that there is nothing to save.
-
-        Raises InvalidInput where it is on and the library has no such function.
-        """
+        """None where keys are never split, so that there is nothing to save."""
         found = [kind for kind in kinds if kind is not None and kind.num_splits != 1]
-        if not options.get("scheduler_metadata", False) or not found:
-            return None
-        if get_scheduler_metadata is None:
-            raise InvalidInput(
-                "scheduler_metadata",
-                came=True,
-                expected="False: the library has no get_scheduler_metadata",
-            )
-        return cls(found, get_scheduler_metadata, context)
+        return cls(found, get_scheduler_metadata, context) if found else None
 
     def __init__(
         self,

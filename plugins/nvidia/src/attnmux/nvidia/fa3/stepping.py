@@ -23,8 +23,8 @@ class SteppingBackend(AttentionBackend):
         *,
         schedules: Schedules | None,
     ) -> None:
-        """groups: of each layer that the pool stores. schedules: None where the library computes
-        its schedule in every call."""
+        """groups: of each layer that the pool stores. schedules: None where there is nothing
+        to schedule."""
         super().__init__(context, options)
         self._groups = tuple(dict.fromkeys(groups))
         self._drafts = DraftTables(self._groups, context)

@@ -33,9 +33,10 @@ def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
     Raises BackendFailed where that launch does not compile.
     """
     try:
-        from attnmux.triton.indices import topk_slots  # noqa: PLC0415  # another package's
+        from attnmux.triton.picks import TopkSlots  # noqa: PLC0415  # another package's
     except ImportError:
         return indices.topk_slots
+    topk_slots = TopkSlots()
     nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
     with compiling("nvidia/nsa", context.device, "Triton compiles no kernel here: mend it"):
         topk_slots(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)

@@ -1,0 +1,47 @@
+"""`attnmux.core.indices.topk_slots` on a device, in one launch: a call of every layer."""
+
+from __future__ import annotations
+
+import torch
+
+from attnmux.core.indices.args import check_picks, check_table
+from attnmux.triton.kernels.indices import look_up_picks
+from attnmux.triton.launching import BoundKernel, Launcher
+
+BLOCK = 512
+"""Places that a program looks up: a token's 2048 are four programs."""
+
+
+class TopkSlots:
+    """The same arguments, the same results; what it has compiled is kept."""
+
+    def __init__(self) -> None:
+        self._look_up = BoundKernel(
+            Launcher(),
+            look_up_picks,
+            {"BLOCK": BLOCK},
+            tensors=("table", "rows", "picks", "result"),
+            numbers=("table_width", "picks_stride", "topk"),
+            options={"num_warps": 4},
+        )
+
+    def __call__(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """Slots of the keys that were picked, [T, topk] int32; -1 where there is none.
+
+        rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32.
+        Raises InvalidInput for other shapes and dtypes, BackendFailed where it does not compile.
+        """
+        num_tokens = check_table(req_to_token, rows)
+        check_picks(topk_indices, num_tokens)
+        topk = topk_indices.shape[1]
+        result = torch.empty((num_tokens, topk), dtype=torch.int32, device=topk_indices.device)
+        if result.numel():
+            picks = topk_indices if topk_indices.stride(1) == 1 else topk_indices.contiguous()
+            self._look_up(
+                (num_tokens, -(-topk // BLOCK), 1),
+                (req_to_token, rows.contiguous(), picks, result),
+                (req_to_token.shape[1], picks.stride(0), topk),
+            )
+        return result
