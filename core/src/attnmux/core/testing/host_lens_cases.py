@@ -47,6 +47,8 @@ def host_lens_cases(page: int) -> Iterator[Case]:
     }
     for name, settings in features.items():
         yield _known(f"extend-empty-prefix-{name}", page, empty, **settings)
+    long = extend((0, 700), (0, 260))
+    yield _known("extend-empty-prefix-long", page, long, max_context_len=1152)
     chain: dict[str, Any] = {"spec_topk": 1}
     yield _known("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
     yield _known("verify-empty-prefix", page, verify(3, 0, 0), **chain)

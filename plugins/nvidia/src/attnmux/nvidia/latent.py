@@ -94,10 +94,12 @@ def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
     """Whether the rotary part lies behind the other in memory, in rows that kernels can load."""
     width = RANK + ROPE
     strides = (q.shape[1] * width, width, 1)
+    if q.stride() != strides or q_rope.stride() != strides:
+        return False
+    # As far apart in their storages as in memory: the storage is the same.
     return (
-        q.stride() == q_rope.stride() == strides
+        q_rope.storage_offset() == q.storage_offset() + RANK
         and q_rope.data_ptr() == q.data_ptr() + RANK * q.element_size()
-        and q_rope.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
         and is_aligned(q)
     )
 

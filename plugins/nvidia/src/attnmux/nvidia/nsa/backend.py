@@ -139,19 +139,22 @@ class NSABackend(AttentionBackend):
         parts = []
         for part in picked(cache, places):
             result, _, kernels_lse = self._kernels.flash_mla_sparse_fwd(
-                queries[part.tokens],
+                queries if part.tokens is None else queries[part.tokens],
                 part.kv,
                 part.indices,
                 layer.scaling * scale,
                 RANK,
                 **self._kernels.constants,
             )
-            parts.append(result[:, : call.num_heads])
+            parts.append(result)
             if lse is not None:
-                self._store_lse(kernels_lse, lse[part.tokens])
+                self._store_lse(kernels_lse, lse if part.tokens is None else lse[part.tokens])
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         if scale != 1:
             attended = attended * scale
+        if call.num_heads == call.kernel_heads:
+            return attended
+        attended = attended[:, : call.num_heads]
         return attended if out is not None else attended.contiguous()
 
     def _store_lse(self, source: torch.Tensor, lse: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,15 @@ TOKENS_AT_ONCE = 64
 class Picked:
     """What the kernel is told of a stretch of tokens."""
 
-    tokens: slice
+    tokens: slice | None
+    """None: all."""
     kv: torch.Tensor
     """[n, 1, 576] bfloat16."""
     indices: torch.Tensor
     """[t, 1, topk] int32: rows of kv; -1 is no key."""
 
 
-def picked(cache: torch.Tensor, places: torch.Tensor) -> Iterator[Picked]:
+def picked(cache: torch.Tensor, places: torch.Tensor) -> Iterable[Picked]:
     """The whole step at once over rows of bfloat16. The kernel reads no others: of e4m3 the rows
     that were picked are widened, a stretch of tokens after the other.
 
@@ -36,8 +37,11 @@ def picked(cache: torch.Tensor, places: torch.Tensor) -> Iterator[Picked]:
     if missing:
         places = pad(places, (0, missing), value=-1)
     if cache.dtype != FP8:
-        yield Picked(tokens=slice(0, len(places)), kv=cache, indices=places.unsqueeze(1))
-        return
+        return (Picked(tokens=None, kv=cache, indices=places.unsqueeze(1)),)
+    return _widened(cache, places)
+
+
+def _widened(cache: torch.Tensor, places: torch.Tensor) -> Iterator[Picked]:
     for start in range(0, len(places), TOKENS_AT_ONCE):
         part = places[start : start + TOKENS_AT_ONCE]
         # As bytes: torch gathers no 8-bit floats everywhere
