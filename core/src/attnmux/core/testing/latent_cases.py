@@ -29,8 +29,8 @@ def mla_cases(page: int) -> Iterator[Case]:
     yield case_of("mla-verify-tree", page, verify(5, 12, page), spec_topk=4, **latent)
     yield case_of("mla-kv-in-pool", page, decode(45, 3), kv_in_pool=True, **latent)
     yield case_of("mla-unsaved", page, extend((0, 30), (0, 7)), save_kv_cache=False, **latent)
-    long = extend((0, 700), (0, 130))
-    settings: dict[str, Any] = {**latent, "save_kv_cache": False, "max_context_len": 1152}
+    long = extend((0, 300), (0, 70))
+    settings: dict[str, Any] = {**latent, "save_kv_cache": False, "max_context_len": 512}
     yield case_of("mla-unsaved-long", page, long, **settings)
     yield case_of(
         "mla-expanded-prefill", page, extend((0, 30), (0, 7)), save_kv_cache=False, **expanded

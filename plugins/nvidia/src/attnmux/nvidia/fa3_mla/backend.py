@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core.backend import BackendContext
+from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import splits
 from attnmux.nvidia.fa3.drafts import merge
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.fa3.stepping import SteppingBackend
-from attnmux.nvidia.fa3_mla.calls import Cache, LayerCall, keys_of_call
+from attnmux.nvidia.fa3_mla.calls import LayerCall
 from attnmux.nvidia.latent import rotary
-from attnmux.nvidia.page_tables import Keys, Step
+from attnmux.nvidia.page_tables import Step
 from attnmux.nvidia.results import nothing, store_lse
 from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
 from attnmux.nvidia.steps import prepared
@@ -100,37 +101,22 @@ class FA3MLABackend(SteppingBackend):
             return nothing(q, layer, out, lse)
         q, q_rope = aligned(q), aligned(q_rope)
         if k is not None and k_rope is not None:
-            cache = Cache.of_call(k, k_rope, q.dtype)
-            keys = keys_of_call(step.query_bounds(q.device), step.max_seqlen_q)
-            return self._paged(q, q_rope, cache, keys, call, step, out, lse, num_splits=1)
+            return self._in_call(q, q_rope, k, k_rope, call, step, out, lse)
         if step.is_tree:
             return self._tree(q, q_rope, call, step, out, lse)
-        group, pages, _ = call.stored()
-        schedule = None if self._schedules is None else self._schedules.of(call.kind)
-        return self._paged(
-            q,
-            q_rope,
-            pages,
-            step.keys[group],
-            call,
-            step,
-            out,
-            lse,
-            scheduler_metadata=schedule,
-        )
+        return self._paged(q, q_rope, call, step, out, lse)
 
     def _paged(
         self,
         q: torch.Tensor,
         q_rope: torch.Tensor,
-        cache: Cache,
-        keys: Keys,
         call: LayerCall,
         step: Step,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
-        **arguments: Any,  # noqa: ANN401  # the library's
     ) -> torch.Tensor:
+        group, pages, _ = call.stored()
+        arguments: dict[str, Any] = {}
         each = step.queries_each
         into = None if out is None or not is_aligned(out) else out
         if each is None:
@@ -139,10 +125,12 @@ class FA3MLABackend(SteppingBackend):
         else:
             q, q_rope = by_request(q, each), by_request(q_rope, each)
             into = None if into is None else by_request(into, each)
+        if self._schedules is not None:
+            arguments["scheduler_metadata"] = self._schedules.of(call.kind)
         result = call.over(
             self._kernels,
-            cache,
-            keys,
+            pages,
+            step.keys[group],
             q,
             q_rope,
             out=into,
@@ -193,3 +181,40 @@ class FA3MLABackend(SteppingBackend):
         )
         merge(self._kernels.merge_state_v2, out, prefix_lse, drafts, drafts_lse, lse)
         return out
+
+    def _in_call(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        k: torch.Tensor,
+        k_rope: torch.Tensor,
+        call: LayerCall,
+        step: Step,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Over the call's own latents; there is no prefix."""
+        if k.dtype != q.dtype or k_rope.dtype != q.dtype:
+            raise InvalidInput(
+                "k", came=f"{k.dtype} and {k_rope.dtype}", expected=f"{q.dtype}, as q is"
+            )
+        query_bounds = step.query_bounds(q.device)
+        into = None if out is None or not is_aligned(out) else out
+        result = self._kernels.flash_attn_varlen_func(
+            q_rope,
+            aligned(k_rope),
+            aligned(k),
+            query_bounds,
+            query_bounds,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=step.max_seqlen_q,
+            qv=q,
+            return_softmax_lse=lse is not None,
+            out=into,
+            **{**call.arguments, "num_splits": 1},
+        )
+        if lse is not None:
+            result, kernels_lse, *_ = result
+            store_lse(kernels_lse, lse, None)
+        attended: torch.Tensor = result
+        return attended if into is None or out is None else out

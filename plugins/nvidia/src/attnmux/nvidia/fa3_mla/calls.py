@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import AttnmuxError
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3.schedules import Kind
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 from attnmux.nvidia.pools import check_sixteen_bits
-from attnmux.nvidia.rows import aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,30 +30,6 @@ class Cache:
     def of(cls, layer: LayerSpec, context: BackendContext, page_size: int) -> Cache:
         rows = latent_pages(layer, context, page_size)
         return cls(k_cache=rows[..., RANK:], v_cache=rows[..., :RANK])
-
-    @classmethod
-    def of_call(cls, k: torch.Tensor, k_rope: torch.Tensor, dtype: torch.dtype) -> Cache:
-        """Latents of a call, in pages of one. The library's function for keys without pages faults
-        on long requests.
-
-        k: [T, 1, 512]. k_rope: [T, 1, 64].
-        Raises InvalidInput where they are not of the dtype of Q.
-        """
-        if k.dtype != dtype or k_rope.dtype != dtype:
-            raise InvalidInput(
-                "k", came=f"{k.dtype} and {k_rope.dtype}", expected=f"{dtype}, as q is"
-            )
-        return cls(k_cache=aligned(k_rope).unsqueeze(1), v_cache=aligned(k).unsqueeze(1))
-
-
-def keys_of_call(bounds: torch.Tensor, longest: int) -> Keys:
-    """Where the keys of each request are among those of the call, which lie end to end.
-
-    bounds: [B + 1] int32. longest: keys that a request may have.
-    """
-    columns = torch.arange(longest, dtype=torch.int32, device=bounds.device)
-    table = bounds[:-1].unsqueeze(1) + columns
-    return Keys(page_table=torch.minimum(table, bounds[-1] - 1), lens=bounds.diff())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

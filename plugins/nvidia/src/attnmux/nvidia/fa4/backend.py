@@ -120,8 +120,7 @@ class FA4Backend(AttentionBackend):
         else:
             queries = {"q": aligned(q)}
         bounds = step.query_bounds(q.device)
-        in_pool = save_kv_cache and not step.has_all_keys
-        if k is None or v is None or in_pool:
+        if k is None or v is None or save_kv_cache:
             keys = _cached(call, step)
         else:
             keys = _of_call(k, v, bounds, step, q.dtype)
