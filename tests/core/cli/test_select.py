@@ -213,6 +213,25 @@ def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:
     assert f"allow_plugins ({tmp_path / 'attnmux.toml'}) admits none" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            'deny_plugins = ["nvidai"]',
+            "no installed plugin is named 'nvidai', did you mean 'nvidia'?",
+        ),
+        ('allow_plugins = ["cpu", "attnmux-acme"]', "no installed plugin is named 'attnmux-acme'"),
+        ('deny_plugins = ["Attnmux_NVIDIA"]', None),
+        ('allow_plugins = ["cpu"]', None),
+    ],
+)
+def test_lists_with_names_of_nobody(call, tmp_path, setting, said) -> None:
+    (tmp_path / "attnmux.toml").write_text(setting + "\n")
+    stderr = call("--platform", HERE).stderr
+    assert ("no installed plugin" in stderr) is (said is not None)
+    assert said is None or said in stderr
+
+
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8")
 CPU = Platform.parse("cpu:x86_64")
 

@@ -16,6 +16,7 @@ from attnmux.core.choosing.card import BackendCard, Offer
 from attnmux.core.choosing.failures import PluginFailure, Stage, failure_of
 from attnmux.core.choosing.libraries import entry_points, identity
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.spelling import nearest
 from attnmux.core.errors import InvalidInput, PluginError
 
 GROUP = "attnmux"
@@ -187,6 +188,15 @@ def find_entries(
     ]
     entries.sort(key=lambda entry: entry.identity)
     return entries, [failure_of(name, name, "", "load", error) for name, error in unreadable]
+
+
+def names_of_nobody(names: Iterable[str]) -> dict[str, str]:
+    """Of names of plugins or distributions those that nothing installed has, each with the name
+    that was probably meant, or with nothing."""
+    points, _ = entry_points(GROUP)
+    known = {name for entry in map(Entry, points) for name in entry.names}
+    strangers = [name for name in names if canonicalize_name(name) not in known]
+    return {name: nearest(name, sorted(known)) for name in strangers}
 
 
 def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:

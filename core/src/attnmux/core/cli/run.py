@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.plugins import Plugins, load_plugins
+from attnmux.core.choosing.plugins import Plugins, load_plugins, names_of_nobody
 from attnmux.core.choosing.probe import Detection, detect
 from attnmux.core.settings import Settings
 
@@ -54,7 +54,20 @@ class Run:
         if allowed is not None and not plugins.loaded:
             limit = "no_plugins" if settings.no_plugins else "allow_plugins"
             self.warn(f"no plugin is loaded: {limit} ({settings.sources[limit]}) admits none")
+        self._warn_of_strangers(settings)
         return plugins
+
+    def _warn_of_strangers(self, settings: Settings) -> None:
+        """A plugin that is not installed is neither admitted nor left out, written wrongly or
+        not."""
+        for setting, names in (
+            ("allow_plugins", settings.allow_plugins or ()),
+            ("deny_plugins", settings.deny_plugins),
+        ):
+            for name, meant in names_of_nobody(names).items() if names else ():
+                guess = f", did you mean {meant!r}?" if meant else ""
+                source = settings.sources[setting]
+                self.warn(f"{setting} ({source}): no installed plugin is named {name!r}{guess}")
 
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
