@@ -35,6 +35,8 @@ from attnmux.nvidia.nsa.trial import measured_lse_unit
 from attnmux.nvidia.trial import first_that_runs
 
 DISTRIBUTIONS = ("sgl-flash-mla", "sglang-kernel")
+LOOKUP = ("triton", "attnmux-triton")
+"""What `nsa` looks its slots up with."""
 
 
 def _first(
@@ -115,7 +117,7 @@ FLASHMLA = Adapter(
     ways=_dense,
 )
 NSA = Adapter(
-    distributions=DISTRIBUTIONS,
+    distributions=(*DISTRIBUTIONS, *LOOKUP),
     workloads=SPARSE,
     tiny=SPARSE_TINY,
     installed=_sparse_installed,

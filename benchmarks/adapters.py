@@ -15,12 +15,15 @@ host    Wall time of one eager call, without waiting for the device. Bar: `backe
         15 us more than the library's own calls. `metadata` is `init_forward_metadata`, once a step;
         `write` is what storing the call's K and V takes, which other engines pay too.
 
-Raw is `same calls`: those that the adapter makes, with what makes the library's arguments of the
-contract's: for FlashMLA's kernels Q in one row, for `nsa` slots of places, for fmha_v2 a copy of K
-and V. Where there is such work, a second row compares with the `kernel alone`, on arguments that
-were made before; the bars hold there too. flashinfer's extend is one call over the call's own K and
-V, and with a prefix another over the pool and the merge: a second row compares with `one call` over
-the pool, which no bar is for.
+Raw is `same calls`: those that an engine makes of the library, with what makes its arguments of the
+contract's: for FlashMLA's kernels Q in one row where its parts come apart, for `nsa` slots of
+places, for fmha_v2 a copy of K and V. The adapter may do better, and three do: `fa3` and `fa3_mla`
+compute one schedule a step, which raw does in every layer, `fa3` reads the call's K and V in place
+of the pool's pages where there is no prefix, and `nsa` looks its slots up in one launch. Where
+there is such work, a second row compares with the `kernel alone`, on arguments that were made
+before; the bars hold there too. flashinfer's extend is one call over the call's own K and V, and
+with a prefix another over the pool and the merge: a second row compares with `one call` over the
+pool, which no bar is for.
 
 A library that is not installed, or that fails, is a row that says so. A device that has failed
 once fails all later rows of the process: --backend starts over with one.

@@ -238,6 +238,18 @@ def test_without_a_prefix_keys_are_read_from_the_pool(settings, host_lens):
     assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
 
 
+def test_without_a_prefix_keys_of_another_dtype_are_read_from_the_pool():
+    """Which has cast them."""
+    step = extend((0, 9), (0, 4))
+    spy, world = Spy(), world_of(step, page_size=16)
+    backend = FA3Backend(world.context, {}, spy.kernels)
+    made = prepare_step(world, step, host_lens=True)
+    backend.init_forward_metadata(made.batch)
+    given = made.inputs[0]
+    backend.forward(given.q, given.k.float(), given.v.float(), given.layer, made.batch)
+    assert {call["function"] for call in spy.calls} == {"flash_attn_with_kvcache"}
+
+
 @pytest.mark.parametrize("step", [decode(40, 7), extend((16, 9), (0, 4)), verify(3, 9, 20)])
 def test_keys_in_the_pool_are_never_packed(step):
     """`flash_attn_varlen_func` takes a page table and ignores it."""

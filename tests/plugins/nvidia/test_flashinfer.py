@@ -244,6 +244,17 @@ def test_only_replays_of_decode_take_the_fast_plan(spy) -> None:
     assert spy.counts == {"decode.plan": 1}
 
 
+def test_keys_of_another_dtype_are_read_as_the_pool_casts_them(spy) -> None:
+    world = world_of(extend((0, 9), (0, 4)))
+    backend = FlashInferBackend(world.context, options(), spy.kernels)
+    prepared = prepare_step(world, extend((0, 9), (0, 4)), host_lens=True)
+    given, batch = prepared.inputs[0], prepared.batch
+    backend.init_forward_metadata(batch)
+    found = backend.forward(given.q, given.k.float(), given.v.float(), given.layer, batch)
+    expected = backend.forward(given.q, given.k, given.v, given.layer, batch)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

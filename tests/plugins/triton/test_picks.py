@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
+from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import topk_slots
+from attnmux.core.testing import AttentionBackendTests, Candidate
+from attnmux.nvidia.cards.nsa import NSA
+from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA
+from attnmux.nvidia.nsa import NSABackend
+from attnmux.nvidia.nsa.providers import from_flash_mla
+from attnmux.nvidia.nsa.trial import measured_lse_unit
 
 pytest.importorskip("triton")
 
 from attnmux.triton.picks import TopkSlots  # where there is a Triton
+
+
+def sparse(context, options) -> NSABackend:
+    kernels = replace(from_flash_mla(FlashMLA), topk_slots=TopkSlots())
+    return NSABackend(context, options, kernels, lse_unit=measured_lse_unit(kernels, context))
+
+
+class TestSparseAttention(AttentionBackendTests):
+    """A backend that looks its keys up so, eagerly and captured."""
+
+    backend = Candidate(
+        card=replace(NSA, requires=()),
+        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        device="cpu",
+        factory=sparse,
+    )
+    page_sizes = (64,)
 
 
 def test_signature():
@@ -21,16 +46,15 @@ def test_signature():
 
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_results(is_apart):
-    """Places in any order, -1 among them, of one instance with what it has compiled before."""
+    """Places in any order, -1 among them."""
     slots = TopkSlots()
-    for _ in range(3):
-        for tokens, width, topk in ((1, 40, 5), (3, 700, 700), (7, 64, 512), (4, 64, 513)):
-            table = torch.randint(0, 10_000, (9, width), dtype=torch.int32)
-            rows = torch.randint(0, 9, (tokens,))
-            picks = torch.randint(-1, width, (tokens, 2 * topk), dtype=torch.int32)
-            picks = picks[:, ::2] if is_apart else picks[:, :topk]
-            expected = topk_slots(table, rows, picks)
-            assert torch.equal(slots(table, rows, picks), expected)
+    for tokens, width, topk in ((1, 40, 5), (3, 700, 700), (7, 64, 512), (4, 64, 513)):
+        table = torch.randint(0, 10_000, (9, width), dtype=torch.int32)
+        rows = torch.randint(0, 9, (tokens,))
+        picks = torch.randint(-1, width, (tokens, 2 * topk), dtype=torch.int32)
+        picks = picks[:, ::2] if is_apart else picks[:, :topk]
+        expected = topk_slots(table, rows, picks)
+        assert torch.equal(slots(table, rows, picks), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0)])

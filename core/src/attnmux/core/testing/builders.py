@@ -191,12 +191,12 @@ def _multi_item(step: Step, device: torch.device) -> MultiItem:
 
 def _make_input(world: World, layer: LayerSpec, batch: ForwardBatch, *, fused: bool) -> LayerInput:
     """Random tensors; with `fused` the rows of Q, K and V are parts of longer rows, as they come
-    out of one projection, and both parts of MLA's are parts of one. Over KV of 8-bit floats Q has
-    values of their format, so that a kernel may round it there.
+    out of one projection. Both parts of MLA's are then parts of one row, and else of longer ones.
+    Over KV of 8-bit floats Q has values of their format, so that a kernel may round it there.
     """
     num_tokens, rope = batch.num_tokens, layer.qk_rope_head_dim
     kv_dtype = world.context.token_to_kv_pool.dtype
-    between = 64 if fused and not rope else 0
+    between = 64 if fused != bool(rope) else 0
 
     def draw(count: int, heads: int, width: int) -> torch.Tensor:
         made = world.random(count, between + heads * width)

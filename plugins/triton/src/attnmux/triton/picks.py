@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.indices.args import check_picks, check_table
-from attnmux.triton.kernels.indices import look_up_picks
+from attnmux.triton.kernels.picks import look_up_picks
 from attnmux.triton.launching import BoundKernel, Launcher
 
 BLOCK = 512

@@ -101,7 +101,8 @@ class FA3Backend(SteppingBackend):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if save_kv_cache and not (
-            prepared(self._step).has_all_keys and self._calls[layer.layer_id].stores_as_given
+            prepared(self._step).has_all_keys
+            and self._calls[layer.layer_id].stores_as_given(q, k, v)
         ):
             k = v = None
         return self._attend(q, k, v, layer, batch, out, lse)

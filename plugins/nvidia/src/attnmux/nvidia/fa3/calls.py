@@ -142,10 +142,14 @@ class LayerCall:
         hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
         return not hides and layer.sinks is None and not layer.is_cross_attention
 
-    @property
-    def stores_as_given(self) -> bool:
-        """Whether the pool holds of a step's new tokens what the layer's call brings."""
-        return self.quantised is None and not self.layer.is_cross_attention
+    def stores_as_given(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+    ) -> bool:
+        """Whether the pool holds of a step's new tokens what the layer's call brings, in the dtype
+        of Q."""
+        if k is None or v is None or self.layer.is_cross_attention:
+            return False
+        return self.quantised is None and k.dtype == v.dtype == q.dtype
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q [T, Hq, D] as the kernels read and load it."""

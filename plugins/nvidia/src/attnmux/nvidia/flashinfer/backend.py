@@ -214,7 +214,8 @@ class FlashInferBackend(AttentionBackend):
         """Attention over one part of the keys; `lse` in base 2."""
         wrapper = self._wrapper(role, self._groups[layer.layer_id])
         if k is not None and v is not None and role is Role.RAGGED:
-            k, v = aligned(k), aligned(v)
+            # As the pool would have cast them.
+            k, v = aligned(k.to(q.dtype)), aligned(v.to(q.dtype))
             wrapper.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
             return
         cache = self._cache(layer)

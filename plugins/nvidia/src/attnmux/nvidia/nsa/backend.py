@@ -136,7 +136,7 @@ class NSABackend(AttentionBackend):
             return nothing(q, layer, out, lse)
         scale = call.scale if cache is call.cache else 1.0
         queries = call.queries(q, q_rope)
-        parts = []
+        parts, heads = [], call.num_heads
         for part in picked(cache, places):
             result, _, kernels_lse = self._kernels.flash_mla_sparse_fwd(
                 queries if part.tokens is None else queries[part.tokens],
@@ -146,15 +146,12 @@ class NSABackend(AttentionBackend):
                 RANK,
                 **self._kernels.constants,
             )
-            parts.append(result)
+            parts.append(result[:, :heads] if heads < call.kernel_heads else result)
             if lse is not None:
                 self._store_lse(kernels_lse, lse if part.tokens is None else lse[part.tokens])
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         if scale != 1:
             attended = attended * scale
-        if call.num_heads == call.kernel_heads:
-            return attended
-        attended = attended[:, : call.num_heads]
         return attended if out is not None else attended.contiguous()
 
     def _store_lse(self, source: torch.Tensor, lse: torch.Tensor) -> None:

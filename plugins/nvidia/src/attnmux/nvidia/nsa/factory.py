@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from attnmux.core import indices
 from attnmux.core.backend import BackendContext
+from attnmux.core.errors import BackendFailed
 from attnmux.nvidia.nsa.backend import NSABackend
 from attnmux.nvidia.nsa.providers import PROVIDERS
 from attnmux.nvidia.nsa.trial import measured_lse_unit
@@ -28,16 +30,18 @@ def make(context: BackendContext, options: Mapping[str, object]) -> NSABackend:
 
 
 def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
-    """One launch where attnmux-triton is installed with its library, else several of torch.
-
-    Raises BackendFailed where that launch does not compile.
-    """
+    """One launch where attnmux-triton is installed with its library, else several of torch; those
+    too, with a warning, where Triton does not compile."""
     try:
         from attnmux.triton.picks import TopkSlots  # noqa: PLC0415  # another package's
     except ImportError:
         return indices.topk_slots
     topk_slots = TopkSlots()
     nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
-    with compiling("nvidia/nsa", context.device, "Triton compiles no kernel here: mend it"):
-        topk_slots(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
+    try:
+        with compiling("nvidia/nsa", context.device, hint=""):
+            topk_slots(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
+    except BackendFailed as error:
+        warnings.warn(f"nsa goes on without Triton: {error.reason}", stacklevel=2)
+        return indices.topk_slots
     return topk_slots

@@ -6,4 +6,5 @@ shares.py   few new tokens over many keys: keys in equal shares
 merge.py    two partial results as one
 write.py    K and V of new tokens to their slots
 indices.py  what kernels read, from lengths and the request table
+picks.py    slots of the places that an indexer picks
 """
