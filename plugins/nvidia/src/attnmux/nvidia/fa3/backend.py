@@ -46,7 +46,7 @@ class FA3Backend(SteppingBackend):
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
         kinds = (call.kind for call in self._calls.values())
-        schedules = Schedules.wanted(kinds, kernels.get_scheduler_metadata, context)
+        schedules = Schedules(kinds, kernels.get_scheduler_metadata, context)
         super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
         self._without_trees = [
@@ -153,8 +153,6 @@ class FA3Backend(SteppingBackend):
         else:
             q = by_request(q, each)
             into = None if into is None else by_request(into, each)
-        if self._schedules is not None:
-            arguments["scheduler_metadata"] = self._schedules.of(call.kind)
         result = call.over(
             self._kernels,
             pages,
@@ -162,6 +160,7 @@ class FA3Backend(SteppingBackend):
             q,
             return_softmax_lse=lse is not None,
             out=into,
+            scheduler_metadata=self._schedules.of(call.kind),
             **arguments,
         )
         if lse is not None:

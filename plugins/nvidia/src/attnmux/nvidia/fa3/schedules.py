@@ -64,24 +64,16 @@ class Kind:
 class Schedules:
     """Of the steps of one backend, for every kind of its layers."""
 
-    @classmethod
-    def wanted(
-        cls,
+    def __init__(
+        self,
         kinds: Iterable[Kind | None],
         get_scheduler_metadata: Callable[..., torch.Tensor],
         context: BackendContext,
-    ) -> Schedules | None:
-        """None where keys are never split, so that there is nothing to save."""
-        found = [kind for kind in kinds if kind is not None and kind.num_splits != 1]
-        return cls(found, get_scheduler_metadata, context) if found else None
-
-    def __init__(
-        self,
-        kinds: Iterable[Kind],
-        get_scheduler_metadata: Callable[..., torch.Tensor],
-        context: BackendContext,
     ) -> None:
-        self._kinds = tuple(dict.fromkeys(kinds))
+        """kinds: of each layer, None of one that the pool does not store. Where keys are never
+        split there is nothing to save, and no schedule."""
+        found = (kind for kind in kinds if kind is not None and kind.num_splits != 1)
+        self._kinds = tuple(dict.fromkeys(found))
         self._get = get_scheduler_metadata
         self._device = context.device
         self._fixed: dict[Kind, torch.Tensor] = {}

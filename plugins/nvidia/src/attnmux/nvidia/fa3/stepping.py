@@ -21,10 +21,9 @@ class SteppingBackend(AttentionBackend):
         options: Mapping[str, object],
         groups: Iterable[KeyGroup],
         *,
-        schedules: Schedules | None,
+        schedules: Schedules,
     ) -> None:
-        """groups: of each layer that the pool stores. schedules: None where there is nothing
-        to schedule."""
+        """groups: of each layer that the pool stores."""
         super().__init__(context, options)
         self._groups = tuple(dict.fromkeys(groups))
         self._drafts = DraftTables(self._groups, context)
@@ -57,8 +56,7 @@ class SteppingBackend(AttentionBackend):
             self._step.fill(batch, self._groups, self.context)
             if self._step.is_tree:
                 self._drafts.fill(batch)
-            if self._schedules is not None:
-                self._schedules.fill(self._step)
+            self._schedules.fill(self._step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called again, for graphs of another mode, it keeps what captured graphs point at."""
@@ -67,5 +65,4 @@ class SteppingBackend(AttentionBackend):
             self._fixed = fixed_buffers(self._groups, max_bs, self.context)
             self._fixed_batch_size = max_bs
         self._drafts.reserve(max_bs, max_num_tokens)
-        if self._schedules is not None:
-            self._schedules.reserve(max_bs)
+        self._schedules.reserve(max_bs)

@@ -46,7 +46,7 @@ class FA3MLABackend(SteppingBackend):
         }
         groups = (call.group for call in self._calls.values() if call.group is not None)
         kinds = (call.kind for call in self._calls.values())
-        schedules = Schedules.wanted(kinds, kernels.get_scheduler_metadata, context)
+        schedules = Schedules(kinds, kernels.get_scheduler_metadata, context)
         super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
 
@@ -125,8 +125,6 @@ class FA3MLABackend(SteppingBackend):
         else:
             q, q_rope = by_request(q, each), by_request(q_rope, each)
             into = None if into is None else by_request(into, each)
-        if self._schedules is not None:
-            arguments["scheduler_metadata"] = self._schedules.of(call.kind)
         result = call.over(
             self._kernels,
             pages,
@@ -135,6 +133,7 @@ class FA3MLABackend(SteppingBackend):
             q_rope,
             out=into,
             return_softmax_lse=lse is not None,
+            scheduler_metadata=self._schedules.of(call.kind),
             **arguments,
         )
         if lse is not None:
