@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.indices.args import check_picks
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -37,23 +38,12 @@ def check_fields(batch: ForwardBatch) -> None:
                 raise InvalidInput(
                     field, came=f"a tensor on {mirror.device}", expected="one on cpu"
                 )
-    _check_topk_indices(batch)
+    if batch.topk_indices is not None:
+        check_picks(batch.topk_indices, batch.num_tokens)
     items = batch.multi_item
     if items is not None:
         _check_vector("multi_item.prefix_lens", items.prefix_lens, torch.int32, size)
         _check_vector("multi_item.token_pos_in_items", items.token_pos_in_items, torch.int32)
-
-
-def _check_topk_indices(batch: ForwardBatch) -> None:
-    picks = batch.topk_indices
-    if picks is None:
-        return
-    if picks.dtype != torch.int32 or picks.dim() != 2 or picks.shape[0] != batch.num_tokens:
-        raise InvalidInput(
-            "topk_indices",
-            came=f"{picks.dtype} of shape {tuple(picks.shape)}",
-            expected=f"torch.int32 of shape ({batch.num_tokens}, topk)",
-        )
 
 
 def check_call(

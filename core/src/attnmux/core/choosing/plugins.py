@@ -193,8 +193,8 @@ def find_entries(
 def names_of_nobody(names: Iterable[str]) -> dict[str, str]:
     """Of names of plugins or distributions those that nothing installed has, each with the name
     that was probably meant, or with nothing."""
-    points, _ = entry_points(GROUP)
-    known = {name for entry in map(Entry, points) for name in entry.names}
+    entries, _ = find_entries()
+    known = {name for entry in entries for name in entry.names}
     strangers = [name for name in names if canonicalize_name(name) not in known]
     return {name: nearest(name, sorted(known)) for name in strangers}
 

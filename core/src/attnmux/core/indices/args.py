@@ -36,7 +36,7 @@ def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
         raise InvalidInput(
             "topk_indices",
             came=_describe(topk_indices),
-            expected=f"{torch.int32} of shape ({num_tokens}, topk)",
+            expected=f"torch.int32 of shape ({num_tokens}, topk)",
         )
 
 
