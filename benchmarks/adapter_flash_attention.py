@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.adapter_grids import DENSE, DENSE_TINY, EXTEND, EXTEND_TINY, LATENT, LATENT_TINY
 from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import SAME, Adapter, Ways, after_writes, kernels_of
-from benchmarks.adapter_workloads import RANK
+from benchmarks.setups import RANK
 from benchmarks.timing import Call
 
 from attnmux.nvidia.emulators import sgl_flash_attn

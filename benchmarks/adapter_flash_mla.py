@@ -7,7 +7,6 @@ they are put together. `nsa`'s takes slots, which an indexer gives as places in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from benchmarks.adapter_grids import SPARSE, SPARSE_TINY, WHOLE_ROWS, WHOLE_ROWS_TINY
 from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes
-from benchmarks.adapter_workloads import RANK
+from benchmarks.setups import RANK
 from benchmarks.timing import Call
 
 from attnmux.core.backend import BackendContext
@@ -28,8 +27,7 @@ from attnmux.nvidia.flashmla.providers import from_flash_mla as dense_kernels
 from attnmux.nvidia.flashmla.trial import try_kernels
 from attnmux.nvidia.nsa import Kernels as SparseKernels
 from attnmux.nvidia.nsa import NSABackend
-from attnmux.nvidia.nsa.factory import lookup
-from attnmux.nvidia.nsa.providers import PROVIDERS as SPARSE_PROVIDERS
+from attnmux.nvidia.nsa.factory import installed as sparse_installed
 from attnmux.nvidia.nsa.providers import from_flash_mla as sparse_kernels
 from attnmux.nvidia.nsa.trial import measured_lse_unit
 from attnmux.nvidia.trial import first_that_runs
@@ -46,7 +44,7 @@ def _first(
 ) -> Callable[[BackendContext], Any]:
     """The package that the adapter's factory would take, so that both sides call the same one."""
 
-    def installed(context: BackendContext) -> Any:  # noqa: ANN401  # the Kernels of either
+    def installed(context: BackendContext) -> Any:  # noqa: ANN401  # a Kernels
         kernels, _ = first_that_runs(address, providers, lambda found: try_kernels(found, context))
         return kernels
 
@@ -98,11 +96,6 @@ def _sparse(kernels: SparseKernels, setup: Setup) -> Ways:
     return {SAME: after_writes(setup, same), ALONE: after_writes(setup, alone)}
 
 
-def _sparse_installed(context: BackendContext) -> SparseKernels:
-    kernels: SparseKernels = _first("nvidia/nsa", SPARSE_PROVIDERS, measured_lse_unit)(context)
-    return replace(kernels, topk_slots=lookup(context))
-
-
 def _nsa(context: BackendContext, kernels: SparseKernels) -> NSABackend:
     return NSABackend(context, {}, kernels, lse_unit=measured_lse_unit(kernels, context))
 
@@ -120,7 +113,7 @@ NSA = Adapter(
     distributions=(*DISTRIBUTIONS, *LOOKUP),
     workloads=SPARSE,
     tiny=SPARSE_TINY,
-    installed=_sparse_installed,
+    installed=lambda context: sparse_installed(context)[0],
     emulated=lambda: sparse_kernels(FlashMLA),
     backend=_nsa,
     ways=_sparse,

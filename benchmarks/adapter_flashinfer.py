@@ -9,7 +9,8 @@ import torch
 from benchmarks.adapter_grids import DENSE, DENSE_TINY, LATENT, LATENT_TINY
 from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import ONE, SAME, Adapter, Ways, after_writes, kernels_of
-from benchmarks.adapter_workloads import DIM, DTYPE, KV_HEADS, Q_HEADS, RANK, ROPE
+from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Q_HEADS
+from benchmarks.setups import DIM, RANK, ROPE
 from benchmarks.timing import Call
 
 from attnmux.core.choosing.options import complete

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from benchmarks.adapter_workloads import DIM, DTYPE, KV_HEADS, RANK, ROPE, Workload
+from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Workload
+from benchmarks.setups import COLD_BYTES, DIM, RANK, ROPE, make_batch, make_layer, paged
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.kv import (
@@ -19,13 +20,7 @@ from attnmux.core.kv import (
     PagedAllocator,
     ReqToTokenPool,
 )
-from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
-
-LATENT_SCALING = 192**-0.5
-"""Of the expanded heads, 128 and 64 dims, of DeepSeek-V3."""
-COLD_BYTES = 256e6
-"""Several times what a GPU's cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,15 +58,14 @@ class Setup:
         """K and V of each layer, [pages, page, Hkv, D]."""
         pool, page = self.context.token_to_kv_pool, self.workload.page_size
         return [
-            (keys.view(-1, page, *keys.shape[1:]), values.view(-1, page, *values.shape[1:]))
+            (paged(keys, page), paged(values, page))
             for keys, values in map(pool.get_kv_buffer, pool.layer_ids)
         ]
 
     def latents(self) -> list[torch.Tensor]:
         """The rows of each latent layer, [pages, page, 1, 576]."""
         pool, page = self.context.token_to_kv_pool, self.workload.page_size
-        buffers = map(pool.get_key_buffer, pool.layer_ids)
-        return [buffer.view(-1, page, *buffer.shape[1:]) for buffer in buffers]
+        return [paged(pool.get_key_buffer(layer_id), page) for layer_id in pool.layer_ids]
 
     def new_kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of the new tokens in each layer, [T, Hkv, D], as the pool holds them; of a latent
@@ -109,7 +103,15 @@ def make_setup(workload: Workload, device: torch.device) -> Setup:
         request=_request(workload),
         platform=Platform.parse("nvidia:sm90,cuda=13.0"),
         device=device,
-        layers=tuple(_layer(workload, layer_id) for layer_id in range(layers)),
+        layers=tuple(
+            make_layer(
+                layer_id,
+                is_latent=workload.is_latent,
+                q_heads=workload.q_heads,
+                kv_heads=1 if workload.is_latent else KV_HEADS,
+            )
+            for layer_id in range(layers)
+        ),
         req_to_token_pool=ReqToTokenPool(batch_size, longest, device),
         token_to_kv_pool=pool,
         workspace=Workspace(device),
@@ -174,55 +176,16 @@ def _request(workload: Workload) -> Request:
     )
 
 
-def _layer(workload: Workload, layer_id: int) -> LayerSpec:
-    is_latent = workload.is_latent
-    return LayerSpec(
-        layer_id=layer_id,
-        kind="mla" if is_latent else "mha",
-        tp_q_head_num=workload.q_heads,
-        tp_k_head_num=1 if is_latent else KV_HEADS,
-        tp_v_head_num=1 if is_latent else KV_HEADS,
-        qk_head_dim=RANK + ROPE if is_latent else DIM,
-        v_head_dim=RANK if is_latent else DIM,
-        scaling=LATENT_SCALING if is_latent else DIM**-0.5,
-    )
-
-
 def _batch(workload: Workload, context: BackendContext, slots: torch.Tensor) -> ForwardBatch:
     """slots: [B, keys] int64, of each request's tokens."""
-    table, new = context.req_to_token_pool, workload.new
-    rows = torch.tensor(table.alloc(workload.batch_size), device=slots.device)
-    lens = torch.full((workload.batch_size,), workload.keys, dtype=torch.int32, device=slots.device)
-    table.write(rows, torch.zeros_like(lens), lens, slots.flatten())
-    news = torch.full_like(lens, new)
-    places = torch.arange(workload.keys - new, workload.keys, device=slots.device)
-    more: dict[str, Any] = {}
-    if workload.topk:
-        more["topk_indices"] = _picks(workload, places.repeat(workload.batch_size))
-    if new > 1:
-        more |= {
-            "extend_seq_lens": news,
-            "extend_seq_lens_cpu": news.cpu(),
-            "extend_prefix_lens": lens - news,
-            "extend_prefix_lens_cpu": (lens - news).cpu(),
-            "extend_num_tokens": new * workload.batch_size,
-        }
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if new == 1 else ForwardMode.EXTEND,
-        batch_size=workload.batch_size,
-        req_pool_indices=rows,
-        seq_lens=lens,
-        seq_lens_cpu=lens.cpu(),
-        seq_lens_sum=workload.keys * workload.batch_size,
-        out_cache_loc=slots[:, -new:].flatten(),
-        positions=places.repeat(workload.batch_size),
-        **more,
-    )
+    batch = make_batch(context, slots.unbind(), workload.new)
+    return batch if not workload.topk else replace(batch, topk_indices=_picks(workload, batch))
 
 
-def _picks(workload: Workload, places: torch.Tensor) -> torch.Tensor:
+def _picks(workload: Workload, batch: ForwardBatch) -> torch.Tensor:
     """[T, topk] int32: of each token as many places in front of it, its own too, as an indexer
-    picks, in any order. places: [T], the tokens' own; each has as many in front of it."""
+    picks, in any order; each has as many in front of it."""
+    places = batch.positions
     scores = torch.rand(len(places), workload.keys, device=places.device)
     columns = torch.arange(workload.keys, device=places.device)
     scores.masked_fill_(columns > places.unsqueeze(1), -1)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from benchmarks.setups import DIM, RANK, ROPE
 
-Q_HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, torch.bfloat16
-RANK, ROPE = 512, 64
+Q_HEADS, KV_HEADS, DTYPE = 32, 8, torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

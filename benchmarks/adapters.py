@@ -17,13 +17,14 @@ host    Wall time of one eager call, without waiting for the device. Bar: `backe
 
 Raw is `same calls`: those that an engine makes of the library, with what makes its arguments of the
 contract's: for FlashMLA's kernels Q in one row where its parts come apart, for `nsa` slots of
-places, for fmha_v2 a copy of K and V. The adapter may do better, and three do: `fa3` and `fa3_mla`
-compute one schedule a step, which raw does in every layer, `fa3` reads the call's K and V in place
-of the pool's pages where there is no prefix, and `nsa` looks its slots up in one launch. Where
-there is such work, a second row compares with the `kernel alone`, on arguments that were made
-before; the bars hold there too. flashinfer's extend is one call over the call's own K and V, and
-with a prefix another over the pool and the merge: a second row compares with `one call` over the
-pool, which no bar is for.
+places, for fmha_v2 a copy of K and V. Where there is such work, a second row compares with the
+`kernel alone`, on arguments that were made before; the bars hold there too. flashinfer's extend is
+one call over the call's own K and V, and with a prefix another over the pool and the merge: a
+second row compares with `one call` over the pool, which no bar is for.
+
+Three adapters make better calls than raw: `fa3` and `fa3_mla` compute one schedule a step, which
+raw does in every layer, and `fa3` reads the call's K and V in place of the pool's pages where there
+is no prefix; `nsa` looks its slots up in one launch.
 
 A library that is not installed, or that fails, is a row that says so. A device that has failed
 once fails all later rows of the process: --backend starts over with one.
@@ -45,7 +46,8 @@ import click
 import torch
 from benchmarks.adapter_libraries import ADAPTERS
 from benchmarks.adapter_measuring import FIGURES, MAX_HOST_US, MAX_RATIO, Row, measure
-from benchmarks.adapter_workloads import DIM, KV_HEADS, Q_HEADS
+from benchmarks.adapter_workloads import KV_HEADS, Q_HEADS
+from benchmarks.setups import DIM
 
 
 def facts(names: Sequence[str], *, dry_run: bool) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from benchmarks.setups import DIM, RANK, ROPE
 from benchmarks.timing import Call
 from benchmarks.triton_setups import Setup
-from benchmarks.triton_workloads import DIM, RANK, ROPE
 
 from attnmux.core.dtypes import torch_dtype
 

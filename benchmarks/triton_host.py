@@ -29,7 +29,8 @@ import click
 import torch
 import triton
 from benchmarks.adapter_setups import Setup, make_setup
-from benchmarks.adapter_workloads import DIM, DTYPE, KV_HEADS, Q_HEADS, Workload
+from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Q_HEADS, Workload
+from benchmarks.setups import DIM
 from benchmarks.timing import Call, host_times
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

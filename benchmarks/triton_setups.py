@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.triton_workloads import DIM, RANK, ROPE, Workload
+from benchmarks.setups import DIM, RANK, ROPE, make_batch, make_layer, paged
+from benchmarks.triton_workloads import Workload
 
 from attnmux.core.backend import BackendContext
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.dtypes import torch_dtype
@@ -20,11 +21,7 @@ from attnmux.core.kv import (
     PagedAllocator,
     ReqToTokenPool,
 )
-from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
-
-MLA_SCALING = 192**-0.5
-"""Of the expanded heads, 128 and 64 dims, of DeepSeek-V3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,13 +47,9 @@ class Setup:
         """K and V of each layer, [pages, page, Hkv, D]; in MLA V is a view of K."""
         pool, page = self.context.token_to_kv_pool, self.workload.page_size
         return [
-            (_paged(keys, page), _paged(values, page))
+            (paged(keys, page), paged(values, page))
             for keys, values in map(pool.get_kv_buffer, pool.layer_ids)
         ]
-
-
-def _paged(buffer: torch.Tensor, page: int) -> torch.Tensor:
-    return buffer.view(-1, page, *buffer.shape[1:])
 
 
 def make_setup(workload: Workload, platform: Platform, device: torch.device) -> Setup:
@@ -69,7 +62,15 @@ def make_setup(workload: Workload, platform: Platform, device: torch.device) -> 
         request=_request(workload),
         platform=platform,
         device=device,
-        layers=tuple(_layer(workload, layer_id) for layer_id in range(num_layers)),
+        layers=tuple(
+            make_layer(
+                layer_id,
+                is_latent=workload.is_latent,
+                q_heads=workload.q_heads,
+                kv_heads=workload.kv_heads,
+            )
+            for layer_id in range(num_layers)
+        ),
         req_to_token_pool=ReqToTokenPool(len(lens), max(lens), device),
         token_to_kv_pool=pool,
         workspace=Workspace(device),
@@ -90,7 +91,7 @@ def make_setup(workload: Workload, platform: Platform, device: torch.device) -> 
     return Setup(
         workload=workload,
         context=context,
-        batch=_batch(workload, context, tokens),
+        batch=make_batch(context, tokens, workload.new),
         q=torch.randn(*shape, width, device=device).to(dtype),
         q_rope=q_rope,
         pages=pages.contiguous(),
@@ -133,45 +134,3 @@ def _request(workload: Workload) -> Request:
         given |= {"kind": "mla", "head_dim": 192, "v_head_dim": 128}
         given |= {"kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
     return Request(**given)
-
-
-def _layer(workload: Workload, layer_id: int) -> LayerSpec:
-    return LayerSpec(
-        layer_id=layer_id,
-        kind="mla" if workload.is_latent else "mha",
-        tp_q_head_num=workload.q_heads,
-        tp_k_head_num=workload.kv_heads,
-        tp_v_head_num=workload.kv_heads,
-        qk_head_dim=RANK + ROPE if workload.is_latent else DIM,
-        v_head_dim=RANK if workload.is_latent else DIM,
-        scaling=MLA_SCALING if workload.is_latent else DIM**-0.5,
-    )
-
-
-def _batch(workload: Workload, context: BackendContext, tokens: list[torch.Tensor]) -> ForwardBatch:
-    """tokens: the slots of each request's, [keys] int64."""
-    table, new, device = context.req_to_token_pool, workload.new, context.device
-    rows = torch.tensor(table.alloc(len(tokens)), device=device)
-    lens = torch.tensor(workload.lens, dtype=torch.int32, device=device)
-    table.write(rows, torch.zeros_like(lens), lens, torch.cat(tokens))
-    news = torch.full_like(lens, new)
-    extends: dict[str, Any] = {}
-    if new > 1:
-        extends = {
-            "extend_seq_lens": news,
-            "extend_seq_lens_cpu": news.cpu(),
-            "extend_prefix_lens": lens - news,
-            "extend_prefix_lens_cpu": (lens - news).cpu(),
-            "extend_num_tokens": new * len(tokens),
-        }
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if new == 1 else ForwardMode.EXTEND,
-        batch_size=len(tokens),
-        req_pool_indices=rows,
-        seq_lens=lens,
-        seq_lens_cpu=lens.cpu(),
-        seq_lens_sum=sum(workload.lens),
-        out_cache_loc=torch.cat([slots[-new:] for slots in tokens]),
-        positions=((lens - news)[:, None] + torch.arange(new, device=device)).flatten().long(),
-        **extends,
-    )

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.adapter_setups import COLD_BYTES
+from benchmarks.setups import COLD_BYTES, DIM, RANK, ROPE
 
 from attnmux.core.dtypes import torch_dtype
-
-DIM, RANK, ROPE = 128, 512, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from attnmux.core import indices
 from attnmux.core.backend import BackendContext
 from attnmux.core.errors import BackendFailed
 from attnmux.nvidia.nsa.backend import NSABackend
+from attnmux.nvidia.nsa.kernels import Kernels
 from attnmux.nvidia.nsa.providers import PROVIDERS
 from attnmux.nvidia.nsa.trial import measured_lse_unit
 from attnmux.nvidia.trial import compiling, first_that_runs
@@ -22,11 +23,19 @@ def make(context: BackendContext, options: Mapping[str, object]) -> NSABackend:
 
     Raises BackendFailed where none does, with what each said.
     """
+    kernels, lse_unit = installed(context)
+    return NSABackend(context, options, kernels, lse_unit=lse_unit)
+
+
+def installed(context: BackendContext) -> tuple[Kernels, float]:
+    """The first package that runs, with the lookup beside it, and what its LSE is multiplied by.
+
+    Raises BackendFailed where none does, with what each said.
+    """
     kernels, lse_unit = first_that_runs(
         "nvidia/nsa", PROVIDERS, lambda kernels: measured_lse_unit(kernels, context)
     )
-    kernels = replace(kernels, topk_slots=lookup(context))
-    return NSABackend(context, options, kernels, lse_unit=lse_unit)
+    return replace(kernels, topk_slots=lookup(context)), lse_unit
 
 
 def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
