@@ -14,12 +14,16 @@ ROOT = Path(__file__).parent
 PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
-MEMBERS = ["./core", *PLUGINS, "./integrations/transformers"]
+MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, "./integrations/transformers"]
+TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
 CONSTRAINTS = ["-c", "constraints.txt"]
 SOURCES = [
     "core",
+    "testing",
+    "bench",
+    "emulators",
     "plugins",
     "integrations",
     "examples",
@@ -41,7 +45,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy in strict mode."""
-    session.install(*CONSTRAINTS, *MEMBERS, "mypy", "nox", "pytest", "hypothesis")
+    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "mypy", "nox", "pytest", "hypothesis")
     session.run("mypy")
 
 
@@ -50,7 +54,7 @@ def tests(session: nox.Session) -> None:
     """Run every test; arguments go to pytest."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling"]
-    session.install(*CONSTRAINTS, *MEMBERS, "./plugins/triton[triton]", *tools)
+    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "./plugins/triton[triton]", *tools)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
     # tests compile for a minute: what waits behind them is stolen.
     workers = ["-n", "auto", "--dist", "worksteal"]

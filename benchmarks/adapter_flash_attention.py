@@ -11,8 +11,8 @@ from benchmarks.adapter_sides import SAME, Adapter, Ways, after_writes, kernels_
 from benchmarks.setups import RANK
 from benchmarks.timing import Call
 
-from attnmux.nvidia.emulators import sgl_flash_attn
-from attnmux.nvidia.emulators.flash_attn_cute import FlashAttnCute
+from attnmux.emulators.nvidia import sgl_flash_attn
+from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3 import Kernels as FA3Kernels
 from attnmux.nvidia.fa3_mla import FA3MLABackend

@@ -17,9 +17,9 @@ from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes
 from benchmarks.setups import RANK
 from benchmarks.timing import Call
 
-from attnmux.core.backend import BackendContext
-from attnmux.nvidia.emulators.flash_mla import flash_mla
-from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA
+from attnmux.core.context import BackendContext
+from attnmux.emulators.nvidia.flash_mla import flash_mla
+from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.flashmla import FlashMLABackend
 from attnmux.nvidia.flashmla import Kernels as DenseKernels
 from attnmux.nvidia.flashmla.providers import PROVIDERS as DENSE_PROVIDERS

@@ -14,9 +14,9 @@ from benchmarks.setups import DIM, RANK, ROPE
 from benchmarks.timing import Call
 
 from attnmux.core.choosing.options import complete
+from attnmux.emulators.nvidia import flashinfer as emulated
 from attnmux.nvidia.cards.flashinfer import FLASHINFER as FLASHINFER_CARD
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA as FLASHINFER_MLA_CARD
-from attnmux.nvidia.emulators import flashinfer as emulated
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer_mla.backend import FlashInferMLABackend

@@ -9,10 +9,10 @@ import torch
 from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Workload
 from benchmarks.setups import COLD_BYTES, DIM, RANK, ROPE, make_batch, make_layer, paged
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
+from attnmux.core.context import BackendContext
 from attnmux.core.kv import (
     KVPool,
     MHATokenToKVPool,

@@ -13,7 +13,8 @@ from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_workloads import Workload
 from benchmarks.timing import Call
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.context import BackendContext
 
 SAME = "same calls"
 """Those that the adapter makes of the library, and what prepares the library's arguments from what

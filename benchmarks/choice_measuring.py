@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import torch
 from benchmarks.choice_workloads import Model
 
-from attnmux.core.benching.measuring import Bench, Row
-from attnmux.core.benching.workload import Workload, completed
+from attnmux.bench.cli.bench_keep import Keeper, Kept
+from attnmux.bench.cli.bench_place import Place, find_place
+from attnmux.bench.cli.bench_timing import Result, measured
+from attnmux.bench.measuring import Bench, Row
+from attnmux.bench.workload import Workload, completed
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.measurement_file import read_measurements
-from attnmux.core.cli.bench_keep import Keeper, Kept
-from attnmux.core.cli.bench_place import Place, find_place
-from attnmux.core.cli.bench_timing import Result, measured
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided
 from attnmux.core.errors import in_brief

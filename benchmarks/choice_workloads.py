@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmux.core.benching.workload import Workload
+from attnmux.bench.workload import Workload
 from attnmux.core.choosing.request import Request
 from attnmux.core.cli.select import requested
 from attnmux.core.graph.sizes import graph_batch_sizes

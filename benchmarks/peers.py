@@ -151,8 +151,8 @@ PEERS = (
     ),
 )
 EMULATORS = {
-    "flashinfer": "attnmux.nvidia.emulators.flashinfer",
-    "sgl_kernel.flash_attn": "attnmux.nvidia.emulators.sgl_flash_attn",
+    "flashinfer": "attnmux.emulators.nvidia.flashinfer",
+    "sgl_kernel.flash_attn": "attnmux.emulators.nvidia.sgl_flash_attn",
 }
 
 

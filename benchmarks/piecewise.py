@@ -25,17 +25,18 @@ import click
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.request import Request
+from attnmux.core.context import BackendContext
 from attnmux.core.graph.config import Forward, ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
 from attnmux.core.kv import MHATokenToKVPool, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.radix_attention import RadixAttention
-from attnmux.core.testing.candidate import find_candidate
 from attnmux.core.workspace import Workspace
+from attnmux.testing.candidate import find_candidate
 
 PAGE_SIZE = 16
 INPUTS = {"input_ids": ModelInput(dtype=torch.int64)}

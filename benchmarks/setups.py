@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.core.layer import LayerSpec
 
 DIM, RANK, ROPE = 128, 512, 64

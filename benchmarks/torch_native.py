@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import click
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.kv import MHATokenToKVPool, PagedAllocator, ReqToTokenPool
 from attnmux.core.layer import LayerSpec

@@ -35,6 +35,7 @@ from benchmarks.timing import Call, host_times
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from attnmux.core.call import AttentionCall
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.factory import triton as made
 
@@ -104,17 +105,13 @@ def measure(setup: Setup, rounds: int, *, dry_run: bool) -> Row:
     layers, new = setup.context.layers, setup.new_kv()
     backend.init_forward_metadata(batch)
     began = time.perf_counter()
-    attend(q, *new[0], layers[0], batch)
+    calls = [AttentionCall(q, *kv, layer) for layer, kv in zip(layers, new, strict=True)]
+    attend(calls[0], batch)
     first = time.perf_counter() - began
     sides: dict[str, Sequence[Call]] = {
         "metadata": [partial(backend.init_forward_metadata, batch)],
-        "attend": [
-            partial(attend, q, *kv, layer, batch) for layer, kv in zip(layers, new, strict=True)
-        ],
-        "unbound": [
-            partial(_unbound, partial(attend, q, *kv, layer, batch))
-            for layer, kv in zip(layers, new, strict=True)
-        ],
+        "attend": [partial(attend, call, batch) for call in calls],
+        "unbound": [partial(_unbound, partial(attend, call, batch)) for call in calls],
         "write": [
             partial(backend.save_kv, *kv, layer, batch)
             for layer, kv in zip(layers, new, strict=True)

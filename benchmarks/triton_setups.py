@@ -9,10 +9,10 @@ import torch
 from benchmarks.setups import DIM, RANK, ROPE, make_batch, make_layer, paged
 from benchmarks.triton_workloads import Workload
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.kv import (
     KVPool,

@@ -13,6 +13,7 @@ from benchmarks.timing import Call, captured, device_time
 from benchmarks.triton_setups import Setup
 from triton.testing import do_bench
 
+from attnmux.core.call import AttentionCall
 from attnmux.core.errors import in_brief
 from attnmux.triton.factory import triton
 
@@ -44,8 +45,11 @@ def ours(setup: Setup) -> list[Call]:
     backend.init_forward_metadata(batch)
     attend = backend.forward_decode if setup.workload.new == 1 else backend.forward_extend
     layers = setup.context.layers
-    given = {"q_rope": setup.q_rope, "out": torch.empty_like(q)}
-    return [partial(attend, q, None, None, layer, batch, False, **given) for layer in layers]
+    out = torch.empty_like(q)
+    calls = [
+        AttentionCall(q, None, None, layer, False, q_rope=setup.q_rope, out=out) for layer in layers
+    ]
+    return [partial(attend, call, batch) for call in calls]
 
 
 def output(call: Call, setup: Setup) -> torch.Tensor:

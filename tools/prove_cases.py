@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from attnmux.core.testing import Candidate, find_candidate
-from attnmux.core.testing.limits import outside_points, try_point
-from attnmux.core.testing.runner import run_case
+from attnmux.testing import Candidate, find_candidate
+from attnmux.testing.limits import outside_points, try_point
+from attnmux.testing.runner import run_case
 
 LOST_DEVICE = 75
 MOST_SHOWN = 12

@@ -12,8 +12,8 @@ from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import BackendFailed, InvalidInput, PluginError
-from attnmux.core.testing import Case, FakeBackend, fake_card, fake_platform, make_world
-from attnmux.core.testing.cases import decode, extend
+from attnmux.testing import Case, FakeBackend, fake_card, fake_platform, make_world
+from attnmux.testing.cases import decode, extend
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))
 

@@ -16,10 +16,9 @@ from attnmux.core.choosing.solver import choice_of, solve
 from attnmux.core.compose.by_batch_size import Sizes
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.op import current_forward_context
-from attnmux.core.testing import (
+from attnmux.testing import (
     Candidate,
     Case,
     GraphFakeBackend,
@@ -30,8 +29,9 @@ from attnmux.core.testing import (
     run_case,
     standard_cases,
 )
-from attnmux.core.testing.cases import decode, extend, verify
-from attnmux.core.testing.standard import in_graphs
+from attnmux.testing.cases import decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing.standard import in_graphs
 
 CASE = Case(
     name="sizes",
@@ -62,13 +62,13 @@ class Leaf(GraphFakeBackend):
         self.calls.append("save_kv")
         super().save_kv(*args, **kwargs)
 
-    def forward_decode(self, *args, **kwargs) -> torch.Tensor:
+    def forward_decode(self, call, batch) -> torch.Tensor:
         self.calls.append("decode")
-        return super().forward_decode(*args, **kwargs)
+        return super().forward_decode(call, batch)
 
-    def forward_extend(self, *args, **kwargs) -> torch.Tensor:
+    def forward_extend(self, call, batch) -> torch.Tensor:
         self.calls.append("extend")
-        return super().forward_extend(*args, **kwargs)
+        return super().forward_extend(call, batch)
 
 
 class Long(Leaf):

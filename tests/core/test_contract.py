@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from msgspec import structs
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.core.testing import (
+from attnmux.testing import (
     Case,
     FakeBackend,
     PreparedStep,
@@ -21,8 +23,8 @@ from attnmux.core.testing import (
     make_world,
     prepare_step,
 )
-from attnmux.core.testing.cases import decode, extend, verify
-from attnmux.core.testing.placement import buffers
+from attnmux.testing.cases import decode, extend, verify
+from attnmux.testing.placement import buffers
 
 
 def world_of(*steps: object, **settings: object) -> World:
@@ -73,13 +75,13 @@ class Recording(FakeBackend):
         self.calls.append("save_kv")
         super().save_kv(k, v, layer, batch, k_rope=k_rope)
 
-    def forward_decode(self, *args, **kwargs) -> torch.Tensor:
+    def forward_decode(self, call, batch) -> torch.Tensor:
         self.calls.append("forward_decode")
-        return super().forward_decode(*args, **kwargs)
+        return super().forward_decode(call, batch)
 
-    def forward_extend(self, *args, **kwargs) -> torch.Tensor:
+    def forward_extend(self, call, batch) -> torch.Tensor:
         self.calls.append("forward_extend")
-        return super().forward_extend(*args, **kwargs)
+        return super().forward_extend(call, batch)
 
 
 def assert_refused(
@@ -235,8 +237,8 @@ def test_idle_rows_are_zero() -> None:
 
 def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
     class OwnTensor(FakeBackend):
-        def forward_decode(self, *args, out=None, **kwargs) -> torch.Tensor:
-            return super().forward_decode(*args, **kwargs)
+        def forward_decode(self, call, batch) -> torch.Tensor:
+            return super().forward_decode(structs.replace(call, out=None), batch)
 
     world = world_of(decode(3, 9))
     step = prepared(world)

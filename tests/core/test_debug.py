@@ -10,7 +10,7 @@ import torch
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import SWAKVPool
-from attnmux.core.testing import (
+from attnmux.testing import (
     Case,
     FakeBackend,
     fake_platform,
@@ -18,7 +18,7 @@ from attnmux.core.testing import (
     prepare_step,
     standard_cases,
 )
-from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.testing.cases import decode, extend, verify
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.core.testing import (
+from attnmux.testing import (
     Candidate,
     Case,
     FakeBackend,
@@ -21,11 +20,12 @@ from attnmux.core.testing import (
     graph_card,
     make_world,
     prepare_step,
+    reference,
     run_case,
     standard_cases,
 )
-from attnmux.core.testing.cases import decode, extend
-from attnmux.core.testing.comparison import Disagreement
+from attnmux.testing.cases import decode, extend
+from attnmux.testing.comparison import Disagreement
 
 CASES = {case.name: case for case in standard_cases((16,)) if case.kind == "dual_chunk"}
 STEP = extend((0, 12), (3, 8))

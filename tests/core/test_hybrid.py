@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnmux.core import HybridAttnBackend
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-from attnmux.core.testing import (
+from attnmux.testing import (
     Candidate,
     Case,
     FakeBackend,
@@ -22,7 +22,7 @@ from attnmux.core.testing import (
     run_case,
     standard_cases,
 )
-from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.testing.cases import decode, extend, verify
 
 
 class Child(FakeBackend):
@@ -50,13 +50,13 @@ class Child(FakeBackend):
         self.calls.append("save_kv")
         super().save_kv(*args, **kwargs)
 
-    def forward_decode(self, *args, **kwargs) -> torch.Tensor:
+    def forward_decode(self, call, batch) -> torch.Tensor:
         self.calls.append("forward_decode")
-        return super().forward_decode(*args, **kwargs)
+        return super().forward_decode(call, batch)
 
-    def forward_extend(self, *args, **kwargs) -> torch.Tensor:
+    def forward_extend(self, call, batch) -> torch.Tensor:
         self.calls.append("forward_extend")
-        return super().forward_extend(*args, **kwargs)
+        return super().forward_extend(call, batch)
 
 
 STEPS = {

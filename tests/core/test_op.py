@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.op import attention_with_output, current_forward_context, forward_context
 from attnmux.core.radix_attention import RadixAttention
-from attnmux.core.testing import (
+from attnmux.testing import (
     Case,
     FakeBackend,
     PreparedStep,
@@ -23,7 +23,7 @@ from attnmux.core.testing import (
     make_world,
     prepare_step,
 )
-from attnmux.core.testing.cases import decode, extend
+from attnmux.testing.cases import decode, extend
 
 LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
 

@@ -21,10 +21,10 @@ from attnmux.core.cli import run as shared
 
 torch = pytest.importorskip("torch", reason="timing runs the backends")
 
-from attnmux.core.benching.timing import Ceilings  # noqa: E402
-from attnmux.core.benching.workload import Workload  # noqa: E402
-from attnmux.core.cli import bench_timing  # noqa: E402
-from attnmux.core.testing import FakeBackend, fake_card, fake_platform  # noqa: E402
+from attnmux.bench.cli import bench_timing  # noqa: E402
+from attnmux.bench.timing import Ceilings  # noqa: E402
+from attnmux.bench.workload import Workload  # noqa: E402
+from attnmux.testing import FakeBackend, fake_card, fake_platform  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,19 +41,19 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Slow(FakeBackend):
     """Many times the work where it decodes more than one request."""
 
-    def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
+    def forward_decode(self, call, batch):
         for _ in range(20 if batch.batch_size > 1 else 0):
-            super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
-        return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+            super().forward_decode(call, batch)
+        return super().forward_decode(call, batch)
 
 
 class SlowAlone(FakeBackend):
     """The same for one request alone."""
 
-    def forward_decode(self, q, k, v, layer, batch, *args, **kwargs):
+    def forward_decode(self, call, batch):
         for _ in range(20 if batch.batch_size == 1 else 0):
-            super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
-        return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+            super().forward_decode(call, batch)
+        return super().forward_decode(call, batch)
 
 
 class Wrong(FakeBackend):
@@ -160,7 +160,7 @@ def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
 
 def test_a_backend_that_another_stands_in_for_has_no_time(choice) -> None:
     pytest.importorskip("attnmux.nvidia.plugin", reason="it has backends with companions")
-    subjects = importlib.import_module("attnmux.core.benching.subjects")
+    subjects = importlib.import_module("attnmux.bench.subjects")
     run = shared.Run()
     found, _ = subjects.find_subjects(
         choice.MODELS[-1].request,

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from attnmux.core.choosing.card import Offer
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.graph.recording import RecordingGraphs
-from attnmux.core.testing.fakes import fake_platform
-from attnmux.core.testing.graph_fakes import graph_card
+from attnmux.testing.fakes import fake_platform
+from attnmux.testing.graph_fakes import graph_card
+from attnmux.testing.recording import RecordingGraphs
 from attnmux.transformers import (
     Engine,
     MemoryBudget,

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.indices import select_topk
-from attnmux.core.testing import (
+from attnmux.testing import (
     Case,
     GraphFakeBackend,
     fake_platform,
     make_world,
     prepare_step,
+    reference,
 )
-from attnmux.core.testing.cases import decode
+from attnmux.testing.cases import decode
+from attnmux.testing.recording import RecordingGraphs
 
 INDEX_HEADS, INDEX_DIM, TOPK = 3, 16, 24
 LATENT = {

@@ -8,9 +8,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from attnmux.core.choosing.card import Offer
-from attnmux.core.graph.recording import RecordingGraphs
-from attnmux.core.testing.fakes import fake_platform
-from attnmux.core.testing.graph_fakes import graph_card
+from attnmux.testing.fakes import fake_platform
+from attnmux.testing.graph_fakes import graph_card
+from attnmux.testing.recording import RecordingGraphs
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 

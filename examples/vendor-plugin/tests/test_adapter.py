@@ -10,7 +10,7 @@ from acme_attnmux import driver
 from acme_attnmux.plugin import PAGED, attnmux_platforms
 from attnmux.core import AttentionBackend, MultiItem, Platform, SpecInput
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.core.testing import (
+from attnmux.testing import (
     Candidate,
     Case,
     PreparedStep,
@@ -19,7 +19,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
+from attnmux.testing.cases import Step, decode, extend, verify
 
 M2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1,features=fp8")
 CANDIDATE = Candidate(card=PAGED, platform=M2)

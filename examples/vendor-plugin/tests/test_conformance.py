@@ -1,4 +1,4 @@
-from attnmux.core.testing import AttentionBackendTests
+from attnmux.testing import AttentionBackendTests
 
 
 class TestAcmePaged(AttentionBackendTests):

@@ -12,8 +12,8 @@ from attnmux.core.graph.config import ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
 from attnmux.core.op import attention_with_output, forward_context
 from attnmux.core.radix_attention import RadixAttention
-from attnmux.core.testing import Case, FakeBackend, fake_platform, make_world, prepare_step
-from attnmux.core.testing.cases import decode, extend
+from attnmux.testing import Case, FakeBackend, fake_platform, make_world, prepare_step
+from attnmux.testing.cases import decode, extend
 
 STEPS = (extend((0, 7), (5, 4)), extend((3, 1), (8, 12)), extend((0, 3)))
 CASE = Case(name="piecewise", steps=STEPS, dtype="float32", page_size=4, head_dim=16, v_head_dim=16)

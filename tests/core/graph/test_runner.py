@@ -22,11 +22,10 @@ from attnmux.core.graph.devices import (
     device_graphs,
 )
 from attnmux.core.graph.progress import show_progress
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.graph.sizes import graph_batch_sizes
 from attnmux.core.op import current_forward_context, forward_context
-from attnmux.core.testing import (
+from attnmux.testing import (
     Case,
     FakeBackend,
     GraphFakeBackend,
@@ -34,7 +33,8 @@ from attnmux.core.testing import (
     make_world,
     prepare_step,
 )
-from attnmux.core.testing.cases import decode, extend, verify
+from attnmux.testing.cases import decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 CASE = Case(
     name="runner", steps=(decode(40, 30, 14, 17, 9),), dtype="float32", page_size=4, windows=(None,)

@@ -17,11 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.spec import SpecInput
-from attnmux.core.testing import (
+from attnmux.cpu.flex_attention import FlexAttentionBackend
+from attnmux.cpu.flex_attention.plan import Plan
+from attnmux.emulators.flex_attention import emulated
+from attnmux.testing import (
     AttentionBackendTests,
     Case,
     World,
@@ -30,10 +34,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.cpu.flex_attention import FlexAttentionBackend
-from attnmux.cpu.flex_attention.emulator import emulated
-from attnmux.cpu.flex_attention.plan import Plan
+from attnmux.testing.cases import Step, decode, extend, verify
 
 WHOLE = find_candidate("flex_attention", device="cpu")
 RUNS_HERE = {"cxx_compiler", "avx2"} <= WHOLE.platform.features

@@ -11,23 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import reference
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.spec import SpecInput
-from attnmux.core.testing import (
+from attnmux.cpu.steps import KeyRule, StepLens
+from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.cpu.torch_native.metadata import TileSize
+from attnmux.cpu.torch_native.visibility import visibility
+from attnmux.testing import (
     AttentionBackendTests,
     Case,
     World,
     find_candidate,
     make_world,
     prepare_step,
+    reference,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.cpu.steps import KeyRule, StepLens
-from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.cpu.torch_native.metadata import TileSize
-from attnmux.cpu.torch_native.visibility import visibility
+from attnmux.testing.cases import Step, decode, extend, verify
 
 CANDIDATE = find_candidate("torch_native", device="cpu")
 

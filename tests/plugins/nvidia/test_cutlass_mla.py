@@ -12,7 +12,11 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia import cutlass_mla as emulator
+from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
+from attnmux.nvidia.cutlass_mla import CutlassMLABackend, Kernels
+from attnmux.nvidia.cutlass_mla.trial import try_kernels
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -21,11 +25,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cutlass_mla import CutlassMLABackend, Kernels
-from attnmux.nvidia.cutlass_mla.trial import try_kernels
-from attnmux.nvidia.emulators import cutlass_mla as emulator
+from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = Kernels(
     cutlass_mla_decode=emulator.cutlass_mla_decode,

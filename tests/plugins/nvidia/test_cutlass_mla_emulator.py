@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import reference
-from attnmux.nvidia.emulators import cutlass_mla as emulator
+from attnmux.emulators.nvidia import cutlass_mla as emulator
+from attnmux.testing import reference
 
 
 def cache_of(*lens: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

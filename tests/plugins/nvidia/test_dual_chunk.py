@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.batch import MultiItem
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia import sgl_flash_attn
+from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
+from attnmux.nvidia.dual_chunk import DualChunkBackend, Kernels
+from attnmux.nvidia.dual_chunk.merging import merged
+from attnmux.nvidia.dual_chunk.pieces import Pieces, longest_keys, most_pieces
+from attnmux.nvidia.dual_chunk.trial import try_kernels
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
     World,
     make_world,
     prepare_step,
+    reference,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
-from attnmux.nvidia.dual_chunk import DualChunkBackend, Kernels
-from attnmux.nvidia.dual_chunk.merging import merged
-from attnmux.nvidia.dual_chunk.pieces import Pieces, longest_keys, most_pieces
-from attnmux.nvidia.dual_chunk.trial import try_kernels
-from attnmux.nvidia.emulators import sgl_flash_attn
+from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = Kernels(flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache)
 

@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.kv import MHATokenToKVPool
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia import sgl_flash_attn
+from attnmux.nvidia.cards.fa3 import FA3
+from attnmux.nvidia.fa3 import FA3Backend, Kernels
+from attnmux.nvidia.fa3.trial import try_kernels
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
     World,
     make_world,
     prepare_step,
+    reference,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.fa3 import FA3
-from attnmux.nvidia.emulators import sgl_flash_attn
-from attnmux.nvidia.fa3 import FA3Backend, Kernels
-from attnmux.nvidia.fa3.trial import try_kernels
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,

@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.kv import MLATokenToKVPool
 from attnmux.core.spec import tree_mask
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia import sgl_flash_attn
+from attnmux.nvidia.cards.fa3_mla import FA3_MLA
+from attnmux.nvidia.fa3.drafts import draft_keys, visible_drafts
+from attnmux.nvidia.fa3_mla import FA3MLABackend, Kernels
+from attnmux.nvidia.fa3_mla.trial import try_kernels
+from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
     World,
     make_world,
     prepare_step,
+    reference,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.fa3_mla import FA3_MLA
-from attnmux.nvidia.emulators import sgl_flash_attn
-from attnmux.nvidia.fa3.drafts import draft_keys, visible_drafts
-from attnmux.nvidia.fa3_mla import FA3MLABackend, Kernels
-from attnmux.nvidia.fa3_mla.trial import try_kernels
-from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = Kernels(
     flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache,

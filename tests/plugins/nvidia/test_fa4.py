@@ -10,7 +10,11 @@ import torch
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
+from attnmux.nvidia.cards.fa4 import FA4
+from attnmux.nvidia.fa4 import FA4Backend, Kernels
+from attnmux.nvidia.fa4.compiling import compile_kernels
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -19,11 +23,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.fa4 import FA4
-from attnmux.nvidia.emulators.flash_attn_cute import FlashAttnCute
-from attnmux.nvidia.fa4 import FA4Backend, Kernels
-from attnmux.nvidia.fa4.compiling import compile_kernels
+from attnmux.testing.cases import Step, decode, extend, verify
 
 
 def emulated(arch: int) -> Kernels:

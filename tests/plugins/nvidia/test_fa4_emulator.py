@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.nvidia.emulators.flash_attn_cute import FlashAttnCute
+from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "flash-attn-4-4.0.0b18.json").read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.options import complete
@@ -19,20 +18,9 @@ from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.testing import (
-    AttentionBackendTests,
-    Candidate,
-    Case,
-    World,
-    make_world,
-    prepare_step,
-    run_case,
-)
-from attnmux.core.testing.cases import Step, decode, extend, verify
+from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
-from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.groups import plan_groups
 from attnmux.nvidia.flashinfer.items import LONGEST, lay_out
@@ -44,6 +32,18 @@ from attnmux.nvidia.flashinfer.settings import (
     read_settings,
 )
 from attnmux.nvidia.flashinfer.staging import Staging
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    World,
+    make_world,
+    prepare_step,
+    reference,
+    run_case,
+)
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = Kernels(
     decode=emulator.BatchDecodeWithPagedKVCacheWrapper,

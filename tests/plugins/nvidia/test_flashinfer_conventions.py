@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attnmux.nvidia.emulators import flashinfer as emulator
+from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.states import merge, store_natural, writable_lse
 

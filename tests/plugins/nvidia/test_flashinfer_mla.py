@@ -10,32 +10,32 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.testing import (
-    AttentionBackendTests,
-    Candidate,
-    Case,
-    World,
-    make_world,
-    prepare_step,
-    run_case,
-)
-from attnmux.core.testing.cases import Step, decode, extend, verify
+from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
-from attnmux.nvidia.emulators import flashinfer as emulator
 from attnmux.nvidia.flashinfer.staging import Staging
 from attnmux.nvidia.flashinfer_mla import planning
 from attnmux.nvidia.flashinfer_mla import step as steps_module
 from attnmux.nvidia.flashinfer_mla.backend import FlashInferMLABackend
 from attnmux.nvidia.flashinfer_mla.kernels import Kernels
 from attnmux.nvidia.flashinfer_mla.settings import LEAST_WORKSPACE_BYTES, MIB
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    World,
+    make_world,
+    prepare_step,
+    reference,
+    run_case,
+)
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = Kernels(paged=emulator.BatchMLAPagedAttentionWrapper)
 

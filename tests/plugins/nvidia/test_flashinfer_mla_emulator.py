@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.graph.recording import RecordingGraphs
-from attnmux.nvidia.emulators.flashinfer import BatchMLAPagedAttentionWrapper as Emulated
+from attnmux.emulators.nvidia.flashinfer import BatchMLAPagedAttentionWrapper as Emulated
+from attnmux.testing.recording import RecordingGraphs
 
 RECORDED = json.loads((Path(__file__).parent / "data/flashinfer-mla-0.6.13.json").read_text())
 NAMES = sorted(RECORDED["signatures"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attnmux.nvidia.emulators import flashinfer as emulator
+from attnmux.emulators.nvidia import flashinfer as emulator
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "flashinfer-0.6.13.json").read_text())
 NAMES = sorted(RECORDED["signatures"])

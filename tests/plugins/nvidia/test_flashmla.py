@@ -13,9 +13,15 @@ from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.graph.recording import RecordingGraphs
 from attnmux.core.layer import LayerSpec
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.nvidia.cards.flashmla import FLASHMLA
+from attnmux.nvidia.flashmla import FlashMLABackend, Kernels
+from attnmux.nvidia.flashmla.factory import make
+from attnmux.nvidia.flashmla.plans import FP8_REQUESTS, ROWS
+from attnmux.nvidia.flashmla.providers import from_flash_mla, from_sgl_kernel
+from attnmux.nvidia.flashmla.trial import try_kernels
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -24,14 +30,8 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.flashmla import FLASHMLA
-from attnmux.nvidia.emulators.flash_mla import flash_mla, sgl_kernel
-from attnmux.nvidia.flashmla import FlashMLABackend, Kernels
-from attnmux.nvidia.flashmla.factory import make
-from attnmux.nvidia.flashmla.plans import FP8_REQUESTS, ROWS
-from attnmux.nvidia.flashmla.providers import from_flash_mla, from_sgl_kernel
-from attnmux.nvidia.flashmla.trial import try_kernels
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(sgl_kernel), "flash_mla": from_flash_mla(flash_mla)}
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import reference
-from attnmux.nvidia.emulators.flash_mla import flash_mla, sgl_kernel
-from attnmux.nvidia.emulators.flash_mla.kernel import FP8
+from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla.kernel import FP8
+from attnmux.testing import reference
 
 PAGE, DIM, RANK = 64, 576, 512
 

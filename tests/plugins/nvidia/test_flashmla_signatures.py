@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from attnmux.nvidia.emulators import cutlass_mla
-from attnmux.nvidia.emulators.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia import cutlass_mla
+from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 
 EMULATORS: dict[str, ModuleType] = {
     "sglang-kernel-flash_mla-0.4.5": sgl_kernel,

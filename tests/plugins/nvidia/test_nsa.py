@@ -18,7 +18,13 @@ import torch
 from attnmux.core import indices
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
+from attnmux.nvidia.cards.nsa import NSA
+from attnmux.nvidia.nsa import Kernels, NSABackend
+from attnmux.nvidia.nsa.factory import lookup, make
+from attnmux.nvidia.nsa.providers import from_flash_mla, from_sgl_kernel
+from attnmux.nvidia.nsa.trial import measured_lse_unit
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -26,13 +32,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import decode, extend, verify
-from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
-from attnmux.nvidia.nsa import Kernels, NSABackend
-from attnmux.nvidia.nsa.factory import lookup, make
-from attnmux.nvidia.nsa.providers import from_flash_mla, from_sgl_kernel
-from attnmux.nvidia.nsa.trial import measured_lse_unit
+from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(SglKernel), "flash_mla": from_flash_mla(FlashMLA)}
 LN2 = math.log(2)

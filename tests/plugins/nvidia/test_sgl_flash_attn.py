@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmux.core import reference
-from attnmux.nvidia.emulators import sgl_flash_attn as emulator
+from attnmux.emulators.nvidia import sgl_flash_attn as emulator
+from attnmux.testing import reference
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "sgl_flash_attn.json").read_text())
 SIGNATURES = [

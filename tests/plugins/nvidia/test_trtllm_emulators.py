@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
 from attnmux.nvidia.trtllm_mha.masks import chain_mask
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16

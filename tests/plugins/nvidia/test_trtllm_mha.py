@@ -10,8 +10,12 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.graph.recording import RecordingGraphs
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_prefill
+from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
+from attnmux.nvidia.trtllm.trial import try_backend
+from attnmux.nvidia.trtllm_mha import Kernels, TRTLLMMHABackend
+from attnmux.nvidia.trtllm_mha.masks import chain_mask
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -20,12 +24,8 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
-from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_prefill
-from attnmux.nvidia.trtllm.trial import try_backend
-from attnmux.nvidia.trtllm_mha import Kernels, TRTLLMMHABackend
-from attnmux.nvidia.trtllm_mha.masks import chain_mask
+from attnmux.testing.cases import Step, decode, extend, verify
+from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = Kernels(
     xqa_batch_decode_with_kv_cache=trtllm_decode.xqa_batch_decode_with_kv_cache,

@@ -9,7 +9,12 @@ import torch
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.testing import (
+from attnmux.emulators.nvidia.flashinfer import trtllm_mla
+from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
+from attnmux.nvidia.trtllm.trial import try_backend
+from attnmux.nvidia.trtllm_mla import Kernels, TRTLLMMLABackend
+from attnmux.nvidia.trtllm_mla.padding import Padding
+from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
@@ -18,12 +23,7 @@ from attnmux.core.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.core.testing.cases import Step, decode, extend, verify
-from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.emulators.flashinfer import trtllm_mla
-from attnmux.nvidia.trtllm.trial import try_backend
-from attnmux.nvidia.trtllm_mla import Kernels, TRTLLMMLABackend
-from attnmux.nvidia.trtllm_mla.padding import Padding
+from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = Kernels(
     trtllm_batch_decode_with_kv_cache_mla=trtllm_mla.trtllm_batch_decode_with_kv_cache_mla,

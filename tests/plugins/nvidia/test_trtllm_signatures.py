@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.nvidia.emulators.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "flashinfer-trtllm-0.6.13.json").read_text()

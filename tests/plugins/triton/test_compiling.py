@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.testing import make_world, prepare_step
-from attnmux.core.testing.cases import Case, decode, extend, verify
+from attnmux.testing import make_world, prepare_step
+from attnmux.testing.cases import Case, decode, extend, verify
 
 pytest.importorskip("triton")
 

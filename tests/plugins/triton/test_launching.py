@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed
-from attnmux.core.testing import make_world, prepare_step
-from attnmux.core.testing.cases import Case, decode, extend
+from attnmux.testing import make_world, prepare_step
+from attnmux.testing.cases import Case, decode, extend
 
 pytest.importorskip("triton")
 

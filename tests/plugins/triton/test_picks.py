@@ -11,12 +11,12 @@ import torch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import topk_slots
-from attnmux.core.testing import AttentionBackendTests, Candidate
+from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.emulators.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.nsa import NSABackend
 from attnmux.nvidia.nsa.providers import from_flash_mla
 from attnmux.nvidia.nsa.trial import measured_lse_unit
+from attnmux.testing import AttentionBackendTests, Candidate
 
 pytest.importorskip("triton")
 

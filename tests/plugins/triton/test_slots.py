@@ -7,8 +7,8 @@ import torch
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.testing import make_world, prepare_step
-from attnmux.core.testing.cases import Case, decode, extend
+from attnmux.testing import make_world, prepare_step
+from attnmux.testing.cases import Case, decode, extend
 
 pytest.importorskip("triton")
 

@@ -8,11 +8,11 @@ import torch
 
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.reference import attention
-from attnmux.core.testing import AttentionBackendTests, Candidate, make_world, prepare_step
-from attnmux.core.testing.builders import PreparedStep
-from attnmux.core.testing.cases import Case, Step, decode, extend, verify
-from attnmux.core.testing.world import World
+from attnmux.testing import AttentionBackendTests, Candidate, make_world, prepare_step
+from attnmux.testing.builders import PreparedStep
+from attnmux.testing.cases import Case, Step, decode, extend, verify
+from attnmux.testing.reference import attention
+from attnmux.testing.world import World
 from attnmux.triton.cards.triton import TRITON
 
 pytest.importorskip("triton")

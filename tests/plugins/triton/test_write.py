@@ -17,8 +17,8 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES
 from attnmux.core.layer import LayerSpec
-from attnmux.core.testing import make_world, prepare_step
-from attnmux.core.testing.cases import Case, decode
+from attnmux.testing import make_world, prepare_step
+from attnmux.testing.cases import Case, decode
 
 pytest.importorskip("triton")
 

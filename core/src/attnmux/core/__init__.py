@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend, BackendContext
+    from attnmux.core.backend import AttentionBackend
     from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
+    from attnmux.core.call import AttentionCall
     from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
     from attnmux.core.choosing.decision import Decision
     from attnmux.core.choosing.platform import Platform
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from attnmux.core.compose import BatchSizeAttnBackend, HybridAttnBackend
     from attnmux.core.compose.building import build
     from attnmux.core.compose.fallback import make_first
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.core.op import forward_context
     from attnmux.core.radix_attention import RadixAttention
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AttentionBackend": "backend",
+    "AttentionCall": "call",
     "BackendCard": "choosing.card",
-    "BackendContext": "backend",
+    "BackendContext": "context",
     "BatchSizeAttnBackend": "compose",
     "Clause": "choosing.card",
     "Decision": "choosing.decision",
@@ -57,6 +60,7 @@ _MODULES = {
 
 __all__ = [
     "AttentionBackend",
+    "AttentionCall",
     "BackendCard",
     "BackendContext",
     "BatchSizeAttnBackend",

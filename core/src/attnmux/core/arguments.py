@@ -1,4 +1,4 @@
-"""What a backend's arguments must look like: all that costs no synchronisation to check."""
+"""Checks of a backend's arguments that cost no device synchronisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnmux.core.indices.args import check_picks
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core.call import AttentionCall
 
 _OF_REQUESTS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """int32 fields of a batch with one value a request."""
@@ -46,46 +46,29 @@ def check_fields(batch: ForwardBatch) -> None:
         _check_vector("multi_item.token_pos_in_items", items.token_pos_in_items, torch.int32)
 
 
-def check_call(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    layer: LayerSpec,
-    batch: ForwardBatch,
-    *,
-    dtype: torch.dtype | None,
-    q_rope: torch.Tensor | None,
-    k_rope: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
+def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype | None) -> None:
     """Raise InvalidInput unless the tensors of a layer's call fit the layer and the batch.
 
-    dtype: what Q was decided to be, where anything was.
+    dtype: the decided dtype of Q, if there is one.
     """
+    q, layer = call.q, call.layer
     num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
     rope_dim = layer.qk_rope_head_dim
     dtype, device = dtype or q.dtype, q.device
     _check("q", q, (num_tokens, heads, layer.query_dim), device, dtype)
     if rope_dim:
-        _check("q_rope", q_rope, (num_tokens, heads, rope_dim), device, dtype)
+        _check("q_rope", call.q_rope, (num_tokens, heads, rope_dim), device, dtype)
     else:
-        _check_absent("q_rope", q_rope, "the layer is not MLA")
-    _check_new_kv(k, v, k_rope, layer, num_tokens, device)
-    if out is not None:
-        _check("out", out, (num_tokens, heads, layer.v_head_dim), device, dtype)
-    if lse is not None:
-        _check("lse", lse, (num_tokens, heads), device, torch.float32)
+        _check_absent("q_rope", call.q_rope, "the layer is not MLA")
+    _check_new_kv(call, num_tokens, device)
+    if call.out is not None:
+        _check("out", call.out, (num_tokens, heads, layer.v_head_dim), device, dtype)
+    if call.lse is not None:
+        _check("lse", call.lse, (num_tokens, heads), device, torch.float32)
 
 
-def _check_new_kv(
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    k_rope: torch.Tensor | None,
-    layer: LayerSpec,
-    num_tokens: int,
-    device: torch.device,
-) -> None:
+def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) -> None:
+    k, v, k_rope, layer = call.k, call.v, call.k_rope, call.layer
     if k is None:
         _check_absent("v", v, "k is None: both are in the pool, or neither")
         _check_absent("k_rope", k_rope, "k is None: both are in the pool, or neither")

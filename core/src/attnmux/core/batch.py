@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -119,3 +119,35 @@ class ForwardBatch:
         if self.extend_num_tokens is not None and self.forward_mode.is_extend():
             return self.extend_num_tokens
         return self.out_cache_loc.shape[0]
+
+    def slice(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
+        """Requests [first, last), whose new tokens are [first_token, last_token), as views.
+
+        `spec_info` and `multi_item` belong to the whole step and stay as they are.
+        """
+
+        def of_requests(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[first:last]
+
+        def of_tokens(values: torch.Tensor) -> torch.Tensor:
+            return values[first_token:last_token]
+
+        lens_cpu = of_requests(self.seq_lens_cpu)
+        return replace(
+            self,
+            batch_size=last - first,
+            req_pool_indices=self.req_pool_indices[first:last],
+            seq_lens=self.seq_lens[first:last],
+            out_cache_loc=of_tokens(self.out_cache_loc),
+            positions=of_tokens(self.positions),
+            seq_lens_cpu=lens_cpu,
+            seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
+            extend_seq_lens=of_requests(self.extend_seq_lens),
+            extend_seq_lens_cpu=of_requests(self.extend_seq_lens_cpu),
+            extend_prefix_lens=of_requests(self.extend_prefix_lens),
+            extend_prefix_lens_cpu=of_requests(self.extend_prefix_lens_cpu),
+            extend_num_tokens=None if self.extend_num_tokens is None else last_token - first_token,
+            encoder_lens=of_requests(self.encoder_lens),
+            topk_indices=None if self.topk_indices is None else of_tokens(self.topk_indices),
+            tbo_children=(),
+        )

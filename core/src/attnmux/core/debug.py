@@ -10,8 +10,8 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import extend_positions
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
 
 
 def check_batch(context: BackendContext, batch: ForwardBatch) -> None:

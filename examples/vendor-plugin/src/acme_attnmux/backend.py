@@ -13,7 +13,13 @@ from typing import cast
 import torch
 
 from acme_attnmux.tables import Tables, most_queries
-from attnmux.core import AttentionBackend, BackendContext, ForwardBatch, ForwardMode, LayerSpec
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+)
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 
 PagedAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -66,43 +72,18 @@ class AcmePagedBackend(AttentionBackend):
             f"no buffers for a batch of {batch_size}: call init_cuda_graph_state first"
         )
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._call(q, layer, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._call(call)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if k is not None and not save_kv_cache:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.has_own_kv:
             raise InvalidInput(
                 "save_kv_cache", came=False, expected="True: the library reads pages alone"
             )
-        return self._call(q, layer, lse)
+        return self._call(call)
 
-    def _call(self, q: torch.Tensor, layer: LayerSpec, lse: torch.Tensor | None) -> torch.Tensor:
+    def _call(self, call: AttentionCall) -> torch.Tensor:
+        q, layer, lse = call.q, call.layer, call.lse
         step, pool = self._step, self.context.token_to_kv_pool
         if step is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")

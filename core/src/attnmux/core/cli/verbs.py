@@ -31,17 +31,19 @@ GROUP = "attnmux.commands"
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.backends:backends", "List what the installed plugins offer."),
-    "bench": ("attnmux.core.cli.bench:bench", "Time every backend here on the same steps."),
     "matrix": ("attnmux.core.cli.matrix:matrix", "Print what every backend serves."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here, what not, and why."),
     "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
-    "tune": ("attnmux.core.cli.tune:tune", "Try out launches here, and keep the fastest."),
-    "verify": ("attnmux.core.cli.verify:verify", "Run the conformance suite on a backend."),
 }
 
-ELSEWHERE = {"generate": "attnmux-transformers"}
-"""Verbs of our own that another distribution brings: for the hint where it is not installed."""
+OPTIONAL: Mapping[str, tuple[str, str]] = {
+    "bench": ("attnmux-bench", "Time every backend here on the same steps."),
+    "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
+    "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
+    "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
+}
+"""Verbs of this project that live in another distribution: its name, and the verb's summary."""
 
 USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
 
@@ -75,11 +77,15 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the table alone: help must not import what it lists."""
-        outside = {
-            name: f"(from {' and '.join(map(_distribution, points))})"
-            for name, points in _outside().items()
-        }
-        rows = {**outside, **{name: text for name, (_, text) in VERBS.items()}}
+        installed = _outside()
+        rows = {name: text for name, (_, text) in VERBS.items()}
+        for name, points in installed.items():
+            whose = " and ".join(map(_distribution, points))
+            distribution, summary = OPTIONAL.get(name, ("", ""))
+            rows[name] = summary if whose == distribution else f"(from {whose})"
+        for name, (distribution, summary) in OPTIONAL.items():
+            if name not in installed:
+                rows[name] = f"{summary} (pip install {distribution})"
         with formatter.section("Verbs"):
             formatter.write_dl(sorted(rows.items()))
 
@@ -167,11 +173,12 @@ def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Comma
 
 
 def _unknown(name: str) -> str:
-    near = nearest(name, {*VERBS, *_outside(), *ELSEWHERE})
+    near = nearest(name, {*VERBS, *_outside(), *OPTIONAL})
     guess = f" Did you mean {near!r}?" if near not in ("", name) else ""
     meant = near or name
-    if meant in ELSEWHERE and meant not in _outside():
-        guess += f" {meant!r} comes with {ELSEWHERE[meant]}: pip install {ELSEWHERE[meant]}"
+    if meant in OPTIONAL and meant not in _outside():
+        distribution, _ = OPTIONAL[meant]
+        guess += f" {meant!r} comes with {distribution}: pip install {distribution}"
     return f"No such verb {name!r}.{guess}"
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.compose.by_batch_size import BatchSizeAttnBackend, Sizes
 from attnmux.core.compose.hybrid import HybridAttnBackend
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 

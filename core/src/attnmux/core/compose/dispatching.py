@@ -1,4 +1,4 @@
-"""What backends made of backends do alike: each step goes to one of them."""
+"""The base of composites that send each step to one of their backends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from attnmux.core.backend import AttentionBackend
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
     from attnmux.core.layer import LayerSpec
 
 
@@ -44,38 +45,8 @@ class DispatchingBackend(AttentionBackend):
     ) -> None:
         self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.serving(batch).forward_decode(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self.serving(batch).forward_decode(call, batch)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.serving(batch).forward_extend(
-            q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
-        )
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self.serving(batch).forward_extend(call, batch)

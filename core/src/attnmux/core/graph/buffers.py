@@ -12,7 +12,6 @@ import torch
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
-from attnmux.core.graph.halves import halves
 from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
 
@@ -121,7 +120,7 @@ class FixedBuffers:
             **of_batch,  # type: ignore[arg-type]  # fields of ForwardBatch by name
         )
         if config.two_batches:
-            batch = replace(batch, tbo_children=halves(batch, config.tokens_per_request))
+            batch = replace(batch, tbo_children=_halves(batch, config.tokens_per_request))
         return batch, inputs
 
     def load(
@@ -174,7 +173,7 @@ class FixedBuffers:
         if total != padded.seq_lens_sum or actual_mode is not padded.actual_forward_mode:
             padded = replace(padded, seq_lens_sum=total, actual_forward_mode=actual_mode)
         if padded.tbo_children:
-            children = halves(padded, self._config.tokens_per_request)
+            children = _halves(padded, self._config.tokens_per_request)
             padded = replace(padded, tbo_children=children)
         return padded
 
@@ -264,3 +263,18 @@ def _bounds(fields: list[_Field]) -> list[tuple[int, int]]:
         bounds.append((first, last))
         first = last
     return bounds
+
+
+def _halves(batch: ForwardBatch, tokens_per_request: int) -> tuple[ForwardBatch, ForwardBatch]:
+    """The first half of the rows and the others. A half of a single row is empty."""
+
+    def part(first: int, last: int) -> ForwardBatch:
+        return batch.slice(
+            first,
+            last,
+            first_token=first * tokens_per_request,
+            last_token=last * tokens_per_request,
+        )
+
+    middle = batch.batch_size // 2
+    return part(0, middle), part(middle, batch.batch_size)

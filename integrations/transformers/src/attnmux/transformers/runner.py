@@ -9,10 +9,11 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.compose.building import build
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.devices import DeviceGraphs, device_graphs

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
 from attnmux.core.layer import LayerSpec

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.triton.call import LayerCall
 from attnmux.triton.launch import Launches
@@ -150,40 +152,14 @@ class TritonBackend(AttentionBackend):
             self._writers[key] = writer
         writer.write(layer, loc, k, second)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, q_rope, None, layer, batch, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, call.q_rope, None, call.layer, batch, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         in_call = None
-        if not save_kv_cache and k is not None:
-            in_call = Keys(k=k, v=k if v is None else v, k_rope=k_rope)
-        return self._attend(q, q_rope, in_call, layer, batch, out, lse)
+        if not call.save_kv_cache and call.k is not None:
+            in_call = Keys(k=call.k, v=call.k if call.v is None else call.v, k_rope=call.k_rope)
+        return self._attend(call.q, call.q_rope, in_call, call.layer, batch, call.out, call.lse)
 
     def _attend(
         self,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError
 from attnmux.core.layer import LayerSpec

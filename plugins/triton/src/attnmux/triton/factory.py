@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.compiling import compile_ahead

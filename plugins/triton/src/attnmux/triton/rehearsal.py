@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
 from attnmux.core.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import BackendContext
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.triton.backend import TritonBackend
 
@@ -82,10 +83,8 @@ def _call(
     is_stored = layer.is_causal and layer.layer_id in pool.layer_ids
     if is_stored:
         backend.save_kv(k, v, layer, batch, k_rope=k_rope)
-    if batch.forward_mode.is_decode():
-        if is_stored:
-            backend.forward_decode(q, k, v, layer, batch, q_rope=q_rope)
-        return
-    backend.forward_extend(
-        q, k, v, layer, batch, save_kv_cache=is_stored, q_rope=q_rope, k_rope=k_rope
-    )
+    call = AttentionCall(q, k, v, layer, is_stored, q_rope, k_rope)
+    if not batch.forward_mode.is_decode():
+        backend.forward_extend(call, batch)
+    elif is_stored:
+        backend.forward_decode(call, batch)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.indices import page_table
 from attnmux.core.layer import LayerSpec
 from attnmux.triton.kernels.indices import fill_seen_pages

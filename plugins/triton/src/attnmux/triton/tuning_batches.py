@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import (

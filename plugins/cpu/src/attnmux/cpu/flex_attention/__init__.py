@@ -8,7 +8,6 @@ plan.py      these three put together, for the layers that share them
 fixed.py     the same in buffers that captured graphs point at
 spec.py      the shapes that a kernel is compiled for
 kernel.py    the kernel
-emulator.py  the kernel in plain torch, for tests
 """
 
 from attnmux.cpu.flex_attention.backend import FlexAttentionBackend

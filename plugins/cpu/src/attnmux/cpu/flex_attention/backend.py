@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
+from attnmux.core.backend import NO_OPTIONS, AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, GraphUnsupported
 from attnmux.cpu.flex_attention.fixed import FixedPlan, first_of
 from attnmux.cpu.flex_attention.kernel import kernel, plain_tensors
@@ -129,45 +131,15 @@ class FlexAttentionBackend(AttentionBackend):
                             )
                         )
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, q_rope, self._from_pool(layer), layer, batch, lse, in_call=False)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call, self._from_pool(call.layer), batch)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        in_call = k is not None and not save_kv_cache
-        keys_and_values: tuple[torch.Tensor, torch.Tensor | None]
-        if k is None or save_kv_cache:
-            keys_and_values = self._from_pool(layer)
-        elif k_rope is not None:
-            keys_and_values = torch.cat([k, k_rope], dim=-1), None
-        else:
-            keys_and_values = k, v
-        return self._attend(q, q_rope, keys_and_values, layer, batch, lse, in_call=in_call)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is None or call.save_kv_cache:
+            return self.forward_decode(call, batch)
+        if call.k_rope is not None:
+            return self._attend(call, (torch.cat([call.k, call.k_rope], dim=-1), None), batch)
+        return self._attend(call, (call.k, call.v), batch)
 
     def _from_pool(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         pool = self.context.token_to_kv_pool
@@ -176,19 +148,15 @@ class FlexAttentionBackend(AttentionBackend):
 
     def _attend(
         self,
-        q: torch.Tensor,
-        q_rope: torch.Tensor | None,
+        call: AttentionCall,
         keys_and_values: tuple[torch.Tensor, torch.Tensor | None],
-        layer: LayerSpec,
         batch: ForwardBatch,
-        lse: torch.Tensor | None,
-        *,
-        in_call: bool,
     ) -> torch.Tensor:
+        q, q_rope, layer, lse = call.q, call.q_rope, call.layer, call.lse
         if not q.shape[0]:
             return q.new_empty((0, layer.tp_q_head_num, layer.v_head_dim))
         with plain_tensors():
-            plan = self._plan(layer, batch, in_call=in_call)
+            plan = self._plan(layer, batch, in_call=call.has_own_kv)
             keys, values = self._blocks(plan, keys_and_values)
             needs_lse = lse is not None or layer.sinks is not None
             spec = spec_of(plan, layer, q.dtype, lse=needs_lse)
@@ -209,7 +177,7 @@ class FlexAttentionBackend(AttentionBackend):
                 if lse is not None:
                     lse.copy_(of_tokens)
             pool = self.context.token_to_kv_pool
-            v_scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[1]
+            v_scale = 1.0 if call.has_own_kv else pool.read_scales(layer.k_scale, layer.v_scale)[1]
             return out if v_scale == 1 else out * v_scale
 
     def _blocks(

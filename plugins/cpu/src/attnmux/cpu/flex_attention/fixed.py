@@ -14,8 +14,8 @@ from attnmux.cpu.flex_attention.spec import KernelInput, block_list, list_room
 from attnmux.cpu.flex_attention.tiles import tile_count
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
 
 
 class FixedPlan:

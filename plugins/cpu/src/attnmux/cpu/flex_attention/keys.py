@@ -17,8 +17,8 @@ from attnmux.core.indices import cu_seqlens
 from attnmux.cpu.flex_attention.tiles import bucket
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
     from attnmux.cpu.steps import KeyRule, StepLens
 
 LARGEST_BLOCK = 128

@@ -25,8 +25,8 @@ from attnmux.cpu.flex_attention.spec import KernelInput, KernelSpec, block_list,
 from attnmux.cpu.flex_attention.tiles import least_tiles
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.cpu.flex_attention.keys import Keys
     from attnmux.cpu.flex_attention.ranges import BlockLists, Ranges

@@ -23,7 +23,7 @@ _NO_LOGIT = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LayerCall:
+class Operands:
     """One layer's tensors in a step."""
 
     layer: LayerSpec
@@ -68,82 +68,82 @@ class LayerCall:
 
 
 def attend(
-    call: LayerCall, tile: Tile, visibility: Visibility
+    operands: Operands, tile: Tile, visibility: Visibility
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out [R * Tq, Hq, Dv] and LSE [R * Tq, Hq] of a tile, fp32, in the order of its tokens."""
-    queries = _queries(call, tile)
-    softmax = _OnlineSoftmax(call, tile, queries.shape[:2])
+    queries = _queries(operands, tile)
+    softmax = _OnlineSoftmax(operands, tile, queries.shape[:2])
     for start in range(0, tile.slots.shape[1], tile.step):
         slots = tile.slots[:, start : start + tile.step]
-        rows = _rows(call, slots)
-        keys = _gather(call, call.keys, rows)
-        logits = _logits(call, queries, keys)
+        rows = _rows(operands, slots)
+        keys = _gather(operands, operands.keys, rows)
+        logits = _logits(operands, queries, keys)
         _hide(logits, tile, visibility, start)
         weights = softmax.weigh(logits)
-        if call.values is None:
-            values = keys[..., : call.layer.v_head_dim]
+        if operands.values is None:
+            values = keys[..., : operands.layer.v_head_dim]
         else:
-            values = _gather(call, call.values, rows)
+            values = _gather(operands, operands.values, rows)
         softmax.add(weights, values)
-    return call.unfold(tile, softmax.out()), call.unfold(tile, softmax.lse()).squeeze(-1)
+    return operands.unfold(tile, softmax.out()), operands.unfold(tile, softmax.lse()).squeeze(-1)
 
 
-def _queries(call: LayerCall, tile: Tile) -> torch.Tensor:
+def _queries(operands: Operands, tile: Tile) -> torch.Tensor:
     """[R * Hkv, G * Tq, D] of the product's dtype, in MLA with the rotary part behind."""
-    latent = call.fold(tile, call.q[tile.tokens])
-    width = call.layer.qk_head_dim
-    queries = call.scratch("queries", (*latent.shape[:-1], width), call.dtype)
+    latent = operands.fold(tile, operands.q[tile.tokens])
+    width = operands.layer.qk_head_dim
+    queries = operands.scratch("queries", (*latent.shape[:-1], width), operands.dtype)
     queries[..., : latent.shape[-1]].copy_(latent)
-    if call.q_rope is not None:
-        queries[..., latent.shape[-1] :].copy_(call.fold(tile, call.q_rope[tile.tokens]))
+    if operands.q_rope is not None:
+        queries[..., latent.shape[-1] :].copy_(operands.fold(tile, operands.q_rope[tile.tokens]))
     num_requests, num_kv_heads, group, num_queries, _ = latent.shape
     return queries.view(num_requests * num_kv_heads, group * num_queries, width)
 
 
-def _rows(call: LayerCall, slots: torch.Tensor) -> torch.Tensor:
+def _rows(operands: Operands, slots: torch.Tensor) -> torch.Tensor:
     """[R, Hkv, S] int64: rows of the flat K and V, slot * Hkv + head.
 
     Gathering head by head, rather than token by token, lays out each head's keys as one matrix,
     and has a CPU core gather the heads that it multiplies afterwards.
     """
-    num_heads = call.layer.tp_k_head_num
+    num_heads = operands.layer.tp_k_head_num
     heads = torch.arange(num_heads, device=slots.device).unsqueeze(1)
-    rows = call.scratch("rows", (slots.shape[0], num_heads, slots.shape[1]), torch.int64)
+    rows = operands.scratch("rows", (slots.shape[0], num_heads, slots.shape[1]), torch.int64)
     return torch.add(heads, slots.unsqueeze(1), alpha=num_heads, out=rows)
 
 
-def _gather(call: LayerCall, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _gather(operands: Operands, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[R * Hkv, S, width] of the product's dtype."""
     shape = (rows.shape[0] * rows.shape[1], rows.shape[2], source.shape[1])
-    gathered = call.scratch("gathered", shape, source.dtype)
+    gathered = operands.scratch("gathered", shape, source.dtype)
     # As bytes where it is 8-bit floats, which torch does not gather everywhere.
     raw = torch.uint8 if source.itemsize == 1 else source.dtype
     into = gathered.view(-1, source.shape[1]).view(raw)
     torch.index_select(source.view(raw), 0, rows.view(-1), out=into)
-    if source.dtype == call.dtype:
+    if source.dtype == operands.dtype:
         return gathered
-    converted = call.scratch("converted", shape, call.dtype)
-    if call.widening is None:
+    converted = operands.scratch("converted", shape, operands.dtype)
+    if operands.widening is None:
         return converted.copy_(gathered)
-    return call.widening(gathered, converted, call.scratch)
+    return operands.widening(gathered, converted, operands.scratch)
 
 
-def _logits(call: LayerCall, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """[R * Hkv, G * Tq, S] fp32, scaled and capped."""
-    layer = call.layer
+    layer = operands.layer
     shape = (*queries.shape[:2], keys.shape[1])
-    logits = call.scratch("logits", shape, torch.float32)
+    logits = operands.scratch("logits", shape, torch.float32)
     keys = keys.transpose(1, 2)
-    if call.dtype == torch.float32:
+    if operands.dtype == torch.float32:
         torch.bmm(queries, keys, out=logits)
     else:
         # A product of 16-bit matrices is rounded to 16 bits, which is too coarse for an
         # exponent. The second product is what the first one's rounding left out.
-        rounded = torch.bmm(queries, keys, out=call.scratch("rounded", shape, call.dtype))
-        rest = call.scratch("rest", shape, call.dtype)
+        rounded = torch.bmm(queries, keys, out=operands.scratch("rounded", shape, operands.dtype))
+        rest = operands.scratch("rest", shape, operands.dtype)
         torch.baddbmm(rounded, queries, keys, beta=-1, out=rest)
         logits.copy_(rounded).add_(rest)
-    scaling = layer.scaling * call.scales[0]
+    scaling = layer.scaling * operands.scales[0]
     if layer.logit_cap > 0:
         return logits.mul_(scaling / layer.logit_cap).tanh_().mul_(layer.logit_cap)
     return logits.mul_(scaling)
@@ -168,9 +168,9 @@ class _OnlineSoftmax:
     A sink is a key without a value that came first.
     """
 
-    def __init__(self, call: LayerCall, tile: Tile, shape: torch.Size) -> None:
-        self._call = call
-        layer, device = call.layer, call.q.device
+    def __init__(self, operands: Operands, tile: Tile, shape: torch.Size) -> None:
+        self._operands = operands
+        layer, device = operands.layer, operands.q.device
         if layer.sinks is None:
             self._max = torch.full((*shape, 1), _NO_LOGIT, dtype=torch.float32, device=device)
             self._sum = torch.zeros_like(self._max)
@@ -182,8 +182,8 @@ class _OnlineSoftmax:
             self._max = sinks.clone(memory_format=torch.contiguous_format).view(*shape, 1)
             self._sum = torch.ones_like(self._max)
         width = layer.v_head_dim
-        self._out = call.scratch("out", (*shape, width), torch.float32).zero_()
-        self._of_block = call.scratch("out_of_block", (*shape, width), call.dtype)
+        self._out = operands.scratch("out", (*shape, width), torch.float32).zero_()
+        self._of_block = operands.scratch("out_of_block", (*shape, width), operands.dtype)
 
     def weigh(self, logits: torch.Tensor) -> torch.Tensor:
         """Weights of a block's values, in place of its logits."""
@@ -193,9 +193,11 @@ class _OnlineSoftmax:
         self._sum.mul_(decay).add_(weights.sum(-1, keepdim=True))
         self._out.mul_(decay)
         self._max = highest
-        if self._call.dtype == torch.float32:
+        if self._operands.dtype == torch.float32:
             return weights
-        return self._call.scratch("rounded", tuple(weights.shape), self._call.dtype).copy_(weights)
+        return self._operands.scratch("rounded", tuple(weights.shape), self._operands.dtype).copy_(
+            weights
+        )
 
     def add(self, weights: torch.Tensor, values: torch.Tensor) -> None:
         """Add a block's values, [R * Hkv, S, Dv]."""
@@ -203,7 +205,7 @@ class _OnlineSoftmax:
 
     def out(self) -> torch.Tensor:
         """[R * Hkv, G * Tq, Dv]."""
-        scale = self._call.scales[0 if self._call.values is None else 1]
+        scale = self._operands.scales[0 if self._operands.values is None else 1]
         self._out.div_(self._sum.clamp_min(torch.finfo(torch.float32).tiny))
         return self._out if scale == 1 else self._out.mul_(scale)
 

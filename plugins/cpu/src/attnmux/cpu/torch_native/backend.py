@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend, BackendContext
+from attnmux.core.backend import NO_OPTIONS, AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError
 from attnmux.core.indices import cu_seqlens, token_rows, topk_slots
 from attnmux.cpu.steps import KeyRule, StepLens
-from attnmux.cpu.torch_native.attend import LayerCall, attend
+from attnmux.cpu.torch_native.attend import Operands, attend
 from attnmux.cpu.torch_native.metadata import Plan, TileSize, make_plan
 from attnmux.cpu.torch_native.picked import attend_picked
 from attnmux.cpu.torch_native.widening import Widening
@@ -49,45 +51,15 @@ class TorchNativeBackend(AttentionBackend):
             if in_pool and _picks(layer, batch) is None:
                 self._plan(layer, batch, in_call=False)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        keys, values = self._from_pool(layer)
-        return self._attend(q, q_rope, keys, values, layer, batch, out, lse, in_call=False)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call, *self._from_pool(call.layer), batch)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        in_call = k is not None and not save_kv_cache
-        if k is None or save_kv_cache:
-            keys, values = self._from_pool(layer)
-        elif k_rope is not None:
-            keys, values = torch.cat([k, k_rope], dim=-1), None
-        else:
-            keys, values = k, v
-        return self._attend(q, q_rope, keys, values, layer, batch, out, lse, in_call=in_call)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is None or call.save_kv_cache:
+            return self.forward_decode(call, batch)
+        if call.k_rope is not None:
+            return self._attend(call, torch.cat([call.k, call.k_rope], dim=-1), None, batch)
+        return self._attend(call, call.k, call.v, batch)
 
     def _from_pool(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         pool = self.context.token_to_kv_pool
@@ -96,48 +68,37 @@ class TorchNativeBackend(AttentionBackend):
 
     def _attend(
         self,
-        q: torch.Tensor,
-        q_rope: torch.Tensor | None,
+        call: AttentionCall,
         keys: torch.Tensor,
         values: torch.Tensor | None,
-        layer: LayerSpec,
         batch: ForwardBatch,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        *,
-        in_call: bool,
     ) -> torch.Tensor:
-        """Attend over keys [n, Hkv, D] and values [n, Hkv, Dv], where the plan's slots are."""
-        pool = self.context.token_to_kv_pool
+        """Attend over keys [n, Hkv, D] and values [n, Hkv, Dv], which the plan's slots index."""
+        q, layer, lse = call.q, call.layer, call.lse
+        pool, in_call = self.context.token_to_kv_pool, call.has_own_kv
+        scales = (1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale)
+        out = call.out
         if out is None:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         picks = _picks(layer, batch)
         if picks is not None:
             places = self._places(picks, layer, batch, in_call=in_call)
-            return self._attend_picked(
-                q if q_rope is None else torch.cat([q, q_rope], dim=-1),
-                keys,
-                places,
-                layer,
-                out,
-                lse,
-                in_call=in_call,
-            )
+            return self._attend_picked(call, keys, places, scales[0], out)
         plan = self._plan(layer, batch, in_call=in_call)
         dtype = _product_dtype(q.dtype, keys.dtype)
-        call = LayerCall(
+        operands = Operands(
             layer=layer,
             q=q.detach(),
-            q_rope=None if q_rope is None else q_rope.detach(),
+            q_rope=None if call.q_rope is None else call.q_rope.detach(),
             keys=_rows_of_heads(keys),
             values=None if values is None else _rows_of_heads(values),
-            scales=(1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale),
+            scales=scales,
             dtype=dtype,
             widening=self._widening(keys.dtype, dtype),
             workspace=self.context.workspace,
         )
         for tile in plan.tiles:
-            of_tile, lse_of_tile = attend(call, tile, plan.visibility)
+            of_tile, lse_of_tile = attend(operands, tile, plan.visibility)
             out[tile.tokens] = of_tile.to(out.dtype)
             if lse is not None:
                 lse[tile.tokens] = lse_of_tile
@@ -149,25 +110,22 @@ class TorchNativeBackend(AttentionBackend):
 
     def _attend_picked(
         self,
-        q: torch.Tensor,
+        call: AttentionCall,
         keys: torch.Tensor,
         places: torch.Tensor,
-        layer: LayerSpec,
+        scale: float,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
-        *,
-        in_call: bool,
     ) -> torch.Tensor:
         """Attend over the rows `places` [T, topk] of keys [n, 1, D]."""
-        pool = self.context.token_to_kv_pool
-        scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[0]
+        layer = call.layer
+        q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
         blocks = attend_picked(
             q, _rows_of_heads(keys), places, rank=layer.v_head_dim, scaling=layer.scaling * scale
         )
         for rows, of_block, lse_of_block in blocks:
             out[rows] = (of_block * scale).to(out.dtype)
-            if lse is not None:
-                lse[rows] = lse_of_block
+            if call.lse is not None:
+                call.lse[rows] = lse_of_block
         return out
 
     def _places(

@@ -19,8 +19,8 @@ from attnmux.cpu.torch_native.visibility import Visibility, visibility
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnmux.core.backend import BackendContext
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.cpu.steps import KeyRule, StepLens
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.cutlass_mla.calls import PAGE, LayerCall, read_num_kv_splits
 from attnmux.nvidia.latent import KeyLens, latent_layers, rotary
@@ -27,7 +29,6 @@ from attnmux.nvidia.steps import check_room, prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
     from attnmux.nvidia.cutlass_mla.kernels import Kernels
 
 
@@ -110,55 +111,31 @@ class CutlassMLABackend(AttentionBackend):
             )
             self._fixed_batch_size = max_bs
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if lse is not None:
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.lse is not None:
             raise InvalidInput("lse", came="a tensor", expected="None: the library gives no LSE")
-        if not q.shape[0]:
-            return nothing(q, layer, out, lse)
+        if not call.q.shape[0]:
+            return nothing(call.q, call.layer, call.out, call.lse)
         step, lens = prepared(self._step), prepared(self._lens)
-        call = self._calls.get(layer.layer_id)
-        if call is None:
-            raise InvalidInput("layer", came=f"{layer.kind}, id {layer.layer_id}", expected="mla")
+        own = self._calls.get(call.layer.layer_id)
+        if own is None:
+            raise InvalidInput(
+                "layer", came=f"{call.layer.kind}, id {call.layer.layer_id}", expected="mla"
+            )
         result = self._kernels.cutlass_mla_decode(
-            aligned(q),
-            aligned(rotary(q_rope)),
-            call.cache,
+            aligned(call.q),
+            aligned(rotary(call.q_rope)),
+            own.cache,
             lens.at_least_one,
-            step.keys[call.group].page_table,
+            step.keys[own.group].page_table,
             self._workspace,
-            call.scale,
+            own.scale,
             self._num_kv_splits,
         )
         lens.replace(result, 0)
         return result
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         """Raises InvalidInput: the kernel has one query a request."""
         raise _only_decode(batch.forward_mode)
 

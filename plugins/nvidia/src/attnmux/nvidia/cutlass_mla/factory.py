@@ -9,7 +9,7 @@ from sgl_kernel import (  # type: ignore[import-not-found]  # an optional librar
     cutlass_mla_get_workspace_size,
 )
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.cutlass_mla.backend import CutlassMLABackend
 from attnmux.nvidia.cutlass_mla.kernels import Kernels
 from attnmux.nvidia.cutlass_mla.trial import try_kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.cutlass_mla.calls import PAGE
 from attnmux.nvidia.cutlass_mla.kernels import Kernels
 from attnmux.nvidia.latent import RANK, ROPE, latent_layers

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.dual_chunk.layers import LayerCall
 from attnmux.nvidia.dual_chunk.merging import merged
@@ -102,46 +104,22 @@ class DualChunkBackend(AttentionBackend):
             self._fixed = {group: fixed_keys(group, max_bs, self.context) for group in self._groups}
             self._fixed_batch_size = max_bs
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._paged(q, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._paged(call.q, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if k is None or v is None or save_kv_cache:
-            return self._paged(q, layer, out, lse)
-        if k.dtype != q.dtype or v.dtype != q.dtype:
-            raise InvalidInput("k", came=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-        chunk_len = layer.dual_chunk_len
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is None or call.v is None or call.save_kv_cache:
+            return self._paged(call.q, call.layer, call.out, call.lse)
+        if call.k.dtype != call.q.dtype or call.v.dtype != call.q.dtype:
+            raise InvalidInput(
+                "k", came=f"{call.k.dtype} and {call.v.dtype}", expected=f"{call.q.dtype}, as q is"
+            )
+        chunk_len = call.layer.dual_chunk_len
         regions = self._in_call.get(chunk_len)
         if regions is None:
             regions = self._in_call[chunk_len] = in_call(batch, chunk_len)
-        k_cache, v_cache = aligned(k).unsqueeze(1), aligned(v).unsqueeze(1)
-        return self._attend(q, k_cache, v_cache, layer, regions, out, lse)
+        k_cache, v_cache = aligned(call.k).unsqueeze(1), aligned(call.v).unsqueeze(1)
+        return self._attend(call.q, k_cache, v_cache, call.layer, regions, call.out, call.lse)
 
     def _paged(
         self,

@@ -8,7 +8,7 @@ from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an opti
     flash_attn_with_kvcache,
 )
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.dual_chunk.backend import DualChunkBackend
 from attnmux.nvidia.dual_chunk.kernels import Kernels
 from attnmux.nvidia.dual_chunk.trial import try_kernels

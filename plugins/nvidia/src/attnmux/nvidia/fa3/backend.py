@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import LayerCall, splits
 from attnmux.nvidia.fa3.drafts import merge
@@ -28,6 +28,7 @@ from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
     from attnmux.core.layer import LayerSpec
     from attnmux.nvidia.fa3.kernels import Kernels
 
@@ -70,42 +71,17 @@ class FA3Backend(SteppingBackend):
                 expected="None in layers with a window, a chunk, sinks or cross attention",
             )
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, None, None, layer, batch, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, None, None, call.layer, batch, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if save_kv_cache and not (
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        k, v = call.k, call.v
+        if call.save_kv_cache and not (
             prepared(self._step).has_all_keys
-            and self._calls[layer.layer_id].stores_as_given(q, k, v)
+            and self._calls[call.layer.layer_id].stores_as_given(call.q, k, v)
         ):
             k = v = None
-        return self._attend(q, k, v, layer, batch, out, lse)
+        return self._attend(call.q, k, v, call.layer, batch, call.out, call.lse)
 
     def _attend(
         self,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec

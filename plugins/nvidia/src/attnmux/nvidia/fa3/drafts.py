@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.indices import mask_indptr, verify_kv_lens
 from attnmux.core.spec import SpecInput

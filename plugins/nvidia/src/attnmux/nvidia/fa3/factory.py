@@ -11,7 +11,7 @@ from sgl_kernel.flash_attn import (  # type: ignore[import-not-found]  # an opti
     get_scheduler_metadata,
 )
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.fa3.trial import try_kernels

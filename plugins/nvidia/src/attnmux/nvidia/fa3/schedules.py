@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.page_tables import KeyGroup, Step
 

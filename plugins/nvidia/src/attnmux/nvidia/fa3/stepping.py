@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.fa3.drafts import DraftTables
 from attnmux.nvidia.fa3.schedules import Schedules
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.fa3.kernels import Kernels
 from attnmux.nvidia.trial import trial
 

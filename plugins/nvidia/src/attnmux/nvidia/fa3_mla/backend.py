@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa3.calls import splits
 from attnmux.nvidia.fa3.drafts import merge
@@ -28,6 +28,7 @@ from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
     from attnmux.core.layer import LayerSpec
     from attnmux.nvidia.fa3.kernels import Kernels
 
@@ -50,39 +51,12 @@ class FA3MLABackend(SteppingBackend):
         super().__init__(context, options, groups, schedules=schedules)
         self._kernels = kernels
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, q_rope, None, None, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, call.q_rope, None, None, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if save_kv_cache:
-            k = k_rope = None
-        return self._attend(q, q_rope, k, k_rope, layer, out, lse)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        k, k_rope = (None, None) if call.save_kv_cache else (call.k, call.k_rope)
+        return self._attend(call.q, call.q_rope, k, k_rope, call.layer, call.out, call.lse)
 
     def _attend(
         self,

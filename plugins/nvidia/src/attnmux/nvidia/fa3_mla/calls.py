@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa3.kernels import Kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.fa3.factory import KERNELS
 from attnmux.nvidia.fa3_mla.backend import FA3MLABackend
 from attnmux.nvidia.fa3_mla.trial import try_kernels

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.fa4.calls import LayerCall
 from attnmux.nvidia.latent import rotary
@@ -26,7 +28,6 @@ from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
     from attnmux.nvidia.fa4.kernels import Kernels
 
 _SERVED = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -79,64 +80,39 @@ class FA4Backend(AttentionBackend):
                 rows = torch.arange(batch.num_tokens, device=bounds.device)
                 self._unowned = (rows >= bounds[-1]).view(-1, 1, 1)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         """Raises InvalidInput: it serves no decode step."""
         raise _only_prefill(batch.forward_mode)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step, call = prepared(self._step), self._calls[layer.layer_id]
-        if not q.shape[0]:
-            return nothing(q, layer, out, lse)
-        if layer.kind == "mla":
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        step, own = prepared(self._step), self._calls[call.layer.layer_id]
+        k, v = call.k, call.v
+        if not call.q.shape[0]:
+            return nothing(call.q, call.layer, call.out, call.lse)
+        if call.layer.kind == "mla":
             # The latents are the library's V, the rotary parts its K.
-            queries = {"q": aligned(rotary(q_rope)), "qv": aligned(q)}
-            k, v = k_rope, k
+            queries = {"q": aligned(rotary(call.q_rope)), "qv": aligned(call.q)}
+            k, v = call.k_rope, k
         else:
-            queries = {"q": aligned(q)}
-        bounds = step.query_bounds(q.device)
-        if k is None or v is None or save_kv_cache:
-            keys = _cached(call, step)
+            queries = {"q": aligned(call.q)}
+        bounds = step.query_bounds(call.q.device)
+        if k is None or v is None or call.save_kv_cache:
+            keys = _cached(own, step)
         else:
-            keys = _of_call(k, v, bounds, step, q.dtype)
+            keys = _of_call(k, v, bounds, step, call.q.dtype)
         result, kernels_lse = self._kernels.flash_attn_varlen_func(
             **queries,
             **keys,
             cu_seqlens_q=bounds,
             max_seqlen_q=step.max_seqlen_q,
-            return_lse=lse is not None,
-            **call.arguments,
+            return_lse=call.lse is not None,
+            **own.arguments,
         )
-        if lse is not None:
-            if layer.kind == "mla":
-                lse.copy_(kernels_lse)
+        if call.lse is not None:
+            if call.layer.kind == "mla":
+                call.lse.copy_(kernels_lse)
             else:
-                store_lse(kernels_lse, lse, None)
+                store_lse(kernels_lse, call.lse, None)
         attended: torch.Tensor = result
         return attended if self._unowned is None else attended.masked_fill_(self._unowned, 0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages

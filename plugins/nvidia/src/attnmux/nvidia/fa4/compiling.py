@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.fa4.calls import LayerCall

@@ -8,7 +8,7 @@ from flash_attn.cute import (  # type: ignore[import-not-found]  # an optional l
     flash_attn_varlen_func,
 )
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.fa4.backend import FA4Backend
 from attnmux.nvidia.fa4.compiling import compile_kernels
 from attnmux.nvidia.fa4.kernels import Kernels

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported
 from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
 from attnmux.nvidia.flashinfer.compiling import compile_kernels
@@ -116,67 +118,42 @@ class FlashInferBackend(AttentionBackend):
             )
         )
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         prepared(self._step)
+        out = call.out
         if out is None or not is_writable(out):
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if not len(q):
+            out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        if not len(call.q):
             return out
-        base_2 = writable_lse(lse)
-        self._attend(Role.DECODE, layer, aligned(q), None, None, out, base_2)
-        store_natural(base_2, lse)
+        base_2 = writable_lse(call.lse)
+        self._attend(Role.DECODE, call.layer, aligned(call.q), None, None, out, base_2)
+        store_natural(base_2, call.lse)
         return out
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step = prepared(self._step)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        step, q, k, v, out = prepared(self._step), call.q, call.k, call.v, call.out
         if out is None or not is_writable(out):
-            out = q.new_empty((*q.shape[:2], layer.v_head_dim))
+            out = q.new_empty((*q.shape[:2], call.layer.v_head_dim))
         if step.num_rows == 0:
-            if lse is not None:
-                lse.fill_(-torch.inf)
+            if call.lse is not None:
+                call.lse.fill_(-torch.inf)
             return out.zero_()
-        roles = self._call_roles(k, layer, batch, save_kv_cache)
-        base_2 = writable_lse(lse)
+        roles = self._call_roles(k, call.layer, batch, call.save_kv_cache)
+        base_2 = writable_lse(call.lse)
         of_rows, into = base_2, out
         if step.num_rows < len(q):
             rows = slice(step.num_rows)
             q, into, of_rows = q[rows], out[rows], None if base_2 is None else base_2[rows]
             out[step.num_rows :].zero_()
-            if k is not None and v is not None and not layer.is_cross_attention:
+            if k is not None and v is not None and not call.layer.is_cross_attention:
                 k, v = k[rows], v[rows]
         if len(roles) > 1 and of_rows is None:
             of_rows = q.new_empty(q.shape[:2], dtype=torch.float32)
         q = aligned(q)
-        self._attend(roles[0], layer, q, k, v, into, of_rows)
+        self._attend(roles[0], call.layer, q, k, v, into, of_rows)
         for role in roles[1:]:
-            self._merge_part(role, layer, q, into, of_rows)
-        store_natural(base_2, lse)
+            self._merge_part(role, call.layer, q, into, of_rows)
+        store_natural(base_2, call.lse)
         return out
 
     def _call_roles(

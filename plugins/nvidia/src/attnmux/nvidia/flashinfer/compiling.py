@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.context import BackendContext
 from attnmux.core.spec import SpecInput
 from attnmux.nvidia.trial import compiling
 

@@ -18,7 +18,8 @@ from flashinfer.jit.attention.variants import (  # type: ignore[import-not-found
     attention_sink_decl,
 )
 
-from attnmux.core.backend import NO_OPTIONS, BackendContext
+from attnmux.core.backend import NO_OPTIONS
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend
 from attnmux.nvidia.flashinfer.kernels import Kernels, SinkVariant
 from attnmux.nvidia.flashinfer.sinks import BACKEND

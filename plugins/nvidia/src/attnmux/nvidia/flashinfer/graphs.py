@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.flashinfer.groups import PlanGroup, View
 from attnmux.nvidia.flashinfer.kernels import Kernels
 from attnmux.nvidia.flashinfer.planning import (

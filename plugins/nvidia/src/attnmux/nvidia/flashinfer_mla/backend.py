@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported
 from attnmux.nvidia.flashinfer.compiling import compile_kernels
 from attnmux.nvidia.flashinfer.staging import Staging
@@ -93,38 +95,14 @@ class FlashInferMLABackend(AttentionBackend):
             page_size = self._settings.page_size
             self._graphs.append(GraphIndices(self._distinct, self.context, page_size, max_bs))
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._forward(q, q_rope, None, None, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._forward(call.q, call.q_rope, None, None, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        in_call = None if save_kv_cache else k
-        return self._forward(q, q_rope, in_call, k_rope, layer, out, lse)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        in_call = None if call.save_kv_cache else call.k
+        return self._forward(
+            call.q, call.q_rope, in_call, call.k_rope, call.layer, call.out, call.lse
+        )
 
     def _forward(
         self,

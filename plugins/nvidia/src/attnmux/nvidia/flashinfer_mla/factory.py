@@ -8,7 +8,8 @@ from flashinfer.mla import (  # type: ignore[import-not-found]  # an optional li
     BatchMLAPagedAttentionWrapper,
 )
 
-from attnmux.core.backend import NO_OPTIONS, BackendContext
+from attnmux.core.backend import NO_OPTIONS
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.flashinfer_mla.backend import FlashInferMLABackend
 from attnmux.nvidia.flashinfer_mla.kernels import Kernels
 

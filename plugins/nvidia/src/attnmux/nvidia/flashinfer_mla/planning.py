@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.flashinfer_mla.heads import padded_heads
 from attnmux.nvidia.flashinfer_mla.kernels import Kernels
 from attnmux.nvidia.flashinfer_mla.settings import PlanGroup, Settings

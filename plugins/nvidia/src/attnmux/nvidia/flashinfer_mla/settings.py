@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec

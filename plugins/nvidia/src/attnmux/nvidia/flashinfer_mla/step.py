@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
 from attnmux.nvidia.flashinfer.host_lens import check_tokens, on_host

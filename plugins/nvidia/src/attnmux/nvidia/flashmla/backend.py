@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.flashmla.calls import LayerCall, PlanGroup
 from attnmux.nvidia.flashmla.plans import Plan, PlanBuffers, Planner
@@ -90,41 +92,15 @@ class FlashMLABackend(AttentionBackend):
             self._fixed.append(self._planner.buffers(max_bs))
             self._fixed_batch_size = max_bs
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, q_rope, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, call.q_rope, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if k is not None and not save_kv_cache:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is not None and not call.save_kv_cache:
             raise InvalidInput(
                 "save_kv_cache", came=False, expected="True: the kernels read the pool alone"
             )
-        return self._attend(q, q_rope, layer, out, lse)
+        return self._attend(call.q, call.q_rope, call.layer, call.out, call.lse)
 
     def _attend(
         self,

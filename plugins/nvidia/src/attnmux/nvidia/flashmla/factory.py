@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.flashmla.backend import FlashMLABackend
 from attnmux.nvidia.flashmla.providers import PROVIDERS
 from attnmux.nvidia.flashmla.trial import try_kernels

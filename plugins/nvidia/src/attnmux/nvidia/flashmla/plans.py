@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import segment_of_place
 from attnmux.nvidia.flashmla.calls import PAGE, LayerCall, PlanGroup

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.indices import cu_seqlens, token_rows
 from attnmux.nvidia.latent import RANK, joined, latent_layers
@@ -81,44 +83,20 @@ class NSABackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """A decoding step reads the batch's own tensors alone."""
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        call = self._call(layer)
-        return self._attend(q, q_rope, call, call.cache, self._slots(layer, batch), layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        own = self._call(call.layer)
+        places = self._slots(call.layer, batch)
+        return self._attend(
+            call.q, call.q_rope, own, own.cache, places, call.layer, call.out, call.lse
+        )
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        call = self._call(layer)
-        if k is None or save_kv_cache:
-            return self._attend(
-                q, q_rope, call, call.cache, self._slots(layer, batch), layer, out, lse
-            )
-        keys = joined(k, k_rope)
-        return self._attend(q, q_rope, call, keys, _rows_of_call(batch), layer, out, lse)
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is None or call.save_kv_cache:
+            return self.forward_decode(call, batch)
+        own, keys = self._call(call.layer), joined(call.k, call.k_rope)
+        return self._attend(
+            call.q, call.q_rope, own, keys, _rows_of_call(batch), call.layer, call.out, call.lse
+        )
 
     def _attend(
         self,

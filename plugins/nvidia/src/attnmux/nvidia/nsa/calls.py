@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, joined, rotary

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.core import indices
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed
 from attnmux.nvidia.nsa.backend import NSABackend
 from attnmux.nvidia.nsa.kernels import Kernels

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed
 from attnmux.nvidia.latent import RANK, latent_layers
 from attnmux.nvidia.nsa.calls import TOPK_MULTIPLE, WIDTH, LayerCall

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec

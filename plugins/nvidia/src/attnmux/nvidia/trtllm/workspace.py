@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 
 COUNTER_BYTES = 8 << 20

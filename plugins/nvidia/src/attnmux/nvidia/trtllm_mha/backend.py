@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.pools import check_own_or_fp8
 from attnmux.nvidia.rows import is_writable
@@ -74,41 +76,15 @@ class TRTLLMMHABackend(AttentionBackend):
         """Called again, for graphs of another mode, it keeps what captured graphs point at."""
         self._decode.init_graphs(max_bs)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if k is not None and not save_kv_cache:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is not None and not call.save_kv_cache:
             raise InvalidInput(
                 "save_kv_cache", came=False, expected="True: keys are read from the pool"
             )
-        return self._attend(q, layer, out, lse)
+        return self._attend(call.q, call.layer, call.out, call.lse)
 
     def _attend(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec

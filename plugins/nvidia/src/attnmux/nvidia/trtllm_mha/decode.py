@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.nvidia.latent import KeyLens
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers

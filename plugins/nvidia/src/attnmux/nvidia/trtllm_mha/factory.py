@@ -13,7 +13,8 @@ from flashinfer.prefill import (  # type: ignore[import-not-found]  # an optiona
     trtllm_fmha_v2_prefill,
 )
 
-from attnmux.core.backend import NO_OPTIONS, BackendContext
+from attnmux.core.backend import NO_OPTIONS
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.trtllm.trial import try_backend
 from attnmux.nvidia.trtllm_mha.backend import TRTLLMMHABackend
 from attnmux.nvidia.trtllm_mha.kernels import Kernels

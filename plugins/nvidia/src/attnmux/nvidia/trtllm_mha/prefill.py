@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported
 from attnmux.core.indices import cu_seqlens
 from attnmux.nvidia.page_tables import KeyGroup, Step

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import BackendContext
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
 from attnmux.nvidia.page_tables import KeyGroup, Step

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend, BackendContext
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.nvidia.latent import RANK, KeyLens, joined, latent_layers
 from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
@@ -115,41 +117,15 @@ class TRTLLMMLABackend(AttentionBackend):
             self._fixed_lens = KeyLens.buffers(max_bs, device)
             self._fixed_batch_size = max_bs
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attend(q, q_rope, layer, out, lse)
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call.q, call.q_rope, call.layer, call.out, call.lse)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if k is not None and not save_kv_cache:
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.k is not None and not call.save_kv_cache:
             raise InvalidInput(
                 "save_kv_cache", came=False, expected="True: keys are read from the pool"
             )
-        return self._attend(q, q_rope, layer, out, lse)
+        return self._attend(call.q, call.q_rope, call.layer, call.out, call.lse)
 
     def _attend(
         self,

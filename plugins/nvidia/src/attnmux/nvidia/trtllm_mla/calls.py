@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.backend import BackendContext
 from attnmux.core.choosing.platform import Platform
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec

@@ -9,7 +9,8 @@ from flashinfer.mla import (  # type: ignore[import-not-found]  # an optional li
     xqa_batch_decode_with_kv_cache_mla,
 )
 
-from attnmux.core.backend import NO_OPTIONS, BackendContext
+from attnmux.core.backend import NO_OPTIONS
+from attnmux.core.context import BackendContext
 from attnmux.nvidia.trtllm.trial import try_backend
 from attnmux.nvidia.trtllm_mla.backend import TRTLLMMLABackend
 from attnmux.nvidia.trtllm_mla.kernels import Kernels

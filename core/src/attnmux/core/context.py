@@ -1,0 +1,53 @@
+"""Everything that a backend may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attnmux.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core.choosing.platform import Platform
+    from attnmux.core.choosing.request import Request
+    from attnmux.core.kv import KVPool, ReqToTokenPool
+    from attnmux.core.layer import LayerSpec
+    from attnmux.core.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BackendContext:
+    """Everything that a backend may touch. An engine builds it once."""
+
+    request: Request
+    """The decided request: page size and KV dtype are set."""
+    platform: Platform
+    device: torch.device
+    layers: tuple[LayerSpec, ...]
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    workspace: Workspace
+    max_batch_size: int
+    max_context_len: int
+    debug: bool = False
+    """Run the checks that cost a device synchronisation."""
+    _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_id = {layer.layer_id: layer for layer in self.layers}
+        if len(by_id) != len(self.layers):
+            ids = [layer.layer_id for layer in self.layers]
+            raise InvalidInput("layers", came=f"ids {ids}", expected="a different id for each")
+        object.__setattr__(self, "_layer_by_id", by_id)
+
+    def layer(self, layer_id: int) -> LayerSpec:
+        """The layer with that id. Raises InvalidInput for an unknown one."""
+        try:
+            return self._layer_by_id[layer_id]
+        except KeyError:
+            raise InvalidInput(
+                "layer_id", came=layer_id, expected=f"one of {sorted(self._layer_by_id)}"
+            ) from None

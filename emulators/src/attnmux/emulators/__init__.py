@@ -1,0 +1,1 @@
+"""Kernel libraries of vendors in plain torch, for tests on machines without the hardware."""

@@ -1,0 +1,93 @@
+"""What every emulator computes in the end: dense attention over padded batches, in float64.
+
+Shapes are static and nothing is read on the host, so that a recorded step can be replayed. Results
+are rounded to float32, which hides how a matrix product was split up: a batch of another size may
+be split otherwise. It shares no code with `attnmux.testing.reference`, which emulated backends are
+compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scale: float | torch.Tensor,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    rounded_weights: tuple[torch.dtype, float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of B padded requests.
+
+    q: [B, Tq, Hq, D]. k: [B, S, Hkv, D]. v: [B, S, Hkv, Dv]. keep: [B, Tq, S] bool. Where keep is
+    False, K may hold anything and V anything finite.
+    scale: a number, or a tensor that broadcasts to the logits [B, Hkv, G, Tq, S].
+    sinks: [Hq], a logit each that takes part in the denominator alone.
+    rounded_weights: what the weights are rounded to before they meet V, and what a row's largest
+    is then. The denominator is of those before.
+    Returns out [B, Tq, Hq, Dv] and lse [B, Tq, Hq], natural logarithm, float32; a row without keys
+    has out 0 and lse -inf, with sinks the sink.
+    """
+    batch_size, num_queries, num_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    queries = q.double().reshape(batch_size, num_queries, kv_heads, num_heads // kv_heads, -1)
+    logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k.double()) * scale
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~keep[:, None, None], -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    # exp(-inf - -inf) is NaN; a row without keys has weights 0.
+    weights = torch.exp(logits - top.masked_fill(top.isneginf(), 0))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.double().view(1, kv_heads, -1, 1, 1)
+        total = total + torch.exp(sink - top.masked_fill(top.isneginf(), 0))
+    lse = total.log() + top.masked_fill(top.isneginf(), 0)
+    if rounded_weights is not None:
+        dtype, largest = rounded_weights
+        weights = (weights * largest).to(dtype).double() / largest
+    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v.double())
+    out = out / total.clamp(min=torch.finfo(total.dtype).tiny).permute(0, 3, 1, 2, 4)
+    return out.flatten(2, 3).float(), lse.float().squeeze(-1).permute(0, 3, 1, 2).reshape(
+        batch_size, num_queries, num_heads
+    )
+
+
+def token_places(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each of the packed tokens: its request, B behind the last one's, and its place there.
+
+    cu_seqlens: [B + 1] int32. Returns two [num_tokens] int64.
+    """
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    request = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+    starts = torch.cat([cu_seqlens, cu_seqlens.new_zeros(1)])
+    return request, tokens - starts[request]
+
+
+def padded(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    """[B, longest, …] of packed [total, …]; what lies behind a request's end is some other row."""
+    columns = torch.arange(longest, device=packed.device)
+    rows = cu_seqlens[:-1].long().unsqueeze(1) + columns
+    if not packed.shape[0]:
+        return packed.new_zeros((*rows.shape, *packed.shape[1:]))
+    return packed[rows.clamp(max=packed.shape[0] - 1)]
+
+
+def unpadded(batched: torch.Tensor, cu_seqlens: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """The rows of batched [B, longest, …] back in packed order, and `into`'s where there are none.
+
+    into: [total, …]; rows behind the last request's keep what it holds.
+    """
+    request, place = token_places(cu_seqlens, into.shape[0])
+    num_requests, longest = batched.shape[:2]
+    if not num_requests or not longest:
+        return into.clone()
+    rows = request.clamp(max=num_requests - 1) * longest + place.clamp(min=0, max=longest - 1)
+    taken = batched.flatten(0, 1)[rows].to(into.dtype)
+    belongs = (request < num_requests).view(-1, *[1] * (into.dim() - 1))
+    return torch.where(belongs, taken, into)

@@ -1,0 +1,275 @@
+"""MLA over a paged cache, as `flashinfer.mla` of 0.6.13 has it on a Hopper GPU.
+
+What a kernel reads of a plan lies in the wrapper's int workspace, which stays where it is, and in
+the indices, which `plan` takes as they are where they lie on the device: a captured run goes on
+reading both. Its blocks are those of the plan at capture, so rows a tile are too (`num_blks_x` and
+`num_blks_y`): a plan for tiles of other sizes has results nowhere.
+
+The causal kernels find the last 64 keys that a tile of rows sees with a division rounded down
+(`kv_tile_idx` in mla.cuh and mla_hopper.cuh): where a tile ends within a token, keys are left out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attnmux.emulators.nvidia.dense import attend
+from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of
+from attnmux.nvidia.rows import ALIGNMENT, is_aligned
+
+RANK, ROPE = 512, 64
+DTYPES = (torch.bfloat16, torch.float16)
+
+NUM_SMS = 132
+"""Of an H200."""
+
+MAX_WORKS = 16384
+"""That a plan has room for (`max_total_num_works` in scheduler.cuh)."""
+
+INT_WORKSPACE_BYTES = 8 << 20
+CTA_ROWS = 64
+KEY_TILE = 64
+
+
+class BatchMLAPagedAttentionWrapper:
+    """One latent head for all query heads; V is the latent part of K."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if backend == "cutlass":
+            raise NotImplementedError("the emulator has fa2 and fa3 alone")
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        self._int_workspace_buffer = torch.empty(
+            INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+        )
+        self._use_cuda_graph = use_cuda_graph
+        self._qo_indptr_buf = qo_indptr
+        self._kv_indptr_buf = kv_indptr
+        self._kv_indices_buf = kv_indices
+        self._kv_len_arr_buf = kv_len_arr
+        self._backend = "fa3" if backend == "auto" else backend
+        self._batch_size: int | None = None
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        use_profiler: bool = False,
+    ) -> None:
+        self._check_module(head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, use_profiler)
+        if self._use_cuda_graph:
+            buffer_of(self._qo_indptr_buf).copy_(qo_indptr)
+            buffer_of(self._kv_indptr_buf).copy_(kv_indptr)
+            buffer_of(self._kv_indices_buf)[: len(kv_indices)].copy_(kv_indices)
+            buffer_of(self._kv_len_arr_buf).copy_(kv_len_arr)
+        else:
+            self._kv_indices_buf = kv_indices.to(self.device)
+        lists = [values.to("cpu") for values in (qo_indptr, kv_indptr, kv_len_arr)]
+        if any(values.dtype != torch.int32 for values in lists):
+            raise RuntimeError("Check failed: lengths and indptr must be int32")
+        q_lens, batch_size = lists[0].diff().long(), len(kv_len_arr)
+        if not batch_size:
+            raise RuntimeError("floating point exception: the number of rows over 0 requests")
+        if bool((q_lens < 0).any()):
+            raise RuntimeError("qo_indptr should be non-negative")
+        mean = int(q_lens.sum()) * num_heads // batch_size
+        self._tile = 2 * CTA_ROWS if mean > CTA_ROWS else CTA_ROWS
+        works = _count_works(q_lens, lists[2].long(), num_heads, self._tile, causal=causal)
+        if works > MAX_WORKS:
+            raise RuntimeError(f"{works} works are written over the {MAX_WORKS} of a plan")
+        self._check_float_workspace()
+        self._batch_size, self._num_rows = batch_size, int(lists[0][-1])
+        self._num_heads, self._page_size = num_heads, page_size
+        self._causal, self._sm_scale, self._dtype = causal, sm_scale, q_data_type
+        starts = lists[0][:-1], lists[1][:-1] * page_size
+        table = torch.stack([starts[0], lists[0].diff(), starts[1], lists[2]])
+        self._plan_table(batch_size).copy_(table)
+        self._plan_shape[0], self._plan_shape[1] = self._tile, batch_size
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if o_scale is not None:
+            raise ValueError("o_scale is only supported with the cutlass backend for now.")
+        if self._batch_size is None:
+            raise AttributeError("run before plan: no attribute '_cached_module'")
+        if out is None:
+            out = torch.full_like(q_nope, math.nan)
+        elif out.shape != q_nope.shape or out.dtype != q_nope.dtype:
+            raise ValueError(f"Invalid shape or dtype of out: {tuple(out.shape)}, {out.dtype}")
+        if return_lse and lse is None:
+            lse = torch.full(q_nope.shape[:2], math.nan, device=self.device)
+        elif lse is not None and (lse.shape != q_nope.shape[:2] or lse.dtype != torch.float32):
+            raise ValueError(f"Invalid shape or dtype of lse: {tuple(lse.shape)}, {lse.dtype}")
+        self._check_run(q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
+        result, natural, written = self._attend(q_nope, q_pe, ckv_cache, kpe_cache)
+        fits = (self._plan_shape[0] == self._tile) & (self._plan_shape[1] == self._batch_size)
+        result = torch.where(fits, result, math.nan)
+        out.copy_(torch.where(written[:, None, None], result.to(out.dtype), out))
+        if lse is not None:
+            made = natural if return_lse_base_on_e else natural / math.log(2)
+            lse.copy_(torch.where(written[:, None], made, lse))
+        return (out, lse) if return_lse and lse is not None else out
+
+    @property
+    def _plan_shape(self) -> torch.Tensor:
+        """[2] int32: rows of a tile, and requests, on which the emulator's lists depend."""
+        return self._int_workspace_buffer[:8].view(torch.int32)
+
+    def _plan_table(self, batch_size: int) -> torch.Tensor:
+        """[4, B] int32: first row, rows, first key among the pages end to end, and keys."""
+        lists = self._int_workspace_buffer[16 : 16 + 16 * batch_size].view(torch.int32)
+        return lists.view(4, batch_size)
+
+    def _attend(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H, 512], natural LSE [T, H], and which rows are of a request: [T]."""
+        num_rows, heads = q_nope.shape[:2]
+        batch_size = self._batch_size or 0
+        table = self._plan_table(batch_size).long()
+        rows = torch.arange(num_rows, device=self.device)
+        first_row, row_counts = table[:2]
+        request = torch.searchsorted(first_row + row_counts, rows, right=True)
+        written = request < batch_size
+        request = request.clamp(max=batch_size - 1)
+        place = rows - first_row[request]
+        keep, is_read = self._visible(table, request, place, heads)
+        pages = buffer_of(self._kv_indices_buf).long()
+        if not len(pages):
+            return torch.zeros_like(q_nope), q_nope.new_full(q_nope.shape[:2], -torch.inf), written
+        cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], dim=-1).flatten(0, 1)
+        keys = cache.masked_fill(~is_read.unsqueeze(1), 0)[None, :, None]
+        queries = torch.cat([q_nope, q_pe], dim=-1).flatten(0, 1)[None, :, None]
+        result, lse = attend(
+            queries, keys, keys[..., :RANK], (keep & written[:, None, None]).flatten(0, 1)[None],
+            scale=self._sm_scale,
+        )  # fmt: skip
+        return result.view(num_rows, heads, RANK), lse.view(num_rows, heads), written
+
+    def _visible(
+        self, table: torch.Tensor, request: torch.Tensor, place: torch.Tensor, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys that each row's heads attend to, [T, H, S], and those that anybody loads, [S],
+        of all pages end to end."""
+        row_counts, first_key, key_counts = table[1:]
+        num_keys = len(buffer_of(self._kv_indices_buf)) * self._page_size
+        key = torch.arange(num_keys, device=self.device)
+        behind = key - first_key.unsqueeze(1)
+        is_read = ((behind >= 0) & (behind < key_counts.unsqueeze(1))).any(0)
+        offset = (key - first_key[request].unsqueeze(1)).unsqueeze(1)
+        end = key_counts[request].view(-1, 1)
+        if self._causal:
+            hidden_before = end - row_counts[request].view(-1, 1)
+            packed = place.unsqueeze(1) * heads + torch.arange(heads, device=self.device)
+            tiles_end = (packed // self._tile + 1) * self._tile
+            loaded = torch.minimum(end, hidden_before + tiles_end // heads)
+            loaded = (loaded + KEY_TILE - 1) // KEY_TILE * KEY_TILE
+            end = torch.minimum(loaded, hidden_before + place.unsqueeze(1) + 1)
+        keep = (offset >= 0) & (offset < end.unsqueeze(2))
+        return keep.expand(-1, heads, -1), is_read
+
+    def _check_module(
+        self, rank: int, rope: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, profiler: bool
+    ) -> None:
+        if self._backend not in ("fa2", "fa3"):
+            raise ValueError(f"Unsupported backend: {self._backend}")
+        if (rank, rope) != (RANK, ROPE) or profiler:
+            raise NotImplementedError("the emulator has 512 + 64 dims and no profiler")
+        if q_dtype not in DTYPES or kv_dtype != q_dtype:
+            raise RuntimeError(f"no kernel compiles for {q_dtype} over {kv_dtype}")
+
+    def _check_float_workspace(self) -> None:
+        """Twice a tile of every SM is partial results, whatever the step: `MLAPlan`."""
+        needed = 2 * NUM_SMS * CTA_ROWS * (RANK * 2 + 4)
+        if self._float_workspace_buffer.nbytes < needed:
+            raise RuntimeError(f"Buffer overflow when allocating memory for mla_partial: {needed}")
+
+    def _check_run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """What the library takes on trust, and gets wrong or dies of."""
+        shapes = q_nope.shape[1:], q_pe.shape[1:], ckv_cache.shape[1:], kpe_cache.shape[1:]
+        heads, page = self._num_heads, self._page_size
+        if shapes != ((heads, RANK), (heads, ROPE), (page, RANK), (page, ROPE)):
+            raise ValueError(f"{shapes} of heads and pages, planned were {heads} and {page}")
+        if not self._num_rows <= len(q_nope) == len(q_pe):
+            raise ValueError(f"{len(q_nope)} rows, planned were {self._num_rows}")
+        given = (q_nope, q_pe, ckv_cache, kpe_cache)
+        if any(tensor.dtype != self._dtype for tensor in given):
+            raise ValueError(f"{[tensor.dtype for tensor in given]}, planned was {self._dtype}")
+        if any(tensor.stride(-1) != 1 for tensor in (*given, out)):
+            raise NotImplementedError("the values of a row must lie together")
+        heads_apart = any(t.stride(1) * t.element_size() % ALIGNMENT for t in (*given, out))
+        if heads_apart or not all(map(is_aligned, (*given, out))):
+            raise RuntimeError("CUDA error: misaligned address")
+        if buffer_of(self._kv_indices_buf).dtype != torch.int32:
+            raise RuntimeError("Check failed: kv_indices must be int32")
+        if lse is not None and not lse.is_contiguous():
+            raise NotImplementedError("the library writes LSE to other places")
+
+
+def _count_works(
+    q_lens: torch.Tensor, kv_lens: torch.Tensor, num_heads: int, tile: int, *, causal: bool
+) -> int:
+    """Tiles of rows, each once for every stretch of keys that is one block's share."""
+    tiles = -(-q_lens * num_heads // tile)
+    request = torch.repeat_interleave(torch.arange(len(q_lens)), tiles)
+    number = torch.arange(len(request)) - (tiles.cumsum(0) - tiles)[request]
+    keys = kv_lens[request]
+    if causal:
+        ends = keys - q_lens[request] - (-(number + 1) * tile // num_heads)
+        keys = torch.where(number + 1 == tiles[request], keys, ends.clamp(min=0).minimum(keys))
+    shares = NUM_SMS * CTA_ROWS // tile
+    share = _rounded_share(-(-int(keys.sum()) // shares))
+    return int((-(-keys // share)).clamp(min=1).sum())
+
+
+def _rounded_share(keys: int) -> int:
+    for most, rounded in ((8, 32), (16, 64), (32, 128), (64, 192)):
+        if keys <= most:
+            return rounded
+    return -(-keys // 256) * 256

@@ -1,0 +1,144 @@
+"""A backend on trial: its card, how it is built, and the machine that it runs on."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
+
+from attnmux.core.choosing.card import BackendCard, Offer, OptionValue
+from attnmux.core.choosing.checking import check
+from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.naming import offers_named
+from attnmux.core.choosing.options import complete, read_options
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.plugins import Plugins, load_plugins
+from attnmux.core.choosing.probe import detect
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.verdict import Reason
+from attnmux.core.errors import InvalidInput
+from attnmux.testing.cases import Case
+from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
+    from attnmux.core.context import BackendContext
+
+    Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
+
+MACHINE_AXES = frozenset(
+    {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "status", "policy"}
+)
+"""What a refusal is about when another machine or installation would be needed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Candidate:
+    """A backend on trial, and where."""
+
+    card: BackendCard
+    platform: Platform
+    plugin: str = ""
+    device: str = ""
+    """Where tensors lie; the platform's device unless given."""
+    options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
+    """What differs from the card's defaults."""
+    factory: Factory | None = None
+    """Called instead of the card's."""
+
+    def __post_init__(self) -> None:
+        if not self.device:
+            object.__setattr__(self, "device", self.platform.device_type)
+
+    def refusals(self, request: Request, platform: Platform | None = None) -> tuple[Reason, ...]:
+        """Why the selector does not give the backend such a request; () where it does.
+
+        `platform` is the candidate's unless given.
+        """
+        platform = platform or self.platform
+        verdicts = (
+            check(self.card, phase, request, platform, plugin=self.plugin)
+            for phase in request.phases
+        )
+        return tuple(reason for verdict in verdicts for reason in verdict.reasons)
+
+    def admits(self, case: Case) -> bool:
+        """Whether the selector would give the backend the case's request."""
+        return not self.refusals(case.request)
+
+    def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
+        """The standard cases, in the usual page sizes and in those that the card names.
+
+        page_sizes: only these, instead.
+        Where the card declares graphs, those with a step that a graph can serve come twice.
+        """
+        named = {
+            size
+            for clause in self.card.clauses
+            for size in clause.page_size.examples()
+            if isinstance(size, int)
+        }
+        sizes = sorted(page_sizes) or (*PAGE_SIZES, *sorted(named.difference(PAGE_SIZES)))
+        cases = standard_cases(sizes)
+        if page_sizes:
+            cases = tuple(case for case in cases if case.page_size in page_sizes)
+        if any(clause.graph.admits(True) for clause in self.card.clauses):
+            cases += in_graphs(cases)
+        return cases
+
+    def build(self, context: BackendContext) -> AttentionBackend:
+        """The backend, made as an engine would."""
+        factory = self.factory
+        if factory is None:
+            factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
+        return factory(context, complete(self.card, self.options))
+
+
+def find_candidate(
+    name: str,
+    *,
+    device: str = "",
+    options: Mapping[str, OptionValue] | None = None,
+    plugins: Plugins | None = None,
+    platforms: Sequence[Platform] | None = None,
+) -> Candidate:
+    """The installed backend of that name, on this machine.
+
+    The platform is the one of `device` ("cpu", "cuda:1"), else the first on which the card
+    admits anything. `plugins` and `platforms` are those of this machine unless given.
+    A planned backend that has a factory is tried as if it were available, to become so.
+    Raises UnknownBackend for a name that nobody offers; InvalidInput for a name that several
+    backends share, for a device that is not there, and for an option that cannot be used.
+    """
+    plugins = plugins or load_plugins()
+    offer = _offer(name, plugins.offers())
+    given = read_options({offer.address: options or {}}, plugins.offers())
+    card = offer.card
+    if card.status == "planned" and card.factory is not None:
+        card = replace(card, status="available")
+    platforms = detect(plugins).platforms if platforms is None else platforms
+    found = [
+        Candidate(
+            card=card,
+            plugin=offer.plugin,
+            platform=platform,
+            device=device,
+            options=given.get(offer.address, {}),
+        )
+        for platform in platforms
+        if not device or platform.device_type == device.partition(":")[0]
+    ]
+    if not found:
+        present = ", ".join(sorted({platform.device_type for platform in platforms}))
+        raise InvalidInput("device", came=repr(device), expected=f"one of {present}")
+    return next((one for one in found if any(map(one.admits, one.cases()))), found[0])
+
+
+def _offer(name: str, offers: Sequence[Offer]) -> Offer:
+    meant = offers_named(name, offers)
+    exact = [offer for offer in meant if offer.card.name == name.rpartition("/")[2]]
+    if len(exact or meant) > 1:
+        addresses = ", ".join(offer.address for offer in meant)
+        raise InvalidInput("backend", came=repr(name), expected=f"one of {addresses}")
+    return (exact or list(meant))[0]

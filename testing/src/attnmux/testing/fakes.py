@@ -1,0 +1,251 @@
+"""A correct, slow backend with its card, and a platform that no machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.backend import NO_OPTIONS, AttentionBackend
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.card import BackendCard, Clause
+from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.context import BackendContext
+from attnmux.core.layer import LayerSpec
+from attnmux.testing.reference import (
+    chunks_before,
+    dense_attention,
+    met_by_three,
+    picked,
+    visibility,
+)
+
+_DTYPES = one_of("bfloat16", "float16", "float32")
+_KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+
+
+def fake_platform() -> Platform:
+    """A platform of a vendor of its own; its tensors live on the CPU."""
+    return Platform(
+        vendor="fake", device_type="cpu", arch="fake1", version=(1, 0), runtime="fake 1.0"
+    )
+
+
+def fake_card(**changes: Condition) -> BackendCard:
+    """The card of `FakeBackend`, which serves all of the contract but graphs.
+
+    `changes` narrow or widen its one clause.
+    """
+    everything: dict[str, Condition] = dict.fromkeys(Clause.__dataclass_fields__, ANY)
+    clause = Clause(
+        **{
+            **everything,
+            "vendor": one_of("fake"),
+            "kind": one_of("mha", "mla", "nsa", "dual_chunk"),
+            "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
+            "dtype": _DTYPES,
+            "kv_dtype": _KV_DTYPES,
+            "chunked_prefix": NONE,
+            "graph": NONE,
+            **changes,
+        }
+    )
+    return BackendCard(
+        name="fake",
+        summary="The float64 reference behind the contract",
+        factory="attnmux.testing.fakes:FakeBackend",
+        clauses=(clause,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RawMetadata:
+    """A step's lengths, as the batch gives them."""
+
+    rows: torch.Tensor
+    new: torch.Tensor
+    cached: torch.Tensor
+    encoder: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FullMetadata:
+    """What the layers read: a table of slots, and lengths."""
+
+    slots: torch.Tensor
+    """[B, max_context_len]: each request's row of the request table."""
+    new: torch.Tensor
+    cached: torch.Tensor
+    encoder: torch.Tensor
+
+
+class FakeBackend(AttentionBackend):
+    """The float64 reference behind the contract.
+
+    Its layers read a step's lengths and slots from metadata alone, never from the batch, so a
+    step that was not prepared gives wrong numbers, as with a real backend. Each choice that a
+    backend can get wrong is a method of its own.
+    """
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        super().__init__(context, options)
+        self.raw: RawMetadata | None = None
+        self.full: FullMetadata | None = None
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
+        if new is None or cached is None:
+            new = torch.ones_like(batch.seq_lens)
+            cached = batch.seq_lens - 1
+        encoder = batch.encoder_lens
+        self.raw = RawMetadata(
+            rows=batch.req_pool_indices,
+            new=new,
+            cached=cached,
+            encoder=torch.zeros_like(new) if encoder is None else encoder,
+        )
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        if self.raw is None:
+            raise RuntimeError("init_forward_metadata_out_graph comes first")
+        raw = self.raw
+        self.full = FullMetadata(
+            slots=self.context.req_to_token_pool.req_to_token[raw.rows].long(),
+            new=raw.new.clone(),
+            cached=raw.cached.clone(),
+            encoder=raw.encoder.clone(),
+        )
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._forward(call, None, None, batch)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        k, v = call.k, call.v
+        if call.save_kv_cache:
+            k, v = None, None
+        elif k is not None and call.k_rope is not None:
+            k, v = torch.cat([k, call.k_rope], dim=-1), k
+        return self._forward(call, k, v, batch)
+
+    def _forward(
+        self,
+        call: AttentionCall,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        q, layer, out = call.q, call.layer, call.out
+        metadata = self.full
+        if metadata is None:
+            raise RuntimeError("init_forward_metadata comes first")
+        if call.q_rope is not None:
+            q = torch.cat([q, call.q_rope], dim=-1)
+        if out is None:
+            out = q.new_zeros((q.shape[0], q.shape[1], layer.v_head_dim))
+        ends = metadata.new.cumsum(0).tolist()
+        mask_start = 0
+        for request, (new, end) in enumerate(zip(metadata.new.tolist(), ends, strict=True)):
+            rows = slice(end - new, end)
+            if k is not None and v is not None:
+                of_request = rows
+                if layer.is_cross_attention:
+                    start = int(metadata.encoder[:request].sum())
+                    of_request = slice(start, start + int(metadata.encoder[request]))
+                first, keys, values = 0, k[of_request], v[of_request]
+            else:
+                first = self.prefix_len(metadata, request)
+                keys, values = self.read(layer, self.key_slots(layer, metadata, request))
+            keep = self.visible(layer, batch, request, rows, first, len(keys), mask_start)
+            mask_start += new * len(keys)
+            if layer.kind == "dual_chunk":
+                meets = self.meets(layer, torch.arange(first, first + new), len(keys))
+                keys, values, keep = met_by_three(keys, values, keep, meets.to(keep.device))
+            result, result_lse = self.attend(q[rows], keys, values, keep, layer)
+            out[rows] = result.to(out.dtype)
+            if call.lse is not None:
+                call.lse[rows] = result_lse.to(call.lse.dtype)
+        return out
+
+    def prefix_len(self, metadata: FullMetadata, request: int) -> int:
+        """Tokens before a request's new ones."""
+        return int(metadata.cached[request])
+
+    def key_slots(self, layer: LayerSpec, metadata: FullMetadata, request: int) -> torch.Tensor:
+        """Slots of the keys that the layer reads, in sequence order."""
+        row = metadata.slots[request]
+        num_encoder = int(metadata.encoder[request])
+        if layer.is_cross_attention:
+            return row[:num_encoder]
+        num_keys = int(metadata.cached[request] + metadata.new[request])
+        return row[num_encoder : num_encoder + num_keys]
+
+    def read(self, layer: LayerSpec, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the slots of the request table, de-quantised."""
+        pool = self.context.token_to_kv_pool
+        slots = pool.translate(slots, layer.layer_id)
+        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        return keys[slots].double() * k_scale, values[slots].double() * v_scale
+
+    def visible(
+        self,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        request: int,
+        rows: slice,
+        first: int,
+        num_keys: int,
+        mask_start: int,
+    ) -> torch.Tensor:
+        """Which keys the tokens `rows` of a request see, the first of them at place `first`."""
+        num_new = rows.stop - rows.start
+        if layer.is_cross_attention:
+            return torch.ones((num_new, num_keys), dtype=torch.bool, device=self.context.device)
+        positions = torch.arange(first, first + num_new, device=self.context.device)
+        custom_mask = None if batch.spec_info is None else batch.spec_info.custom_mask
+        if custom_mask is not None:
+            custom_mask = custom_mask[mask_start : mask_start + num_new * num_keys]
+        if batch.topk_indices is not None:
+            custom_mask = picked(batch.topk_indices[rows], num_keys)
+        item_starts, shared_prefix = None, 0
+        if batch.multi_item is not None:
+            item_starts = positions - batch.multi_item.token_pos_in_items[rows]
+            shared_prefix = int(batch.multi_item.prefix_lens[request])
+        return visibility(
+            positions,
+            num_keys,
+            causal=layer.is_causal,
+            window=layer.sliding_window_size,
+            chunk=layer.attention_chunk_size,
+            custom_mask=custom_mask,
+            item_starts=item_starts,
+            shared_prefix=shared_prefix,
+        )
+
+    def meets(self, layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Which of its queries each token meets each key with, in a layer of kind "dual_chunk"."""
+        return chunks_before(positions, num_keys, layer.dual_chunk_len)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keep: torch.Tensor,
+        layer: LayerSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of one request."""
+        return dense_attention(
+            q,
+            k,
+            v,
+            keep,
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+        )

@@ -1,0 +1,155 @@
+"""Points just outside what a card declares. The selector has to refuse every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnmux.core.choosing.axes import AXES, Axis, Question
+from attnmux.core.choosing.conditions import Value
+from attnmux.core.choosing.dtypes import DTYPES
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.values import KINDS, PHASES
+from attnmux.testing.candidate import Candidate
+from attnmux.testing.outcome import Outcome
+
+ELSEWHERE: Mapping[str, Any] = {
+    "vendor": "nobody",
+    "arch": "unknown",
+    "version": (),
+    "features": frozenset(),
+    "runtime": "",
+}
+"""A machine that lacks what a card may ask of it, by field of `Platform`."""
+
+CHOICES: Mapping[str, Sequence[Value]] = {
+    "kind": KINDS,
+    "phase": PHASES,
+    "dtype": DTYPES,
+    "kv_dtype": DTYPES,
+    "sliding_window": (8,),
+    "attention_chunk": (16,),
+    "logit_cap": (30,),
+    "spec_topk": (1, 4),
+    "spec_draft_tokens": (4,),
+    "cross_attention": (True,),
+    "sinks": (True,),
+    "custom_mask": (True,),
+    "multi_item": (True,),
+    "chunked_prefix": (True,),
+    "deterministic": (True,),
+    "graph": (True,),
+    "lse": (True,),
+}
+"""Values that an axis is asked for, beside the neighbours of what the card offers."""
+
+NUMBERS = (
+    "num_q_heads",
+    "num_kv_heads",
+    "group_size",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "page_size",
+    "spec_topk",
+    "spec_draft_tokens",
+    "sliding_window",
+    "attention_chunk",
+)
+"""Axes that a card can bound from both sides."""
+
+LARGE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutsidePoint:
+    """A request, or a platform, that no clause of a card serves on one axis."""
+
+    axis: str
+    value: str
+    request: Request
+    platform: Platform
+
+    @property
+    def name(self) -> str:
+        return f"{self.axis}={self.value}"
+
+
+def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
+    """One step beyond each limit of the card, from a plain point that it admits in each phase."""
+    found: dict[str, OutsidePoint] = {}
+    for request in _plain_requests(candidate):
+        for axis in AXES:
+            for point in _outside(candidate, axis, request):
+                found.setdefault(point.name, point)
+    return tuple(found.values())
+
+
+def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
+    """Refused is right; a point that the selector admits, or refuses for other reasons, failed."""
+    reasons = candidate.refusals(point.request, point.platform)
+    if any(reason.axis == point.axis for reason in reasons):
+        return Outcome(case=point.name, status="refused", reasons=reasons)
+    said = "; ".join(map(str, reasons)) or "admitted"
+    message = (
+        f"no clause of {candidate.card.name} serves {point.name}, but the selector said: {said}"
+    )
+    return Outcome(case=point.name, status="failed", message=message, reasons=reasons)
+
+
+def _plain_requests(candidate: Candidate) -> Iterator[Request]:
+    """The first request of each kind and phase that the card admits."""
+    seen = set()
+    for case in candidate.cases():
+        request = case.request
+        key = (request.kind, request.phases)
+        if len(request.phases) == 1 and key not in seen and candidate.admits(case):
+            seen.add(key)
+            yield request
+
+
+def _outside(candidate: Candidate, axis: Axis, request: Request) -> Iterator[OutsidePoint]:
+    conditions = [axis.condition(clause) for clause in candidate.card.clauses]
+    for value, changed, platform in _asked(candidate, axis, request):
+        question = Question(request=changed, platform=platform, phase=changed.phases[0])
+        wanted = axis.wanted(question)
+        if wanted is None or wanted is False:
+            continue
+        if not any(condition.admits(wanted) for condition in conditions):
+            yield OutsidePoint(axis=axis.name, value=str(value), request=changed, platform=platform)
+
+
+def _asked(
+    candidate: Candidate, axis: Axis, request: Request
+) -> Iterator[tuple[object, Request, Platform]]:
+    """(value, request, platform) for each value that the axis is tried with."""
+    platform = candidate.platform
+    if axis.name in ELSEWHERE:
+        value = ELSEWHERE[axis.name]
+        elsewhere = replace(platform, **{axis.name: value})
+        yield value, request, elsewhere
+        return
+    values: set[Value] = set(CHOICES.get(axis.name, ()))
+    if axis.name in NUMBERS:
+        for clause in candidate.card.clauses:
+            ends = (axis.condition(clause).nearest(1), axis.condition(clause).nearest(LARGE))
+            numbers = [end for end in ends if isinstance(end, int)]
+            values.update(near for end in numbers for near in (end - 1, end + 1) if near > 0)
+    for value in sorted(values, key=str):
+        yield value, request.replace(**_changes(axis, value, request)), platform
+
+
+def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
+    """What to set in the request so that the axis asks for `value`."""
+    if axis.name == "phase":
+        return {"phases": (value,)}
+    if axis.name == "group_size" and isinstance(value, int):
+        return {"num_q_heads": value * (request.num_kv_heads or 1)}
+    if axis.name == "num_q_heads":
+        return {"num_q_heads": value, "num_kv_heads": 1}
+    if axis.name == "num_kv_heads":
+        return {"num_q_heads": value, "num_kv_heads": value}
+    return {axis.name: value}

@@ -1,0 +1,234 @@
+"""The cases that every backend is tried on, wherever its card admits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from attnmux.core.batch import ForwardMode
+from attnmux.testing.cases import Case, Step, decode, extend, verify
+from attnmux.testing.dual_chunk_cases import dual_chunk_cases
+from attnmux.testing.host_lens_cases import host_lens_cases
+from attnmux.testing.latent_cases import LATENT, mla_cases, nsa_cases
+from attnmux.testing.naming import case_of, longest
+
+PAGE_SIZES = (1, 16, 64)
+
+ODD_PAGE_SIZES = (3, 48)
+"""No powers of two: for backends that take any page size."""
+
+
+def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
+    """Every case of the suite, in all of the page sizes."""
+    cases: list[Case] = []
+    for page in page_sizes:
+        cases += _batches(page)
+        cases += _parts(page)
+        cases += _speculation(page)
+        cases += _features(page)
+        cases += _shapes(page)
+        cases += mla_cases(page)
+        cases += nsa_cases(page)
+        cases += dual_chunk_cases(page)
+        cases += _fp8(page)
+        cases += _window_pool(page)
+        cases += host_lens_cases(page)
+    for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
+        cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
+        cases.append(case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
+    # An encoder has no KV cache, so the page size is nothing to it.
+    encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
+    cases.append(case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
+    cases.append(
+        case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder)
+    )
+    return tuple(cases)
+
+
+def in_graphs(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases with a step that a device graph can serve, to be run from graphs."""
+    return tuple(
+        replace(case, name=f"{case.name}-graph", graph=True)
+        for case in cases
+        if any(step.can_be_captured for step in case.steps)
+    )
+
+
+def _batches(page: int) -> Iterator[Case]:
+    most = longest(page)
+    boundaries = tuple(length for length in (page - 1, page, page + 1, 3 * page) if length)
+    steps: dict[str, tuple[Step, ...]] = {
+        "decode-one-request": (decode(37),),
+        "decode-uneven": (decode(1, 70, 3, 33, 18),),
+        "decode-changing-batch-size": (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5)),
+        "decode-page-boundaries": (decode(*boundaries),),
+        "decode-length-0-and-1": (decode(1, 0, 21),),
+        "decode-max-length": (decode(most, most - 1),),
+        "decode-padding": (decode(20, 3, padding=3),),
+        "extend-one-request": (extend((0, 37)),),
+        "extend-empty-prefix": (extend((0, 7), (0, 33), (0, 1)),),
+        "extend-prefix": (extend((page, 5), (3 * page, 19), (0, 11)),),
+        "extend-partly-filled-page": (extend((page + page // 2 + 1, 12), (3, 30)),),
+        "extend-page-boundaries": (extend(*((0, length) for length in boundaries)),),
+        "extend-full-prefix-hit": (extend((2 * page, 1), (page, 0), (0, 4)),),
+        "extend-nothing-new": (extend((2 * page, 0), (5, 0)), extend((0, 6), (page, 2))),
+        "extend-length-1": (extend((0, 1)), extend((0, 1), (0, 1))),
+        "extend-max-length": (extend((most - 64, 64), (0, 9)),),
+        "extend-padding": (extend((4, 9), (0, 20), padding=2, trailing=3),),
+        "extend-shared-prefix": (
+            extend((4 * page, 5), (4 * page, 9), (4 * page, 1), shared_prefix=4 * page),
+        ),
+        "mixed": (extend((0, 21), (40, 1), (17, 8), (5, 1), mode=ForwardMode.MIXED),),
+        "extend-then-decode": (extend((0, 30), (16, 11)), decode(31, 28)),
+        "idle": (decode(7, 12), extend(mode=ForwardMode.IDLE)),
+    }
+    for name, of_case in steps.items():
+        yield case_of(name, page, *of_case)
+    larger = decode(9, 40), decode(2, 60, 17, 5, 33), decode(10, 41)
+    yield case_of("decode-larger-than-graphs", page, *larger, max_graph_batch_size=2)
+
+
+def _parts(page: int) -> Iterator[Case]:
+    """Long enough for kernels that cut the keys of one request into parts and put results together:
+    a sink must count once, an LSE must be that of all parts."""
+    far = max(longest(page), 1152)
+    yield case_of("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
+    yield case_of("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
+    features: dict[str, dict[str, Any]] = {
+        "deterministic": {"kv_in_pool": True, "deterministic": True},
+        "sinks-lse": {"sinks": True, "lse": True},
+        "cap-lse": {"logit_cap": 2.0, "lse": True},
+        "windows": {"windows": (600, None, 8)},
+        "chunk": {"attention_chunk": 512},
+        "fp8_e4m3": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
+    }
+    for name, settings in features.items():
+        steps = decode(1100, 5, 700)
+        yield case_of(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
+    drafts: dict[str, Any] = {"spec_topk": 1, "lse": True}
+    yield case_of("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
+
+
+def _speculation(page: int) -> Iterator[Case]:
+    chain: dict[str, Any] = {"spec_topk": 1}
+    tree: dict[str, Any] = {"spec_topk": 4}
+    yield case_of("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
+    yield case_of("verify-empty-prefix", page, verify(3, 0, 5), **chain)
+    yield case_of("verify-padding", page, verify(4, 9, 30, padding=2), **chain)
+    yield case_of("verify-tree", page, verify(6, 9, page, 2 * page + 1), **tree)
+    yield case_of("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
+    yield case_of("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
+    yield case_of("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
+    # On one backend: the second mode's graphs need larger buffers than the first's.
+    growing = decode(9, 40), verify(4, 9, 30, page, 1, 17), decode(41, 10), verify(4, 21, 34, 5)
+    yield case_of("decode-and-verify", page, *growing, **chain)
+    growing = verify(3, 9, 30), decode(9, 40, 2, 33, 5), verify(3, 8, 16), decode(41, 10, 3)
+    yield case_of("verify-and-decode", page, *growing, **chain)
+    larger = verify(4, 9, 30), verify(4, 2, 60, 17, 5, 33), verify(4, 20, 3)
+    yield case_of("verify-larger-than-graphs", page, *larger, max_graph_batch_size=2, **chain)
+    yield case_of("verify-tree-larger-than-graphs", page, *larger, max_graph_batch_size=2, **tree)
+    catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
+    yield case_of("draft-extend", page, catching_up, **chain)
+
+
+def _features(page: int) -> Iterator[Case]:
+    features: dict[str, dict[str, Any]] = {
+        "window": {"windows": (8, None)},
+        "window-of-a-page": {"windows": (page, None)},
+        "two-windows": {"windows": (8, None, 21)},
+        "chunk": {"attention_chunk": 16},
+        "cap": {"logit_cap": 2.0},
+        "sinks": {"sinks": True},
+        "scale": {"scaling": 0.3},
+        "lse": {"lse": True},
+        "sinks-lse": {"sinks": True, "lse": True},
+        "window-sinks": {"windows": (12, None), "sinks": True},
+        "window-cap": {"windows": (12, None), "logit_cap": 2.0},
+        "kv-in-pool": {"kv_in_pool": True},
+        "deterministic": {"kv_in_pool": True, "deterministic": True},
+        "kv-scales": {"kv_scales": (0.5, 3.0)},
+        "float16": {"dtype": "float16"},
+        "float32": {"dtype": "float32"},
+        "float32-bfloat16-kv": {"dtype": "float32", "kv_dtype": "bfloat16"},
+    }
+    for name, settings in features.items():
+        yield case_of(f"decode-{name}", page, decode(45, 3, 17, 70), **settings)
+        yield case_of(f"extend-{name}", page, extend((0, 41), (page + 3, 20)), **settings)
+    yield case_of("decode-lse-of-nothing", page, decode(0, 5), lse=True)
+    yield case_of("decode-sinks-lse-of-nothing", page, decode(0, 5), lse=True, sinks=True)
+    yield case_of("extend-cross", page, extend((0, 5), (0, 9), (7, 3), encoder=(12, 0, 30)))
+    unsaved = extend((0, 5), (0, 9), (0, 3), encoder=(12, 0, 30))
+    yield case_of("extend-cross-unsaved", page, unsaved, save_kv_cache=False)
+    yield case_of("decode-cross", page, decode(6, 1, 10, encoder=(12, 0, 30)))
+    yield case_of("extend-multi-item", page, extend((0, 22), (16, 12), items=((4, 6), (3, 5, 2))))
+
+
+def _shapes(page: int) -> Iterator[Case]:
+    shapes: dict[str, dict[str, Any]] = {
+        "8x8-heads": {"num_q_heads": 8, "num_kv_heads": 8},
+        "8x1-heads": {"num_q_heads": 8, "num_kv_heads": 1},
+        "16x2-heads": {"num_q_heads": 16, "num_kv_heads": 2},
+        "14x2-heads": {"num_q_heads": 14, "num_kv_heads": 2},
+        "dim-64": {"head_dim": 64, "v_head_dim": 64},
+        "dim-256": {"head_dim": 256, "v_head_dim": 256},
+        "dims-192-128": {"num_kv_heads": 8, "head_dim": 192},
+    }
+    for name, settings in shapes.items():
+        yield case_of(f"decode-{name}", page, decode(45, 3), **settings)
+        yield case_of(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
+
+
+def _window_pool(page: int) -> Iterator[Case]:
+    """Layers with a window over a pool of their own, whose slots have other numbers."""
+    pool: dict[str, Any] = {"window_pool": True, "windows": (8, None)}
+    long = 2 * page + 30
+    yield case_of("decode-window-pool", page, decode(45, 3, long, 9), **pool)
+    yield case_of("decode-window-pool-padding", page, decode(long, 3, padding=3), **pool)
+    growing = extend((0, 41), (page + 3, 20), (long, 5))
+    yield case_of("extend-window-pool", page, growing, **pool)
+    shared = extend((2 * page, 5), (2 * page, 9), shared_prefix=2 * page)
+    yield case_of("extend-window-pool-shared-prefix", page, shared, **pool)
+    yield case_of("extend-then-decode-window-pool", page, growing, decode(42, page + 24), **pool)
+    two: dict[str, Any] = {**pool, "windows": (None, 8, 21, None)}
+    yield case_of("decode-two-windows-pool", page, decode(45, 3, long), **two)
+    yield case_of("extend-two-windows-pool", page, growing, **two)
+    chain = verify(4, 9, page, long)
+    yield case_of("verify-window-pool", page, chain, spec_topk=1, **pool)
+    yield case_of("decode-window-pool-sinks", page, decode(45, 3, long), sinks=True, **pool)
+    yield case_of("extend-window-pool-kv-in-pool", page, growing, kv_in_pool=True, **pool)
+    scaled: dict[str, Any] = {**pool, "kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+    yield case_of("decode-window-pool-fp8_e4m3", page, decode(45, 3, long), **scaled)
+    yield case_of("extend-window-pool-fp8_e4m3", page, growing, **scaled)
+
+
+def _fp8(page: int) -> Iterator[Case]:
+    """KV in 8-bit floats. Every token attends to what the pool holds, the new ones too."""
+    scales: dict[str, Any] = {"kv_scales": (0.5, 3.0)}
+    for kv_dtype, largest in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "-dim-64": {"head_dim": 64, "v_head_dim": 64},
+            "-scales": scales,
+            "-scales-lse": {**scales, "lse": True},
+            # Of the first layer's K and V all beyond 2 and 1.5 is.
+            "-saturated": {"kv_scales": (2 / largest, 1.5 / largest)},
+            "-kv-in-pool": {**scales, "kv_in_pool": True},
+            "-window": {**scales, "windows": (8, None)},
+            "-float16": {**scales, "dtype": "float16"},
+        }
+        for name, settings in variants.items():
+            of_case: dict[str, Any] = {"kv_dtype": kv_dtype, **settings}
+            yield case_of(f"decode-{kv_dtype}{name}", page, decode(45, 3, 17, 70), **of_case)
+            yield case_of(
+                f"extend-{kv_dtype}{name}", page, extend((0, 41), (page + 3, 20)), **of_case
+            )
+        scaled: dict[str, Any] = {"kv_dtype": kv_dtype, **scales}
+        chain, tree = verify(4, 9, page, 2 * page + 1), verify(6, 9, page)
+        yield case_of(f"verify-{kv_dtype}", page, chain, kv_dtype=kv_dtype, spec_topk=1)
+        yield case_of(f"verify-{kv_dtype}-scales", page, chain, spec_topk=1, **scaled)
+        yield case_of(f"verify-{kv_dtype}-tree", page, tree, spec_topk=4, **scaled)
+        latent: dict[str, Any] = {**LATENT, **scaled}
+        yield case_of(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
+        yield case_of(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
+        yield case_of(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)

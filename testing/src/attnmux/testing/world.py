@@ -1,0 +1,144 @@
+"""The machine side of a case: layers, pools and the context that a backend is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.context import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.kv import (
+    KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
+from attnmux.core.layer import LayerSpec
+from attnmux.core.workspace import Workspace
+from attnmux.testing.cases import Case, Step
+
+SPARE_PAGES = 5
+"""Pages of a pool that no request of a step uses, besides the reserved one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class World:
+    """A case with the context of its backend, and the source of its random numbers.
+
+    Numbers are drawn on the host, so that one seed gives one world on every device.
+    """
+
+    case: Case
+    context: BackendContext
+    generator: torch.Generator = field(repr=False)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Standard normal values of the case's dtype, on the device."""
+        values = torch.randn(shape, generator=self.generator)
+        return values.to(device=self.context.device, dtype=torch_dtype(self.case.dtype))
+
+
+def make_world(
+    case: Case, platform: Platform, device: torch.device | str, *, seed: int = 0
+) -> World:
+    """Pools large enough for every step of the case, and a context over them."""
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(seed)
+    # A graph may pad a batch to up to twice its size.
+    max_batch_size = max(1, 2 * max(len(step.lens) + step.padding for step in case.steps))
+    layers = make_layers(case, device, generator)
+    context = BackendContext(
+        request=case.request,
+        platform=platform,
+        device=device,
+        layers=layers,
+        req_to_token_pool=ReqToTokenPool(max_batch_size, case.max_context_len, device),
+        token_to_kv_pool=_make_pool(case, layers, device),
+        workspace=Workspace(device),
+        max_batch_size=max_batch_size,
+        max_context_len=case.max_context_len,
+    )
+    return World(case=case, context=context, generator=generator)
+
+
+def make_layers(
+    case: Case, device: torch.device, generator: torch.Generator
+) -> tuple[LayerSpec, ...]:
+    """The case's layers. Ids have gaps; what a layer can have of its own differs where it is set;
+    the last layer is the cross attention."""
+    latent = case.latent
+    rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
+    last = len(case.windows) - 1
+    return tuple(
+        LayerSpec(
+            layer_id=2 * index + 1,
+            tp_q_head_num=case.num_q_heads,
+            tp_k_head_num=case.num_kv_heads,
+            tp_v_head_num=case.num_kv_heads,
+            qk_head_dim=rank + rope if latent else case.head_dim,
+            v_head_dim=rank if latent else case.v_head_dim,
+            scaling=case.head_dim**-0.5 if case.scaling is None else case.scaling * (index + 1),
+            kind="mla" if case.kind == "nsa" else case.kind,
+            dual_chunk_len=case.dual_chunk_len,
+            logit_cap=(case.logit_cap or 0.0) * (index + 1),
+            sliding_window_size=-1 if window is None else window,
+            attention_chunk_size=case.attention_chunk or 0 if index % 2 == 0 else 0,
+            is_causal=not case.is_encoder,
+            k_scale=case.kv_scales[0] * (index + 1) if case.kv_scales else None,
+            v_scale=case.kv_scales[1] * (index + 1) if case.kv_scales else None,
+            is_cross_attention=case.cross_attention and index == last,
+            sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
+            if case.sinks
+            else None,
+        )
+        for index, window in enumerate(case.windows)
+    )
+
+
+def pages_of(length: int, page_size: int) -> int:
+    """Pages that hold `length` tokens."""
+    return -(-length // page_size)
+
+
+def _make_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -> KVPool:
+    if not case.window_pool:
+        return _one_pool(case, layers, device)
+    in_window = [layer for layer in layers if layer.sliding_window_size >= 0]
+    others = [layer for layer in layers if layer.sliding_window_size < 0]
+    return SWAKVPool(
+        full=_one_pool(case, tuple(others), device), swa=_one_pool(case, tuple(in_window), device)
+    )
+
+
+def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -> KVPool:
+    pages = SPARE_PAGES + max(_pages_of_step(step, case.page_size) for step in case.steps)
+    size = pages * case.page_size
+    dtype = torch_dtype(case.kv_dtype or case.dtype)
+    layer_ids = [layer.layer_id for layer in layers]
+    if case.latent:
+        return MLATokenToKVPool(
+            size=size,
+            page_size=case.page_size,
+            dtype=dtype,
+            layer_ids=layer_ids,
+            kv_lora_rank=layers[0].v_head_dim,
+            qk_rope_head_dim=layers[0].qk_rope_head_dim,
+            device=device,
+        )
+    return MHATokenToKVPool(
+        size=size,
+        page_size=case.page_size,
+        dtype=dtype,
+        layer_ids=layer_ids,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        device=device,
+    )
+
+
+def _pages_of_step(step: Step, page_size: int) -> int:
+    return sum(pages_of(total, page_size) for total in step.totals)

@@ -1,0 +1,389 @@
+"""Steps that are timed: what they hold, whose answers are right, and what becomes of the others."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attnmux.bench import answers, conformance, measuring
+from attnmux.bench.answers import error_of
+from attnmux.bench.conformance import check_conformance
+from attnmux.bench.field import field_of
+from attnmux.bench.measuring import Bench
+from attnmux.bench.steps import make_step
+from attnmux.bench.subjects import find_subjects
+from attnmux.bench.timing import Ceilings, ceilings, median_us
+from attnmux.bench.workload import Workload, completed
+from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.conditions import NONE, one_of
+from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.request import Request
+from attnmux.core.errors import GraphViolation, InvalidInput, NoBackend, UnknownBackend
+from attnmux.testing import (
+    Candidate,
+    FakeBackend,
+    GraphFakeBackend,
+    fake_card,
+    fake_platform,
+    graph_card,
+    reference,
+)
+from attnmux.testing.recording import RecordingGraphs
+
+HERE = fake_platform()
+CPU = torch.device("cpu")
+REACHED = Ceilings(read_gbs=10.0, matmul_tflops=1.0)
+PLAIN = Request(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+DECODE, EXTEND = Workload.parse("decode:bs=3,ctx=21"), Workload.parse("extend:bs=2,new=5,prefix=7")
+
+REQUESTS = {
+    "plain": PLAIN,
+    "float32": PLAIN.replace(dtype="float32"),
+    "v_head_dim": PLAIN.replace(v_head_dim=8),
+    "window": PLAIN.replace(sliding_window=4),
+    "chunk": PLAIN.replace(attention_chunk=6),
+    "cap": PLAIN.replace(logit_cap=3.0),
+    "sinks": PLAIN.replace(sinks=True),
+    "lse": PLAIN.replace(lse=True),
+    "fp8": PLAIN.replace(kv_dtype="fp8_e4m3"),
+    "page": PLAIN.replace(page_size=16),
+    "mla": completed(Request(kind="mla", num_q_heads=8)),
+}
+
+
+class Wrong(FakeBackend):
+    """Loses the first key of every request."""
+
+    def visible(self, *args, **kwargs):
+        keep = super().visible(*args, **kwargs)
+        keep[:, 0] = False
+        return keep
+
+
+class WrongInHead(FakeBackend):
+    """Answers one of the sampled heads with another's."""
+
+    def attend(self, *args, **kwargs):
+        out, lse = super().attend(*args, **kwargs)
+        out[:, 1] = out[:, 0]
+        return out, lse
+
+
+class NaN(FakeBackend):
+    def attend(self, *args, **kwargs):
+        out, lse = super().attend(*args, **kwargs)
+        return out * torch.nan, lse
+
+
+class Crashing(FakeBackend):
+    """Fails once it is timed."""
+
+    runs = 0
+
+    def forward_decode(self, call, batch):
+        self.runs += 1
+        if self.runs > 3 * len(self.context.layers):
+            raise RuntimeError("an illegal memory access was encountered\nand much more")
+        return super().forward_decode(call, batch)
+
+
+class Missing(FakeBackend):
+    def __init__(self, context, options=None) -> None:
+        raise ImportError("libkernels.so: cannot open shared object file")
+
+
+class Reads(GraphFakeBackend):
+    """Reads a length on the host, which no graph repeats."""
+
+    def forward_decode(self, call, batch):
+        batch.seq_lens.tolist()
+        return super().forward_decode(call, batch)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch, request) -> None:
+    monkeypatch.setitem(sys.modules, __name__, request.module)
+
+
+def offer(name: str, factory: type | None = None, card=None, **conditions) -> Offer:
+    card = card or (graph_card if factory in (GraphFakeBackend, Reads) else fake_card)
+    made = replace(card(**conditions), name=name)
+    if factory is not None:
+        module = __name__ if factory.__module__ == __name__ else factory.__module__
+        made = replace(made, factory=f"{module}:{factory.__name__}")
+    return Offer(card=made, plugin="fakes", version="1")
+
+
+def rows(offers, workloads=(DECODE, EXTEND), request=PLAIN, graphs=None):
+    subjects, _ = find_subjects(request, HERE, offers, Policy(), graphs=graphs is not None)
+    bench = Bench(device=CPU, ceilings=REACHED, graphs=graphs, seconds=0.003)
+    return list(bench.rows(workloads, subjects))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_right_answer_is_timed(name) -> None:
+    found = rows([offer("right")], request=REQUESTS[name])
+    assert [(row.status, row.workload, row.why) for row in found] == [
+        ("measured", DECODE, ""),
+        ("measured", EXTEND, ""),
+    ]
+    for row in found:
+        assert row.median_us > 0
+        assert row.prepare_us > 0
+        assert row.error < 5e-3
+        assert row.backend == "fakes/right"
+    request = REQUESTS[name]
+    itemsize = 1 if name == "fp8" else 4 if name == "float32" else 2
+    decode, extend = found
+    gbs = DECODE.kv_bytes(request, itemsize) / decode.median_us / 1e3
+    assert decode.share == pytest.approx(gbs / REACHED.read_gbs)
+    tflops = EXTEND.flops(request) / extend.median_us / 1e6
+    assert extend.share == pytest.approx(tflops / REACHED.matmul_tflops)
+
+
+@pytest.mark.parametrize("factory", [Wrong, WrongInHead, NaN])
+def test_a_wrong_answer_is_not_timed(factory) -> None:
+    for row in rows([offer("wrong", factory), offer("right")]):
+        if row.backend == "fakes/right":
+            assert row.status == "measured"
+            continue
+        assert (row.status, row.median_us) == ("wrong", None)
+        assert row.error > 1e-2
+        assert "of the norm, 1.0e-02 at most" in row.why
+
+
+def test_what_fails_is_a_row_and_the_others_go_on() -> None:
+    offers = [offer("crashing", Crashing), offer("missing", Missing), offer("right")]
+    found = {row.backend: row for row in rows(offers, (DECODE,))}
+    assert found["fakes/right"].status == "measured"
+    assert found["fakes/crashing"].status == "failed"
+    assert found["fakes/crashing"].why == ("RuntimeError: an illegal memory access was encountered")
+    assert found["fakes/missing"].status == "failed"
+    assert "libkernels.so" in found["fakes/missing"].why
+
+
+def test_a_pool_that_memory_does_not_hold(monkeypatch) -> None:
+    def full(*args, **kwargs):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(measuring, "make_step", full)
+    (row,) = rows([offer("right")], (DECODE,))
+    assert (row.status, row.why) == ("failed", "MemoryError: no room")
+
+
+def test_decode_is_timed_from_a_graph_where_the_card_declares_them() -> None:
+    found = rows([offer("in", GraphFakeBackend), offer("out")], graphs=RecordingGraphs())
+    said = {(row.backend, row.workload.phase): (row.status, row.execution) for row in found}
+    assert said == {
+        ("fakes/in", "decode"): ("measured", "graph"),
+        ("fakes/out", "decode"): ("measured", "eager"),
+        ("fakes/in", "extend"): ("measured", "eager"),
+        ("fakes/out", "extend"): ("measured", "eager"),
+    }
+
+
+def test_a_backend_that_no_graph_repeats() -> None:
+    (row,) = rows([offer("reads", Reads)], (DECODE,), graphs=RecordingGraphs())
+    assert row.status == "failed"
+    assert GraphViolation.__name__ in row.why
+
+
+def test_backends_of_one_page_size_are_given_the_same_step(monkeypatch) -> None:
+    made = []
+
+    def noted(*args, **kwargs):
+        made.append(make_step(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(measuring, "make_step", noted)
+    offers = [offer("a"), offer("b"), offer("c", page_size=one_of(16))]
+    found = rows(offers, (DECODE,))
+    assert sorted((row.backend, row.page_size) for row in found) == [
+        ("fakes/a", 1),
+        ("fakes/b", 1),
+        ("fakes/c", 16),
+    ]
+    assert [step.pool.page_size for step in made] == [1, 16]
+    assert torch.equal(made[0].q, made[1].q)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("workload", [DECODE, EXTEND])
+def test_a_step_in_its_pools(workload, page) -> None:
+    request = PLAIN.replace(page_size=page, kv_dtype="bfloat16")
+    step = make_step(workload, request, CPU)
+    table, batch = step.table.req_to_token, step.batch
+    slots = torch.stack([table[row, : workload.keys] for row in batch.req_pool_indices]).long()
+    assert slots.unique().numel() == slots.numel()
+    assert int(slots.min()) >= page
+    assert batch.seq_lens.tolist() == [workload.keys] * workload.batch_size
+    assert torch.equal(batch.out_cache_loc, slots[:, workload.prefix :].flatten())
+    inside = slots // page * page + torch.arange(workload.keys) % page
+    assert torch.equal(inside, slots)
+    pages = slots[:, ::page].flatten() // page
+    assert len(pages) < 3 or not torch.equal(pages, pages.sort().values)
+    keys = [step.pool.get_key_buffer(layer.layer_id)[slots] for layer in step.layers]
+    assert len(step.layers) >= 2
+    for one, other in pairwise(keys):
+        assert not torch.equal(one, other)
+    for values in keys:
+        assert 0.8 < float(values.float().std()) < 1.2
+    again = make_step(workload, request, CPU)
+    assert torch.equal(again.q, step.q)
+    assert torch.equal(again.table.req_to_token, table)
+
+
+def test_what_is_sampled_is_what_the_reference_says_of_the_whole() -> None:
+    request = PLAIN.replace(page_size=4, kv_dtype="bfloat16", sinks=True)
+    step = make_step(EXTEND, request, CPU)
+    layer = step.layers[-1]
+    step.pool.set_kv_buffer(layer, step.batch.out_cache_loc, step.k, step.v, None, None)
+    expected, _ = reference.attention(step.q, layer, step.batch, step.table.req_to_token, step.pool)
+    step.out.copy_(expected)
+    assert error_of(step) < 4e-3
+    step.out[EXTEND.new * EXTEND.batch_size - 1] = 0
+    assert error_of(step) > 0.1
+    step.out[0, 0, 0] = torch.inf
+    assert error_of(step) == float("inf")
+
+
+def test_limits_of_an_answer() -> None:
+    step = make_step(DECODE, REQUESTS["fp8"].replace(page_size=1), CPU)
+    assert answers.most_error(step, fp8_products=False) == 1e-2
+    assert answers.most_error(step, fp8_products=True) == 1e-2 + 0.0625
+
+
+def test_who_is_timed_and_who_is_not() -> None:
+    elsewhere = offer("elsewhere", vendor=one_of("other"))
+    planned = Offer(
+        card=replace(fake_card(), name="planned", status="planned", factory=None), plugin="fakes"
+    )
+    no_extend = offer("no-extend", phase=one_of("decode"))
+    offers = [offer("right"), elsewhere, planned, no_extend, offer("sinks", sinks=NONE)]
+    request = REQUESTS["sinks"]
+    subjects, refused = find_subjects(request, HERE, offers, Policy(backend="right"))
+    assert [(each.offer.card.name, each.phase) for each in subjects] == [
+        ("right", "decode"),
+        ("right", "extend"),
+        ("no-extend", "decode"),
+    ]
+    told = {(each.offer.card.name, each.phase): each.why for each in refused}
+    assert set(told) == {("no-extend", "extend"), ("sinks", "decode"), ("sinks", "extend")}
+    assert told["sinks", "decode"].startswith("sinks: wanted yes")
+    _, refused = find_subjects(request, HERE, offers, Policy(), names=("elsewhere", "planned"))
+    assert {each.offer.card.name for each in refused} == {"elsewhere", "planned"}
+    with pytest.raises(UnknownBackend):
+        find_subjects(request, HERE, offers, Policy(), names=("rihgt",))
+    _, refused = find_subjects(request, HERE, [offer("right")], Policy(deny=("right",)))
+    assert [each.reasons[0].code for each in refused] == ["DENIED", "DENIED"]
+
+
+def test_a_companion_is_not_timed_in_a_backend_s_place() -> None:
+    one, other = offer("one", phase=one_of("extend")), offer("other")
+    one = replace(one, card=replace(one.card, companions=("other",)))
+    subjects, refused = find_subjects(PLAIN, HERE, [one, other], Policy(), names=("one",))
+    assert [(each.offer.card.name, each.phase) for each in subjects] == [("one", "extend")]
+    assert [(each.offer.card.name, each.phase) for each in refused] == [("one", "decode")]
+    assert refused[0].why.startswith("phase: wanted decode")
+
+
+def test_what_is_asked_is_not_changed_for_anybody() -> None:
+    """A page size that somebody set is not coerced for a backend that reads others."""
+    asked = PLAIN.replace(page_size=16)
+    subjects, refused = find_subjects(
+        asked, HERE, [offer("right", page_size=one_of(64))], Policy(allow_coercion=True)
+    )
+    assert subjects == []
+    assert {each.reasons[0].code for each in refused} == {"PAGE_SIZE"}
+
+
+def test_a_field_without_anybody() -> None:
+    with pytest.raises(NoBackend, match="fakes/sinks: sinks: wanted yes"):
+        field_of(REQUESTS["sinks"], HERE, CPU, [offer("sinks", sinks=NONE)], Policy())
+    with pytest.raises(NoBackend, match="no plugin offers one"):
+        field_of(PLAIN, HERE, CPU, [], Policy())
+    asked = PLAIN.replace(phases=("decode",))
+    with pytest.raises(InvalidInput, match="one of decode, the phases"):
+        field_of(asked, HERE, CPU, [offer("right")], Policy(), workloads=[EXTEND])
+    asked = PLAIN.replace(phases=("encoder",), encoder_head_dim=64)
+    with pytest.raises(InvalidInput, match="phases=encoder"):
+        field_of(asked, HERE, CPU, [offer("right")], Policy())
+    with pytest.raises(InvalidInput, match="a device of this torch"):
+        field_of(PLAIN, HERE, torch.device("xpu:7"), [offer("right")], Policy())
+
+
+def test_the_field_of_a_phase() -> None:
+    asked = PLAIN.replace(phases=("decode",))
+    field = field_of(asked, HERE, CPU, [offer("a"), offer("b")], Policy())
+    assert {each.phase for each in field.workloads} == {"decode"}
+    assert field.size == 2 * len(field.workloads)
+    assert field.graphs is None
+
+
+def test_a_device_s_limits() -> None:
+    reached = ceilings(CPU, torch.float32, 0.01)
+    assert 0.05 < reached.read_gbs < 5000
+    assert 1e-4 < reached.matmul_tflops < 100
+
+
+def test_a_median_is_of_one_run() -> None:
+    assert 900 < median_us(lambda: time.sleep(1e-3), 0.02) < 200000
+
+
+def subject_of(factory=None, request=PLAIN, phase="decode", **given):
+    (subject,), _ = find_subjects(
+        request, HERE, [offer("x", factory, **given)], Policy(), phases=(phase,)
+    )
+    return subject
+
+
+@pytest.mark.parametrize("phase", ["decode", "extend"])
+@pytest.mark.parametrize("name", ["plain", "sinks", "fp8", "mla"])
+def test_the_suite_in_the_shapes_that_are_asked(name, phase, monkeypatch) -> None:
+    ran = []
+
+    def noted(candidate, case):
+        ran.append(case)
+        return run_case(candidate, case)
+
+    run_case = conformance.run_case
+    monkeypatch.setattr(conformance, "run_case", noted)
+    request = REQUESTS[name]
+    check = check_conformance(subject_of(request=request, phase=phase), "cpu", 1.0)
+    assert check.conformant, check.failure
+    assert check.passed == len(ran)
+    assert check.cases > 5
+    for case in ran:
+        assert phase in case.phases
+        assert (case.num_q_heads, case.num_kv_heads) == (request.num_q_heads, request.num_kv_heads)
+        assert case.head_dim == request.head_dim
+        assert case.kv_lora_rank == request.kv_lora_rank
+        assert case.dtype == request.dtype
+        assert case.kv_dtype == (request.kv_dtype or request.dtype)
+        assert not case.request.lse
+        assert not case.request.sliding_window
+    if name == "sinks":
+        cases = tuple(conformance.asked_cases(candidate_of(request), subject_of(request=request)))
+        assert any(case.sinks for case in cases)
+
+
+def candidate_of(request):
+    return Candidate(card=fake_card(), platform=HERE)
+
+
+@pytest.mark.parametrize("phase", ["decode", "extend"])
+def test_a_backend_that_does_not_pass(phase) -> None:
+    check = check_conformance(subject_of(Wrong, phase=phase), "cpu", 30.0)
+    assert not check.conformant
+    assert check.failure.startswith(f"{phase}-")
+
+
+def test_one_case_is_run_whatever_the_time() -> None:
+    check = check_conformance(subject_of(), "cpu", 0.0)
+    assert (check.passed, check.conformant) == (1, True)
+    assert check.cases > 1

@@ -1,0 +1,134 @@
+"""`attnmux verify`: what it runs, what it says, how it exits."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+
+from attnmux.core.choosing.conditions import one_of
+from attnmux.core.cli.verbs import verbs
+from attnmux.testing import Candidate, FakeBackend, fake_card, fake_platform, graph_card
+from attnmux.testing.standard import standard_cases
+
+
+class NoScale(FakeBackend):
+    def attend(self, q, k, v, keep, layer):
+        return super().attend(q * 2, k, v, keep, layer)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(verbs, ["verify", *arguments])
+
+
+@pytest.fixture
+def on_trial(monkeypatch: pytest.MonkeyPatch):
+    """Puts a candidate in the place of an installed backend."""
+
+    def put(**given: object) -> None:
+        candidate = Candidate(**{"card": fake_card(), "platform": fake_platform(), **given})
+        monkeypatch.setattr("attnmux.testing.verify.find_candidate", lambda *_, **__: candidate)
+
+    return put
+
+
+@pytest.fixture
+def fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third case, where what is said of them is what matters."""
+    monkeypatch.setattr(
+        "attnmux.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::3]
+    )
+
+
+def test_an_installed_backend_passes(fewer_cases) -> None:
+    result = invoke("torch_native", "--device", "cpu", "--page-size", "16", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["backend"] == "torch_native"
+    assert answer["failed"] == 0
+    assert answer["passed"] + answer["refused"] == len(answer["cases"])
+    assert answer["passed"] > 50
+    assert answer["limits"]
+    assert 0 < answer["max_error"] < 0.1
+
+
+def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
+    on_trial(card=fake_card(page_size=one_of(16), phase=one_of("verify"), kind=one_of("mha")))
+    cases = [case for case in standard_cases((5, 16)) if case.page_size in (5, 16)]
+    served = sum(
+        case.page_size == 16 and case.kind == "mha" and set(case.request.phases) == {"verify"}
+        for case in cases
+    )
+    result = invoke("fake", "--page-size", "16", "--page-size", "5")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert f"{served} of {served} cases agree" in said
+    assert f"{len(cases) - served} refused by the card" in said
+    assert "page_size: wanted 5, offered 16" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_failure_is_named_and_exits_with_1(on_trial) -> None:
+    on_trial(factory=NoScale, card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
+    result = invoke("fake", "--page-size", "1")
+    assert result.exit_code == 1
+    assert "decode-one-request-page1" in result.stdout
+    result = invoke("fake", "--page-size", "1", "--json")
+    assert result.exit_code == 1
+    failed = [case for case in json.loads(result.stdout)["cases"] if case["status"] == "failed"]
+    assert len(failed) > 50
+    assert all("instead of" in case["message"] for case in failed)
+
+
+def test_a_backend_that_cannot_run_here_is_no_success(on_trial) -> None:
+    on_trial(card=fake_card(vendor=one_of("elsewhere")))
+    result = invoke("fake", "--page-size", "1")
+    assert result.exit_code == 3
+    assert "vendor: wanted fake, offered elsewhere" in result.stdout
+    assert invoke("fake", "--page-size", "1", "--json").exit_code == 3
+
+
+def test_an_unknown_backend_is_a_usage_error() -> None:
+    result = invoke("torch_nativ")
+    assert result.exit_code == 2
+    assert "did you mean 'torch_native'?" in result.stderr
+
+
+def test_a_device_that_is_not_there_is_a_usage_error() -> None:
+    result = invoke("torch_native", "--device", "npu")
+    assert result.exit_code == 2
+    assert "device: expected one of" in result.stderr
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "attnmux.testing.runner", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = invoke("torch_native", "--device", "cpu")
+    assert result.exit_code == 3
+    assert "pip install 'attnmux-core[torch]'" in result.stderr
+
+
+def test_runs_cases_in_graphs_where_the_card_declares_them(on_trial, fewer_cases) -> None:
+    on_trial(card=graph_card(page_size=one_of(48), phase=one_of("verify"), kind=one_of("mha")))
+    result = invoke("fake", "--page-size", "48")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    eager, graph = re.search(
+        r"(\d+) of \1 cases agree and (\d+) of \2 cases in graphs", said
+    ).groups()
+    assert int(eager) >= int(graph) > 0
+    for execution, count in (("eager", eager), ("graph", graph)):
+        result = invoke("fake", "--page-size", "48", "--execution", execution, "--json")
+        answer = json.loads(result.stdout)
+        assert answer["passed"] == int(count)
+        assert {case["execution"] for case in answer["cases"]} == {execution}
+
+
+def test_a_card_without_graphs_has_nothing_to_run_in_them(on_trial) -> None:
+    on_trial()
+    result = invoke("fake", "--execution", "graph")
+    assert result.exit_code == 2
+    assert "expected eager: the card of fake declares no graphs, got graph" in result.output
