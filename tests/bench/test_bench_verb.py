@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core import cli
 from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.decision import Decision
@@ -22,6 +21,7 @@ from attnmux.core.cli.verbs import verbs
 
 torch = pytest.importorskip("torch", reason="timing runs the backends")
 
+from attnmux.bench import cli as bench_cli  # noqa: E402
 from attnmux.bench import field  # noqa: E402
 from attnmux.bench.cli import bench_timing  # noqa: E402
 from attnmux.bench.timing import Ceilings  # noqa: E402
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked(installed, file, args, said) -> None:
 def test_without_torch(installed, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, bench_timing.__name__)
-    monkeypatch.delattr(cli, "bench_timing")
+    monkeypatch.delattr(bench_cli, "bench_timing")
     result = bench(*STEPS)
     assert result.exit_code == 3
     assert "pip install 'attnmux-core[torch]'" in result.stderr

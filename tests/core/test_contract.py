@@ -298,7 +298,7 @@ def test_context_knows_its_layers_by_id() -> None:
     assert context.layer(second.layer_id) is second
     with pytest.raises(InvalidInput, match=r"layer_id: expected one of \[1, 3\], got 2"):
         context.layer(2)
-    with pytest.raises(InvalidInput, match="an id of its own"):
+    with pytest.raises(InvalidInput, match="a different id for each"):
         replace(context, layers=(first, replace(second, layer_id=first.layer_id)))
 
 
