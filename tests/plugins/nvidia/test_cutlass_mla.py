@@ -12,10 +12,10 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec
+from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia import cutlass_mla as emulator
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cutlass_mla import CutlassMLABackend, Kernels
-from attnmux.nvidia.cutlass_mla.trial import try_kernels
+from attnmux.nvidia.cutlass_mla import CutlassMLABackend, CutlassMLAKernels, make
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
@@ -27,7 +27,7 @@ from attnmux.testing import (
 )
 from attnmux.testing.cases import Step, decode, extend, verify
 
-EMULATED = Kernels(
+EMULATED = CutlassMLAKernels(
     cutlass_mla_decode=emulator.cutlass_mla_decode,
     cutlass_mla_get_workspace_size=emulator.cutlass_mla_get_workspace_size,
 )
@@ -106,14 +106,16 @@ class Spy:
                 max_seq_len, num_batches, num_kv_splits=num_kv_splits
             )
 
-        self.kernels = Kernels(cutlass_mla_decode=attend, cutlass_mla_get_workspace_size=size)
+        self.kernels = CutlassMLAKernels(
+            cutlass_mla_decode=attend, cutlass_mla_get_workspace_size=size
+        )
 
 
 def world_of(*steps: Step, **settings: Any) -> World:
     return make_world(Case(name="mine", steps=steps, **{**LATENT, **settings}), BLACKWELL, "cpu")
 
 
-def made(step: Step, kernels: Kernels = EMULATED, **settings: Any):
+def made(step: Step, kernels: CutlassMLAKernels = EMULATED, **settings: Any):
     """A backend with the step prepared, and the step."""
     world = world_of(step, kv_in_pool=True, **settings)
     backend, prepared = CutlassMLABackend(world.context, {}, kernels), prepare_step(world, step)
@@ -157,11 +159,11 @@ def test_graphs_keep_their_scratch_memory() -> None:
     backend.init_cuda_graph_state(2, 2)
     batch = prepare_step(world, decode(5, 6)).batch
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    captured = backend._workspace
+    captured = backend._step.workspace
     world.context.workspace.get("cutlass_mla", 1 << 22)
     assert world.context.workspace.get("cutlass_mla", 1).data_ptr() != captured.data_ptr()
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    assert backend._workspace is captured
+    assert backend._step.workspace is captured
 
 
 def test_a_request_without_keys_is_told_to_have_one() -> None:
@@ -201,7 +203,7 @@ def test_steps_that_are_refused(step) -> None:
     backend, prepared = CutlassMLABackend(world.context, {}, EMULATED), prepare_step(world, step)
     with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
         backend.init_forward_metadata(prepared.batch)
-    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+    with pytest.raises(AttnmuxError, match="no step is prepared"):
         outputs(backend, prepared)
 
 
@@ -255,11 +257,11 @@ def test_layers_of_the_expanded_prefill_are_left_to_others() -> None:
         scaling=1.0,
     )
     context = replace(world.context, layers=(expanded, *world.context.layers))
-    try_kernels(EMULATED, context)
+    rehearse(CutlassMLABackend(context, {}, EMULATED))
     backend, prepared = CutlassMLABackend(context, {}, EMULATED), prepare_step(world, step)
     backend.init_forward_metadata(prepared.batch)
     assert all(out.isfinite().all() for out in outputs(backend, prepared))
-    with pytest.raises(InvalidInput, match="expected mla, got mha, id 100"):
+    with pytest.raises(InvalidInput, match=r"serves: \[1, 3\], got mha, id 100"):
         backend.forward(
             torch.zeros(2, 16, 192, dtype=torch.bfloat16), None, None, expanded, prepared.batch
         )
@@ -282,20 +284,16 @@ def failing(*arguments: object, **named: object) -> torch.Tensor:
     raise RuntimeError("cutlass_mla_decode is only supported on compute capability 10.0\nmore")
 
 
-def test_the_factory_tries_the_kernel(monkeypatch) -> None:
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_factory_tries_the_kernel(runs, monkeypatch) -> None:
     context = world_of(decode(3)).context
-    module = "attnmux.nvidia.cutlass_mla.factory"
-    for decode_function in (emulator.cutlass_mla_decode, failing):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-        library = SimpleNamespace(
-            cutlass_mla_decode=decode_function,
-            cutlass_mla_get_workspace_size=emulator.cutlass_mla_get_workspace_size,
-        )
-        monkeypatch.setitem(sys.modules, "sgl_kernel", library)
-        make = __import__(module, fromlist=["make"]).make
-        if decode_function is not failing:
-            assert isinstance(make(context, {}), CutlassMLABackend)
-            continue
-        with pytest.raises(BackendFailed, match=r"compute capability 10\.0$"):
-            make(context, {})
-    monkeypatch.delitem(sys.modules, module)
+    library = SimpleNamespace(
+        cutlass_mla_decode=emulator.cutlass_mla_decode if runs else failing,
+        cutlass_mla_get_workspace_size=emulator.cutlass_mla_get_workspace_size,
+    )
+    monkeypatch.setitem(sys.modules, "sgl_kernel", library)
+    if runs:
+        assert isinstance(make(context, {}), CutlassMLABackend)
+        return
+    with pytest.raises(BackendFailed, match=r"compute capability 10\.0$"):
+        make(context, {})

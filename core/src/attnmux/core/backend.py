@@ -120,7 +120,8 @@ class AttentionBackend(ABC):
 
         With k None, K and V are in the pool already. With save_kv_cache False and k given, the keys
         are `k` and `v` themselves and there is no prefix. Returns `out`, newly allocated unless
-        given; an IDLE step returns zeros with LSE -inf and touches nothing.
+        given; an IDLE step returns the result of queries
+        without keys and touches nothing.
         Raises InvalidInput for shapes, dtypes or devices that do not fit the layer and the
         batch, before the pool is touched.
         """

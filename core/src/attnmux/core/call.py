@@ -43,10 +43,12 @@ class AttentionCall(msgspec.Struct, frozen=True, eq=False):
         return self.k is not None and not self.save_kv_cache
 
     def empty_result(self) -> torch.Tensor:
-        """The result of a call whose rows see no key: zeros, with an LSE of -inf."""
+        """The result where no query sees a key: zeros, and an LSE of -inf or the layer's sinks."""
+        layer = self.layer
         if self.lse is not None:
             self.lse.fill_(-torch.inf)
+            if layer.sinks is not None:
+                self.lse.copy_(layer.sinks)
         if self.out is not None:
             return self.out.zero_()
-        layer = self.layer
         return self.q.new_zeros((self.q.shape[0], layer.tp_q_head_num, layer.v_head_dim))

@@ -29,7 +29,7 @@ def _clause(dtype: str) -> Clause:
 CUTLASS_MLA = BackendCard(
     name="cutlass_mla",
     summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
-    factory="attnmux.nvidia.cutlass_mla.factory:make",
+    factory="attnmux.nvidia.cutlass_mla:make",
     # Later releases, under the name sglang-kernel, have no `cutlass_mla_decode`.
     requires=("torch>=2.11", "sgl-kernel==0.3.21"),
     extra="cutlass-mla",

@@ -1,0 +1,148 @@
+"""The smallest step of each phase: it compiles a library's kernels and shows whether they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import InvalidInput
+from attnmux.core.spec import SpecInput
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+MODES = {
+    "extend": ForwardMode.EXTEND,
+    "decode": ForwardMode.DECODE,
+    "verify": ForwardMode.TARGET_VERIFY,
+    "draft": ForwardMode.DRAFT_EXTEND,
+    "encoder": ForwardMode.EXTEND,
+}
+
+
+def rehearse(backend: AttentionBackend) -> None:
+    """Attend to one token in each phase of the request, once for each kind of layer.
+
+    Keys are read from the reserved page, or given with the call for layers that the pool does not
+    store; nothing is written to the pool. Phases and layers that the backend refuses are left
+    out: another backend serves them. Raises what the library raises.
+    """
+    context = backend.context
+    for batch in smallest_batches(context):
+        with suppress(InvalidInput):
+            backend.init_forward_metadata(batch)
+            for layer in _distinct_layers(context):
+                with suppress(InvalidInput):
+                    _attend(backend, layer, batch)
+    backend.init_forward_metadata(_batch(context, ForwardMode.IDLE, cached=0, new=0))
+
+
+def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
+    """One request of one token, or of its drafts, in each phase of the request.
+
+    It is row 0 of the request table, whose slots are padding's. Where layers hold no keys in the
+    pool, an extend step without a prefix follows.
+    """
+    drafts = context.request.spec_draft_tokens or 1
+    for phase in context.request.phases:
+        mode = MODES[phase]
+        new = drafts if mode.is_target_verify() else 1
+        yield _batch(context, mode, cached=0 if phase == "encoder" else 1, new=new)
+        if phase == "extend" and any(_brings_keys(layer, context) for layer in context.layers):
+            yield _batch(context, mode, cached=0, new=new)
+
+
+def _batch(context: BackendContext, mode: ForwardMode, *, cached: int, new: int) -> ForwardBatch:
+    device, size = context.device, min(new, 1)
+    prefix = torch.full((size,), cached, dtype=torch.int32)
+    added = torch.full((size,), new, dtype=torch.int32)
+    lens = prefix if mode.is_target_verify() else prefix + added
+    places = torch.zeros(new, dtype=torch.int64, device=device)
+    extends = mode.is_extend()
+    has_encoder = any(layer.is_cross_attention for layer in context.layers)
+    spec_info = None
+    if mode.is_target_verify():
+        mask = None
+        if context.request.custom_mask:
+            rows = torch.ones((new, cached + new), dtype=torch.bool, device=device)
+            mask = rows.tril(cached).flatten()
+        spec_info = SpecInput(draft_token_num=new, custom_mask=mask)
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=places[:size],
+        seq_lens=lens.to(device),
+        seq_lens_cpu=lens,
+        out_cache_loc=places,
+        positions=places,
+        extend_seq_lens=added.to(device) if extends else None,
+        extend_seq_lens_cpu=added if extends else None,
+        extend_prefix_lens=prefix.to(device) if extends else None,
+        extend_prefix_lens_cpu=prefix if extends else None,
+        extend_num_tokens=new if extends else None,
+        encoder_lens=torch.ones(size, dtype=torch.int32, device=device) if has_encoder else None,
+        spec_info=spec_info,
+    )
+
+
+def _brings_keys(layer: LayerSpec, context: BackendContext) -> bool:
+    """Whether the layer's K and V come with the call: the pool does not store them."""
+    stored = layer.layer_id in context.token_to_kv_pool.layer_ids
+    return not stored or not (layer.is_causal or layer.is_cross_attention)
+
+
+def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
+    """One layer of each kind that a library may have a kernel of its own for."""
+    found: dict[object, LayerSpec] = {}
+    for layer in context.layers:
+        kind = (
+            layer.kind,
+            layer.tp_q_head_num,
+            layer.tp_k_head_num,
+            layer.qk_head_dim,
+            layer.v_head_dim,
+            layer.sliding_window_size >= 0,
+            layer.logit_cap > 0,
+            layer.sinks is None,
+            layer.is_cross_attention,
+            _brings_keys(layer, context),
+        )
+        found.setdefault(kind, layer)
+    return list(found.values())
+
+
+def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) -> None:
+    """Call the layer, with LSE too where the request asks for it."""
+    context = backend.context
+    brings_keys = _brings_keys(layer, context)
+    if brings_keys and (batch.forward_mode is not ForwardMode.EXTEND or _has_prefix(batch)):
+        return
+    dtype = torch_dtype(context.request.dtype or "bfloat16")
+    rows, rope = batch.num_tokens, layer.qk_rope_head_dim
+
+    def zeros(heads: int, dim: int) -> torch.Tensor:
+        return torch.zeros((rows, heads, dim), dtype=dtype, device=context.device)
+
+    q, k, v, k_rope = zeros(layer.tp_q_head_num, layer.query_dim), None, None, None
+    if brings_keys:
+        k = zeros(layer.tp_k_head_num, layer.qk_head_dim - rope)
+        v = None if rope else zeros(layer.tp_v_head_num, layer.v_head_dim)
+        k_rope = zeros(1, rope) if rope else None
+    q_rope = zeros(layer.tp_q_head_num, rope) if rope else None
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=context.device)
+    for wanted in (None, lse) if context.request.lse else (None,):
+        backend.forward(
+            q, k, v, layer, batch, not brings_keys, q_rope=q_rope, k_rope=k_rope, lse=wanted
+        )
+
+
+def _has_prefix(batch: ForwardBatch) -> bool:
+    prefix = batch.extend_prefix_lens_cpu
+    return prefix is not None and bool(prefix.any())

@@ -1,0 +1,195 @@
+"""CUTLASS MLA: one call of the library for each layer, over the pool's own pages.
+
+The library takes one query a request, its latent and its rotary part apart, and gives no LSE. Rows
+of the page table are contiguous. It leaves the output of a request without keys unwritten, and
+divides by 0 where it merges parts: such a request is given one key, and its output is replaced. It
+allocates its output; its scratch memory is ours, need not be zeroed, and its size is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.library import KernelLibrary, LibraryBackend, filled, imported
+from attnmux.core.rehearsal import rehearse
+from attnmux.nvidia.latent import (
+    KeyLens,
+    check_latent,
+    check_plain,
+    latent_layers,
+    latent_pages,
+    rotary,
+)
+from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.nvidia.pools import check_page_size, check_sixteen_bits
+from attnmux.nvidia.rows import aligned
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+PAGE = 128
+"""Tokens of a page: a tile of the kernel's, so that a table may have any number of columns."""
+MOST_HEADS = 128
+"""Query heads that the kernel computes; the library pads fewer to these."""
+MOST_SPLITS = 256
+"""Parts of one request that the kernel merges (sm100_mla.hpp)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutlassMLAKernels:
+    """Functions of `sgl_kernel`."""
+
+    cutlass_mla_decode: Callable[..., torch.Tensor]
+    """Attention of one query a request over a paged cache."""
+    cutlass_mla_get_workspace_size: Callable[..., int]
+    """Bytes of the scratch memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CutlassMLALayer:
+    """A layer's arguments that no step changes."""
+
+    group: KeyGroup
+    cache: torch.Tensor
+    """[pages, 128, 576], the pool's memory."""
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CutlassMLABuffers:
+    """What graphs replay with."""
+
+    keys: dict[KeyGroup, Keys]
+    lens: KeyLens
+    workspace: torch.Tensor
+    """A captured launch has its address, so it stays when the shared workspace grows."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class CutlassMLAStep:
+    """A decode step."""
+
+    tables: Step
+    workspace: torch.Tensor | None
+    """None for a step without requests."""
+    buffers: CutlassMLABuffers | None
+    lens: KeyLens | None = None
+    """Set by `fill_step`."""
+
+
+class CutlassMLABackend(
+    LibraryBackend[CutlassMLAKernels, CutlassMLALayer, CutlassMLAStep, CutlassMLABuffers]
+):
+    """Decoding of MLA on SM100; prefill, verification and drafts are another backend's."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: CutlassMLAKernels
+    ) -> None:
+        """Raises InvalidInput for options, layers and pools that the kernel does not serve."""
+        super().__init__(context, options, kernels, latent_layers(context))
+        self._num_kv_splits = _read_num_kv_splits(options)
+        self._groups = tuple(dict.fromkeys(layer.group for layer in self._layers.values()))
+
+    def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
+        check_latent(layer)
+        check_plain(layer)
+        check_page_size(self.context, PAGE)
+        check_sixteen_bits(self.context)
+        if layer.tp_q_head_num > MOST_HEADS:
+            raise InvalidInput(
+                f"layer {layer.layer_id}",
+                came=f"{layer.tp_q_head_num} query heads",
+                expected=f"at most {MOST_HEADS}",
+            )
+        return CutlassMLALayer(
+            group=KeyGroup.of(layer, self.context),
+            cache=latent_pages(layer, self.context, PAGE).squeeze(2),
+            scale=layer.scaling,
+        )
+
+    def plan_step(self, batch: ForwardBatch, buffers: CutlassMLABuffers | None) -> CutlassMLAStep:
+        if not batch.forward_mode.is_decode():
+            raise InvalidInput(
+                "forward_mode",
+                came=batch.forward_mode.name,
+                expected="DECODE: other steps are for the backends of their phases",
+            )
+        tables = Step.of(batch, self.context, buffers.keys if buffers else {})
+        workspace = buffers.workspace if buffers else None
+        if buffers is None and batch.batch_size:
+            workspace = self._workspace(tables.max_seqlen_k, batch.batch_size)
+        return CutlassMLAStep(tables=tables, workspace=workspace, buffers=buffers)
+
+    def fill_step(self, step: CutlassMLAStep, batch: ForwardBatch) -> None:
+        step.tables.fill(batch, self._groups, self.context)
+        step.lens = KeyLens.of(batch.seq_lens, step.buffers.lens if step.buffers else None)
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> CutlassMLABuffers:
+        if self._num_kv_splits < 1:
+            raise GraphUnsupported(
+                "a graph cannot hold splits that the kernel chooses: set num_kv_splits to 1 or more"
+            )
+        return CutlassMLABuffers(
+            keys=fixed_buffers(self._groups, max_bs, self.context),
+            lens=KeyLens.buffers(max_bs, self.context.device),
+            workspace=self._workspace(self.context.max_context_len, max_bs),
+        )
+
+    def attend(
+        self,
+        call: AttentionCall,
+        layer: CutlassMLALayer,
+        step: CutlassMLAStep,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        if call.lse is not None:
+            raise InvalidInput("lse", came="a tensor", expected="None: the library gives no LSE")
+        lens = filled(step.lens)
+        result = self.kernels.cutlass_mla_decode(
+            aligned(call.q),
+            aligned(rotary(call.q_rope)),
+            layer.cache,
+            lens.at_least_one,
+            step.tables.keys[layer.group].page_table,
+            step.workspace,
+            layer.scale,
+            self._num_kv_splits,
+        )
+        lens.replace(result, 0)
+        return result
+
+    def _workspace(self, max_seqlen_k: int, batch_size: int) -> torch.Tensor:
+        """The kernel counts the keys that the table has room for, not those that there are."""
+        room = -(-max_seqlen_k // PAGE) * PAGE
+        nbytes = self.kernels.cutlass_mla_get_workspace_size(
+            room, batch_size, num_kv_splits=self._num_kv_splits
+        )
+        return self.context.workspace.get("cutlass_mla", nbytes)
+
+
+def _read_num_kv_splits(options: Mapping[str, object]) -> int:
+    splits = options.get("num_kv_splits", 1)
+    if not isinstance(splits, int) or not (splits == -1 or 1 <= splits <= MOST_SPLITS):
+        raise InvalidInput(
+            "num_kv_splits",
+            came=splits,
+            expected=f"1 to {MOST_SPLITS}, or -1 to let the kernel choose",
+        )
+    return splits
+
+
+make = KernelLibrary(
+    address="nvidia/cutlass_mla",
+    backend=CutlassMLABackend,
+    providers={"sgl_kernel": partial(imported, CutlassMLAKernels, "sgl_kernel")},
+    trial=rehearse,
+)
