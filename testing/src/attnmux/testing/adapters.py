@@ -1,0 +1,176 @@
+"""What every adapter of a kernel library is tested for, besides the conformance suite.
+
+`AdapterWorld` makes an adapter on emulated kernels with a prepared step; `recorded` notes what the
+kernels are called with; `AdapterTests` are the tests that all adapters share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.platform import Platform
+from attnmux.core.context import BackendContext
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
+from attnmux.core.library import KernelLibrary
+from attnmux.testing.builders import PreparedStep, prepare_step
+from attnmux.testing.cases import Case, Step, decode
+from attnmux.testing.world import World, make_world
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelCall:
+    """One call of a library's function."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def recorded(kernels: K) -> tuple[K, list[KernelCall]]:
+    """The kernels dataclass with every function wrapped, and the list that its calls go to."""
+    calls: list[KernelCall] = []
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the library's
+            calls.append(KernelCall(name=name, args=args, kwargs=kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    wrapped = {
+        each.name: wrap(each.name, function)
+        for each in fields(kernels)  # type: ignore[arg-type]  # a dataclass
+        if callable(function := getattr(kernels, each.name))
+    }
+    return replace(kernels, **wrapped), calls  # type: ignore[type-var]  # a dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterWorld:
+    """How to make one adapter and the world that it attends in."""
+
+    library: KernelLibrary[Any]
+    kernels: Any
+    """Emulated: an instance of the adapter's kernels dataclass."""
+    platform: Platform
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Case` that hold unless a test gives others."""
+
+    def world(self, *steps: Step, **settings: Any) -> World:  # noqa: ANN401  # fields of Case
+        case = Case(name="adapter", steps=steps, **{**self.settings, **settings})
+        return make_world(case, self.platform, "cpu")
+
+    def backend(
+        self,
+        context: BackendContext,
+        options: Mapping[str, object] | None = None,
+        kernels: Any = None,  # noqa: ANN401  # the adapter's
+    ) -> Any:  # noqa: ANN401  # tests look into adapters
+        """The adapter itself, without the trial of its library."""
+        return self.library.backend(context, options or {}, kernels or self.kernels)
+
+    def prepared(
+        self,
+        step: Step,
+        *,
+        kernels: Any = None,  # noqa: ANN401  # the adapter's
+        options: Mapping[str, object] | None = None,
+        **settings: Any,  # noqa: ANN401  # fields of Case
+    ) -> tuple[Any, PreparedStep]:
+        """An adapter with the step's metadata made, and the step; its K and V are in the pool."""
+        world = self.world(step, **{"kv_in_pool": True, **settings})
+        backend = self.backend(world.context, options, kernels)
+        prepared = prepare_step(world, step)
+        backend.init_forward_metadata(prepared.batch)
+        return backend, prepared
+
+
+def outputs(backend: AttentionBackend, step: PreparedStep) -> list[torch.Tensor]:
+    """The result of each layer of a step whose K and V are in the pool."""
+    return [
+        backend.forward(given.q, None, None, given.layer, step.batch, q_rope=given.q_rope)
+        for given in step.inputs
+    ]
+
+
+class AdapterTests:
+    """Tests that every adapter passes; a subclass sets `adapter` and, where needed, `step`."""
+
+    adapter: ClassVar[AdapterWorld]
+    step: ClassVar[Step] = decode(40, 7)
+    """A step that the adapter serves in graphs."""
+
+    def test_forward_needs_a_prepared_step(self) -> None:
+        world = self.adapter.world(self.step, kv_in_pool=True)
+        backend = self.adapter.backend(world.context)
+        with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+            outputs(backend, prepare_step(world, self.step))
+
+    def test_metadata_is_made_once_a_step(self) -> None:
+        backend, prepared = self.adapter.prepared(self.step)
+        before = outputs(backend, prepared)
+        backend.context.req_to_token_pool.req_to_token.zero_()
+        prepared.batch.seq_lens.zero_()
+        torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
+
+    def test_an_idle_step_prepares_nothing(self) -> None:
+        backend, prepared = self.adapter.prepared(self.step)
+        idle = replace(prepared.batch, forward_mode=ForwardMode.IDLE)
+        backend.init_forward_metadata(idle)
+        with pytest.raises(AttnmuxError, match="init_forward_metadata"):
+            outputs(backend, prepared)
+
+    @pytest.mark.parametrize("max_batch_size", [0, 1])
+    def test_a_capture_without_room_is_refused(self, max_batch_size: int) -> None:
+        world = self.adapter.world(self.step)
+        backend = self.adapter.backend(world.context)
+        if max_batch_size:
+            backend.init_cuda_graph_state(max_batch_size, max_batch_size)
+        batch = prepare_step(world, self.step).batch
+        with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def test_a_step_without_requests(self) -> None:
+        backend, prepared = self.adapter.prepared(decode())
+        for given, out in zip(prepared.inputs, outputs(backend, prepared), strict=True):
+            assert out.shape == (0, given.layer.tp_q_head_num, given.layer.v_head_dim)
+
+    def test_rows_that_kernels_cannot_load_are_copied(self) -> None:
+        """Rows of Q that begin where a load of 16 bytes faults."""
+        backend, prepared = self.adapter.prepared(self.step)
+        given = prepared.inputs[0]
+        tokens, *row = given.q.shape
+        length = row[0] * row[1]
+        rows = torch.empty(tokens, length + 3, dtype=given.q.dtype)
+        odd = rows[:, 1 : length + 1].view(given.q.shape).copy_(given.q)
+        expected = outputs(backend, prepared)[0]
+        out = backend.forward(odd, None, None, given.layer, prepared.batch, q_rope=given.q_rope)
+        assert torch.equal(out, expected)
+
+    def test_a_library_that_does_not_run_is_a_reason(self) -> None:
+        def failing(*_: object, **__: object) -> None:
+            raise RuntimeError("no kernel image is available for this device\nand much more")
+
+        names = [each.name for each in fields(self.adapter.kernels)]
+        broken = replace(
+            self.adapter.kernels,
+            **{name: failing for name in names if callable(getattr(self.adapter.kernels, name))},
+        )
+        library = replace(self.adapter.library, providers={"broken": lambda: broken})
+        context = self.adapter.world(self.step).context
+        with pytest.raises(BackendFailed, match="no kernel image is available for this device"):
+            library(context, {})
+
+    def test_a_library_that_runs_is_taken(self) -> None:
+        library = replace(self.adapter.library, providers={"ours": lambda: self.adapter.kernels})
+        backend = library(self.adapter.world(self.step).context, {})
+        assert isinstance(backend, AttentionBackend)
