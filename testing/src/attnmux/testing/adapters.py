@@ -18,9 +18,12 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
+from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.core.library import KernelLibrary
 from attnmux.testing.builders import PreparedStep, prepare_step
 from attnmux.testing.cases import Case, Step, decode
+from attnmux.testing.placement import buffers
+from attnmux.testing.recording import RecordingGraphs
 from attnmux.testing.world import World, make_world
 
 K = TypeVar("K")
@@ -84,22 +87,83 @@ class AdapterWorld:
         *,
         kernels: Any = None,  # noqa: ANN401  # the adapter's
         options: Mapping[str, object] | None = None,
+        host_lens: bool = False,
         **settings: Any,  # noqa: ANN401  # fields of Case
     ) -> tuple[Any, PreparedStep]:
-        """An adapter with the step's metadata made, and the step; its K and V are in the pool."""
+        """An adapter with the step's metadata made, and the step; by default K and V are in the
+        pool."""
         world = self.world(step, **{"kv_in_pool": True, **settings})
         backend = self.backend(world.context, options, kernels)
-        prepared = prepare_step(world, step)
+        prepared = prepare_step(world, step, host_lens=host_lens)
         backend.init_forward_metadata(prepared.batch)
         return backend, prepared
 
 
-def outputs(backend: AttentionBackend, step: PreparedStep) -> list[torch.Tensor]:
-    """The result of each layer of a step whose K and V are in the pool."""
+def outputs(
+    backend: AttentionBackend,
+    step: PreparedStep,
+    **more: Any,  # noqa: ANN401  # arguments of `forward`
+) -> list[torch.Tensor]:
+    """The result of each layer of a step."""
     return [
-        backend.forward(given.q, None, None, given.layer, step.batch, q_rope=given.q_rope)
+        backend.forward(
+            given.q,
+            given.k,
+            given.v,
+            given.layer,
+            step.batch,
+            step.save_kv_cache,
+            q_rope=given.q_rope,
+            k_rope=given.k_rope,
+            **more,
+        )
         for given in step.inputs
     ]
+
+
+def misaligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows [T, H, D] at addresses where a load of 16 bytes faults."""
+    width = rows[0].numel()
+    return rows.new_empty(len(rows), width + 3)[:, 1 : width + 1].view(rows.shape).copy_(rows)
+
+
+def check_graphs_side_by_side(
+    adapter: AdapterWorld,
+    small: Step,
+    large: Step,
+    **settings: Any,  # noqa: ANN401  # fields of Case
+) -> None:
+    """Capture the first layer of a small step, then that of a large one, which needs larger
+    buffers. The first graph must give the same result as before."""
+    world = adapter.world(small, large, **{"kv_in_pool": True, **settings})
+    backend, context = adapter.backend(world.context), world.context
+    kept = []  # graphs read a batch where it was captured
+
+    def captured(step: Step) -> CapturedGraph:
+        kept.append(made := prepare_step(world, step))
+        batch, first = made.batch, replace(made, inputs=made.inputs[:1])
+        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        with torch.no_grad():
+            return RecordingGraphs().capture(
+                GraphStep(
+                    prepare=lambda: backend.init_forward_metadata_in_graph(batch),
+                    forward=lambda: outputs(backend, first)[0],
+                )
+            )
+
+    graph = captured(small)
+    graph.replay()
+    expected = graph.outputs.clone()
+    layer_id = context.layers[0].layer_id
+    read = [*buffers(world, layer_id), context.req_to_token_pool.req_to_token]
+    before = [tensor.clone() for tensor in read]
+    captured(large).replay()
+    for tensor, values in zip(read, before, strict=True):
+        tensor.copy_(values)
+    graph.outputs.zero_()
+    graph.replay()
+    assert torch.equal(graph.outputs, expected)
 
 
 class AdapterTests:
@@ -119,7 +183,6 @@ class AdapterTests:
         backend, prepared = self.adapter.prepared(self.step)
         before = outputs(backend, prepared)
         backend.context.req_to_token_pool.req_to_token.zero_()
-        prepared.batch.seq_lens.zero_()
         torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
 
     def test_an_idle_step_prepares_nothing(self) -> None:
@@ -140,20 +203,18 @@ class AdapterTests:
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def test_a_step_without_requests(self) -> None:
-        backend, prepared = self.adapter.prepared(decode())
+        backend, prepared = self.adapter.prepared(replace(self.step, lens=(), new=()))
         for given, out in zip(prepared.inputs, outputs(backend, prepared), strict=True):
             assert out.shape == (0, given.layer.tp_q_head_num, given.layer.v_head_dim)
 
-    def test_rows_that_kernels_cannot_load_are_copied(self) -> None:
-        """Rows of Q that begin where a load of 16 bytes faults."""
+    def test_rows_that_kernels_cannot_load_or_store(self) -> None:
         backend, prepared = self.adapter.prepared(self.step)
         given = prepared.inputs[0]
-        tokens, *row = given.q.shape
-        length = row[0] * row[1]
-        rows = torch.empty(tokens, length + 3, dtype=given.q.dtype)
-        odd = rows[:, 1 : length + 1].view(given.q.shape).copy_(given.q)
-        expected = outputs(backend, prepared)[0]
-        out = backend.forward(odd, None, None, given.layer, prepared.batch, q_rope=given.q_rope)
+        (expected, *_) = outputs(backend, prepared)
+        out = misaligned(torch.full_like(expected, 7))
+        q_rope = None if given.q_rope is None else misaligned(given.q_rope)
+        odd = replace(prepared, inputs=(replace(given, q=misaligned(given.q), q_rope=q_rope),))
+        assert outputs(backend, odd, out=out)[0] is out
         assert torch.equal(out, expected)
 
     def test_a_library_that_does_not_run_is_a_reason(self) -> None:
