@@ -1,215 +1,433 @@
-"""FlashAttention 3: one call of the library for each layer, over the pool's own pages. Where no
-request has a prefix it reads K and V of the call: they lie end to end, which the kernels load
-faster than pages.
+"""FlashAttention 3 of `sgl_kernel`: what `fa3` and `fa3_mla` share.
 
-Its conventions and ours: LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm, as ours;
-a window of w keys before a token is (w, 0); causality counts from the end of the keys. It takes no
-mask: all drafts of a tree attend to the prefix, and each to its own ancestors, as a request of one
-query whose table names slots; `merge_state_v2` makes one of both.
+A step is one call of the library for each layer, over the pool's own pages. LSE comes as
+[B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts from the end of the keys. The
+library takes no mask, so a draft tree is two calls: all drafts attend to the prefix, and each to
+its ancestors and itself, as a request of one query whose table names slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-from attnmux.nvidia.fa3.calls import LayerCall, splits
-from attnmux.nvidia.fa3.drafts import merge
-from attnmux.nvidia.fa3.schedules import Schedules
-from attnmux.nvidia.fa3.stepping import SteppingBackend
-from attnmux.nvidia.page_tables import Step
-from attnmux.nvidia.results import nothing, store_lse
-from attnmux.nvidia.rows import aligned, by_request, is_aligned, is_writable
-from attnmux.nvidia.steps import prepared
+from attnmux.core.kv.quantise import quantise
+from attnmux.core.library import LibraryBackend, imported
+from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
+from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
+from attnmux.nvidia.pools import FP8, not_in_pool
+from attnmux.nvidia.rows import (
+    aligned,
+    by_request,
+    check_keys_dtype,
+    is_aligned,
+    is_writable,
+    store_lse,
+)
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
-    from attnmux.nvidia.fa3.kernels import Kernels
+
+MOST_SPLITS = 256
+"""Parts of a request's keys that the library merges."""
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""
 
 
-class FA3Backend(SteppingBackend):
-    """MHA and GQA on Hopper GPUs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FA3Kernels:
+    """Functions of `sgl_kernel` and `sgl_kernel.flash_attn`."""
+
+    flash_attn_with_kvcache: Callable[..., Any]
+    """Attention over a paged cache."""
+    flash_attn_varlen_func: Callable[..., Any]
+    """Attention over packed K and V. It takes a page table and ignores it."""
+    merge_state_v2: Callable[..., Any]
+    """Merges attention over two sets of keys: outputs and natural-logarithm LSE [T, H] of each.
+    It assumes contiguous rows, and keys in at least one of the sets."""
+    get_scheduler_metadata: Callable[..., torch.Tensor]
+    """The schedule, which `flash_attn_with_kvcache` computes itself unless given."""
+
+
+PROVIDERS = {"sgl_kernel": partial(imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FA3Schedule:
+    """What the library's schedule of a step depends on, besides the step.
+
+    Where all requests have as many queries, a call launches two kernels: one lays out the work by
+    the lengths, the other attends. The layout is computed once for all layers that are equal here.
+    That saves a launch where the library splits keys; where it does not, a launch that resets a
+    counter takes its place.
+    """
+
+    group: KeyGroup
+    num_heads: int
+    num_heads_k: int
+    headdim: int
+    options: tuple[tuple[str, object], ...]
+    """Keyword arguments of `get_scheduler_metadata`."""
+
+    def compute(self, kernels: FA3Kernels, tables: PageTables) -> torch.Tensor:
+        """Up to 4 vectors of B rounded up to a multiple of 4, and a counter: int32."""
+        keys = tables.keys[self.group]
+        return kernels.get_scheduler_metadata(
+            tables.batch_size,
+            tables.queries_each,
+            # Attention assumes the same: the room in the table.
+            keys.page_table.shape[1] * self.group.page_size,
+            self.num_heads,
+            self.num_heads_k,
+            self.headdim,
+            keys.lens,
+            page_size=self.group.page_size,
+            **dict(self.options),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Cache:
+    """Where the keys of a layer are."""
+
+    group: KeyGroup
+    pages: KV
+    slots: KV
+    """The same memory in pages of one token, for the keys of draft trees."""
+    schedule: FA3Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Layer:
+    """A layer's arguments that no step changes."""
+
+    layer: LayerSpec
+    arguments: dict[str, Any]
+    """By the library's names."""
+    cache: FA3Cache | None
+    """None where K and V always come with the call."""
+    descales: KV | None = None
+    """[1, Hkv] float32: what K and V of e4m3 are multiplied by. The kernels then want Q in e4m3
+    and write bfloat16."""
+
+    @property
+    def serves_trees(self) -> bool:
+        """Whether only the mask of a draft tree hides keys, and its two parts can be merged."""
+        layer = self.layer
+        hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
+        return not hides and layer.sinks is None and not layer.is_cross_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Buffers:
+    """What graphs replay with."""
+
+    keys: dict[KeyGroup, Keys]
+    schedules: dict[FA3Schedule, torch.Tensor]
+    max_num_tokens: int
+    drafts: dict[tuple[KeyGroup, int], Keys] = field(default_factory=dict)
+    """Of draft trees, by the drafts of a request. Allocated before the first capture of as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Step:
+    """A step. `fill_step` fills its dictionaries."""
+
+    tables: PageTables
+    buffers: FA3Buffers | None
+    schedules: dict[FA3Schedule, torch.Tensor] = field(default_factory=dict)
+    drafts: dict[KeyGroup, Keys] = field(default_factory=dict)
+    """Of a draft tree: a row for each draft token."""
+
+
+class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
+    """Steps and calls; a subclass prepares layers and gives queries and keys by call."""
 
     def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+        self, context: BackendContext, options: Mapping[str, object], kernels: FA3Kernels
     ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        num_splits = splits(context, options)
-        self._calls = {
-            layer.layer_id: LayerCall.of(layer, context, num_splits=num_splits)
-            for layer in context.layers
-        }
-        groups = (call.group for call in self._calls.values() if call.group is not None)
-        kinds = (call.kind for call in self._calls.values())
-        schedules = Schedules(kinds, kernels.get_scheduler_metadata, context)
-        super().__init__(context, options, groups, schedules=schedules)
-        self._kernels = kernels
+        """Raises InvalidInput for options, layers and pools that the kernels do not serve."""
+        self._num_splits = _read_num_splits(context, options)
+        super().__init__(context, options, kernels)
+        caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
+        self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
+        self._schedules = tuple(dict.fromkeys(cache.schedule for cache in caches))
+        if self._num_splits == 1:
+            self._schedules = ()  # keys are never split: a schedule saves nothing
         self._without_trees = [
-            call.layer.layer_id for call in self._calls.values() if not call.serves_trees
+            number for number, layer in self._layers.items() if not layer.serves_trees
         ]
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Decide the step's shape on the host; nothing is launched.
+    @abstractmethod
+    def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The library's `q` [T, Hq, D] and `qv` [T, Hq, Dv], in rows that it can load."""
 
-        Raises InvalidInput for a draft tree in layers that hide more than its mask, or with sinks;
-        in debug mode for a mask that is not a draft tree's.
-        """
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        if self._step is not None and self._step.is_tree and self._without_trees:
-            self._step = None
+    @abstractmethod
+    def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
+        """The library's K and V [T, Hkv, D] where it shall read the call's; None for the pool's."""
+
+    def cache_of(
+        self,
+        layer: LayerSpec,
+        arguments: dict[str, Any],
+        pages: Callable[[LayerSpec, BackendContext, int], KV],
+        *,
+        headdim: int,
+    ) -> FA3Cache:
+        """arguments: of `FA3Layer`. pages: the layer's K and V, in pages of a given size.
+        headdim: of the library's K."""
+        group = KeyGroup.of(layer, self.context)
+        shared = ("causal", "window_size", "attention_chunk", "num_splits")
+        options = {
+            "qkv_dtype": self.context.token_to_kv_pool.dtype,
+            "headdim_v": layer.v_head_dim,
+            "has_softcap": arguments["softcap"] > 0,
+            **{name: arguments[name] for name in shared},
+        }
+        return FA3Cache(
+            group=group,
+            pages=pages(layer, self.context, group.page_size),
+            slots=pages(layer, self.context, 1),
+            schedule=FA3Schedule(
+                group=group,
+                num_heads=layer.tp_q_head_num,
+                num_heads_k=layer.tp_k_head_num,
+                headdim=headdim,
+                options=tuple(options.items()),
+            ),
+        )
+
+    def plan_step(self, batch: ForwardBatch, buffers: FA3Buffers | None) -> FA3Step:
+        tables = PageTables.of(batch, self.context, buffers.keys if buffers else {}, trees=True)
+        if tables.is_tree:
+            self._check_tree(batch)
+            if buffers:
+                self._reserve_drafts(buffers, tables.max_seqlen_q)
+        return FA3Step(tables=tables, buffers=buffers)
+
+    def fill_step(self, step: FA3Step, batch: ForwardBatch) -> None:
+        tables, buffers = step.tables, step.buffers
+        tables.fill(batch, self._groups, self.context)
+        if tables.is_tree:
+            visible = visible_drafts(batch)
+            for group in self._groups:
+                keys = draft_keys(batch, visible, group, self.context)
+                if buffers:
+                    keys = keys.copied_to(buffers.drafts[group, tables.max_seqlen_q])
+                step.drafts[group] = keys
+        elif tables.batch_size and tables.queries_each is not None:
+            # Packed queries have none: how the library splits them depends on their number, which
+            # `get_scheduler_metadata` does not take. A launch for no requests ends the process.
+            for schedule in self._schedules:
+                made = schedule.compute(self.kernels, tables)
+                if buffers:
+                    made = buffers.schedules[schedule][: made.shape[0]].copy_(made)
+                step.schedules[schedule] = made
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> FA3Buffers:
+        size = 4 * (-(-max_bs // 4) * 4) + 1
+        device = self.context.device
+        return FA3Buffers(
+            keys=fixed_buffers(self._groups, max_bs, self.context),
+            schedules={
+                schedule: torch.zeros(size, dtype=torch.int32, device=device)
+                for schedule in self._schedules
+            },
+            max_num_tokens=max_num_tokens,
+        )
+
+    def attend(
+        self, call: AttentionCall, layer: FA3Layer, step: FA3Step, batch: ForwardBatch
+    ) -> torch.Tensor:
+        own = None if batch.forward_mode.is_decode() else self.own_keys(call, layer, step)
+        if own is not None:
+            return self._over_own_keys(call, own, layer, step, batch)
+        if layer.cache is None:
+            raise not_in_pool(call.layer)
+        if step.tables.is_tree:
+            return self._over_tree(call, layer, layer.cache, step)
+        return self._over_pool(call, layer, layer.cache, step)
+
+    def _over_pool(
+        self, call: AttentionCall, layer: FA3Layer, cache: FA3Cache, step: FA3Step
+    ) -> torch.Tensor:
+        tables, each = step.tables, step.tables.queries_each
+        q, qv, out = self._operands(call, layer)
+        arguments: dict[str, Any] = {}
+        if each is None:
+            arguments["cu_seqlens_q"] = tables.query_bounds(q.device)
+            arguments["max_seqlen_q"] = tables.max_seqlen_q
+        else:
+            q, qv, out = by_request(q, each), by_request(qv, each), by_request(out, each)
+        result = self._call(
+            cache.pages,
+            tables.keys[cache.group],
+            layer,
+            q,
+            qv=qv,
+            out=out,
+            return_softmax_lse=call.lse is not None,
+            scheduler_metadata=step.schedules.get(cache.schedule),
+            **arguments,
+        )
+        if call.lse is not None:
+            result, lse, *_ = result
+            _store_lse(lse, call, each)
+        if out is not None and call.out is not None:
+            return call.out
+        attended: torch.Tensor = result.flatten(0, -3)
+        return attended.to(call.q.dtype)
+
+    def _over_tree(
+        self, call: AttentionCall, layer: FA3Layer, cache: FA3Cache, step: FA3Step
+    ) -> torch.Tensor:
+        """Over the prefix, and over each draft token's ancestors and itself."""
+        each = step.tables.max_seqlen_q
+        q, qv, out = self._operands(call, layer)
+        if out is not None and not is_writable(out):
+            out = None
+        prefix, prefix_lse, *_ = self._call(
+            cache.pages,
+            step.tables.keys[cache.group],
+            layer,
+            by_request(q, each),
+            qv=by_request(qv, each),
+            out=by_request(out, each),
+            return_softmax_lse=True,
+            causal=False,
+        )
+        drafts, drafts_lse, *_ = self._call(
+            cache.slots,
+            step.drafts[cache.group],
+            layer,
+            by_request(q, 1),
+            qv=by_request(qv, 1),
+            return_softmax_lse=True,
+            causal=False,
+            num_splits=1,  # there are at most d keys
+        )
+        attended: torch.Tensor = prefix.flatten(0, 1) if out is None else out
+        _, merged_lse = self.kernels.merge_state_v2(
+            attended,
+            prefix_lse.transpose(1, 2).flatten(0, 1).contiguous(),
+            drafts.squeeze(1),
+            drafts_lse.squeeze(-1),
+            v_merged=attended,
+        )
+        if call.lse is not None:
+            call.lse.copy_(merged_lse)
+        return attended.to(call.q.dtype)
+
+    def _over_own_keys(
+        self, call: AttentionCall, kv: KV, layer: FA3Layer, step: FA3Step, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Over K and V of the call, which are the encoder's in cross attention."""
+        (k, v), tables = kv, step.tables
+        if not k.shape[0]:
+            return call.empty_result()
+        check_keys_dtype(call.q, k, v)
+        q, qv = self.queries(call)
+        bounds = tables.query_bounds(q.device)
+        is_cross = call.layer.is_cross_attention
+        out = call.out if call.out is not None and is_aligned(call.out) else None
+        result = self.kernels.flash_attn_varlen_func(
+            q,
+            aligned(k),
+            aligned(v),
+            bounds,
+            tables.encoder_bounds(batch) if is_cross else bounds,
+            qv=qv,
+            max_seqlen_q=tables.max_seqlen_q,
+            max_seqlen_k=k.shape[0] if is_cross else tables.max_seqlen_q,
+            return_softmax_lse=call.lse is not None,
+            out=out,
+            **{**layer.arguments, "num_splits": 1},
+        )
+        if call.lse is not None:
+            result, lse, *_ = result
+            _store_lse(lse, call, None)
+        attended: torch.Tensor = result if out is None else out
+        return attended
+
+    def _operands(
+        self, call: AttentionCall, layer: FA3Layer
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """`q`, `qv` and, where the kernels can write to it, the caller's `out`."""
+        (q, qv), out = self.queries(call), call.out
+        is_quantised = layer.descales is not None
+        if is_quantised:
+            q = quantise(q, FP8, None)  # beyond 448 it saturates
+        if out is not None and not (
+            is_aligned(out) and (not is_quantised or out.dtype == torch.bfloat16)
+        ):
+            out = None
+        return q, qv, out
+
+    def _call(
+        self,
+        kv: KV,
+        keys: Keys,
+        layer: FA3Layer,
+        q: torch.Tensor,
+        **arguments: Any,  # noqa: ANN401  # the library's
+    ) -> Any:  # noqa: ANN401  # a tuple with LSE
+        """Attention over cached keys. arguments: those that differ from the layer's, too."""
+        if layer.descales is not None:
+            k_descale, v_descale = layer.descales
+            arguments["k_descale"] = k_descale.expand(len(keys.lens), -1)
+            arguments["v_descale"] = v_descale.expand(len(keys.lens), -1)
+        return self.kernels.flash_attn_with_kvcache(
+            q,
+            *kv,
+            cache_seqlens=keys.lens,
+            page_table=keys.page_table,
+            **{**layer.arguments, **arguments},
+        )
+
+    def _check_tree(self, batch: ForwardBatch) -> None:
+        if self._without_trees:
             raise InvalidInput(
                 "spec_info.custom_mask",
                 came=f"a draft tree, in layers {self._without_trees}",
                 expected="None in layers with a window, a chunk, sinks or cross attention",
             )
+        if self.context.debug:
+            check_tree(batch)
 
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._attend(call.q, None, None, call.layer, batch, call.out, call.lse)
+    def _reserve_drafts(self, buffers: FA3Buffers, drafts: int) -> None:
+        for group in self._groups:
+            if (group, drafts) not in buffers.drafts:
+                room = buffers.max_num_tokens, drafts
+                table = torch.zeros(room, dtype=torch.int32, device=self.context.device)
+                lens = torch.zeros_like(table[:, 0])
+                buffers.drafts[group, drafts] = Keys(page_table=table, lens=lens)
 
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        k, v = call.k, call.v
-        if call.save_kv_cache and not (
-            prepared(self._step).has_all_keys
-            and self._calls[call.layer.layer_id].stores_as_given(call.q, k, v)
-        ):
-            k = v = None
-        return self._attend(call.q, k, v, call.layer, batch, call.out, call.lse)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Over k and v where they are given, else over the pool."""
-        step, call = prepared(self._step), self._calls[layer.layer_id]
-        no_keys = k is not None and not k.shape[0]
-        if not q.shape[0] or no_keys:
-            return nothing(q, layer, out, lse)
-        into = None if out is None or not is_aligned(out) else out
-        if k is not None and v is not None:
-            result = self._in_call(q, k, v, call, step, batch, into, lse)
-        elif step.is_tree:
-            return self._tree(q, call, step, out, lse)
-        else:
-            result = self._paged(q, call, step, into, lse)
-        if lse is not None and layer.sinks is not None:
-            # Without keys the kernel leaves the sink out of LSE.
-            lse.copy_(torch.where(lse.isneginf(), layer.sinks, lse))
-        return result
+def _store_lse(source: torch.Tensor, call: AttentionCall, each: int | None) -> None:
+    if call.lse is None:
+        return
+    store_lse(source, call.lse, each)
+    if call.layer.sinks is not None:
+        # The kernels leave the sink out where a row has no keys.
+        call.lse.copy_(torch.where(call.lse.isneginf(), call.layer.sinks, call.lse))
 
-    def _paged(
-        self,
-        q: torch.Tensor,
-        call: LayerCall,
-        step: Step,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        (group, pages, _), dtype = call.stored(), q.dtype
-        q = call.queries(q)
-        into = None if out is None or not call.writes(out) else out
-        arguments: dict[str, Any] = {}
-        each = step.queries_each
-        if each is None:
-            arguments["cu_seqlens_q"] = step.query_bounds(q.device)
-            arguments["max_seqlen_q"] = step.max_seqlen_q
-        else:
-            q = by_request(q, each)
-            into = None if into is None else by_request(into, each)
-        result = call.over(
-            self._kernels,
-            pages,
-            step.keys[group],
-            q,
-            return_softmax_lse=lse is not None,
-            out=into,
-            scheduler_metadata=self._schedules.of(call.kind),
-            **arguments,
-        )
-        if lse is not None:
-            result, kernels_lse, *_ = result
-            store_lse(kernels_lse, lse, each)
-        if into is not None and out is not None:
-            return out
-        attended: torch.Tensor = result.flatten(0, -3)
-        return attended.to(dtype)
 
-    def _tree(
-        self,
-        q: torch.Tensor,
-        call: LayerCall,
-        step: Step,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Over the prefix, and over each draft token's ancestors and itself."""
-        (group, pages, slots), each, dtype = call.stored(), step.max_seqlen_q, q.dtype
-        q = call.queries(q)
-        into = None if out is None or not is_writable(out) or not call.writes(out) else out
-        prefix, prefix_lse, *_ = call.over(
-            self._kernels,
-            pages,
-            step.keys[group],
-            by_request(q, each),
-            out=None if into is None else by_request(into, each),
-            return_softmax_lse=True,
-            causal=False,
-        )
-        drafts, drafts_lse, *_ = call.over(
-            self._kernels,
-            slots,
-            self._drafts.keys[group],
-            by_request(q, 1),
-            return_softmax_lse=True,
-            causal=False,
-            num_splits=1,  # There are d keys at most.
-        )
-        attended = prefix.flatten(0, 1) if into is None else into
-        merge(self._kernels.merge_state_v2, attended, prefix_lse, drafts, drafts_lse, lse)
-        return attended.to(dtype)
+def _read_num_splits(context: BackendContext, options: Mapping[str, object]) -> int:
+    """Parts of a request's keys; 0 lets the library choose by shapes, which graphs can capture.
 
-    def _in_call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: LayerCall,
-        step: Step,
-        batch: ForwardBatch,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Over the call's own K and V, the encoder's in cross attention; there is no prefix."""
-        if k.dtype != q.dtype or v.dtype != q.dtype:
-            raise InvalidInput("k", came=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-        query_bounds = step.query_bounds(q.device)
-        is_cross = call.layer.is_cross_attention
-        result = self._kernels.flash_attn_varlen_func(
-            aligned(q),
-            aligned(k),
-            aligned(v),
-            query_bounds,
-            step.encoder_bounds(batch) if is_cross else query_bounds,
-            max_seqlen_q=step.max_seqlen_q,
-            max_seqlen_k=k.shape[0] if is_cross else step.max_seqlen_q,
-            return_softmax_lse=lse is not None,
-            out=out,
-            **{**call.arguments, "num_splits": 1},
-        )
-        if lse is not None:
-            result, kernels_lse, *_ = result
-            store_lse(kernels_lse, lse, None)
-        return result if out is None else out
+    Its choice counts the requests, so results that must not depend on the batch take one part.
+    """
+    num_splits = cast("int", options.get("num_splits", 0))
+    if not 0 <= num_splits <= MOST_SPLITS:
+        raise InvalidInput("num_splits", came=num_splits, expected=f"0 to {MOST_SPLITS}")
+    return 1 if context.request.deterministic else num_splits

@@ -6,10 +6,11 @@ import torch
 
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.layer import LayerSpec
 
 FP8 = torch.float8_e4m3fn
-"""The one 8-bit float that most of the kernels read."""
+"""The only 8-bit float that most of the kernels read."""
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -50,3 +51,11 @@ def check_bfloat16_or_fp8(context: BackendContext) -> None:
     dtype = context.token_to_kv_pool.dtype
     if dtype not in (torch.bfloat16, FP8):
         raise InvalidInput("token_to_kv_pool", came=dtype, expected=f"{torch.bfloat16} or {FP8}")
+
+
+def not_in_pool(layer: LayerSpec) -> AttnmuxError:
+    """The error of a call that reads keys of a layer that the pool does not store."""
+    return AttnmuxError(
+        f"layer {layer.layer_id} is not in the KV pool: call it with its own keys and "
+        "save_kv_cache=False"
+    )

@@ -68,7 +68,7 @@ def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator
 FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
-    factory="attnmux.nvidia.fa3.factory:make",
+    factory="attnmux.nvidia.fa3:make",
     # Before 0.4, as sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",

@@ -44,7 +44,7 @@ FA3_MLA = BackendCard(
     # Users know one name for both; the request's kind says which card is meant.
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
-    factory="attnmux.nvidia.fa3_mla.factory:make",
+    factory="attnmux.nvidia.fa3_mla:make",
     # Before 0.4, as sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
