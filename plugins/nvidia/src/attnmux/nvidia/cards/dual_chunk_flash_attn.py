@@ -10,7 +10,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
     # Prefill over a selection of keys, an approximation, is not offered: all keys are attended to.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
-    factory="attnmux.nvidia.dual_chunk.factory:make",
+    factory="attnmux.nvidia.dual_chunk:make",
     # Before 0.4, as sgl-kernel, the function had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
