@@ -109,7 +109,7 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
             layer.qk_head_dim,
             layer.v_head_dim,
             layer.sliding_window_size >= 0,
-            layer.logit_cap > 0,
+            layer.logit_cap,
             layer.sinks is None,
             layer.is_cross_attention,
             _brings_keys(layer, context),
