@@ -76,7 +76,7 @@ def _on_sm90(dtype: str) -> tuple[Clause, ...]:
 FA4 = BackendCard(
     name="fa4",
     summary="FlashAttention 4 for prefill: MHA with K and V of two dims, and MLA on SM100",
-    factory="attnmux.nvidia.fa4.factory:make",
+    factory="attnmux.nvidia.fa4:make",
     # A pre-release: the only ones there are.
     requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
     extra="fa4",
