@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -17,16 +18,30 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.layer import LayerSpec
 from attnmux.core.library import KernelLibrary
+from attnmux.core.rehearsal import rehearse
 from attnmux.testing.builders import PreparedStep, prepare_step
-from attnmux.testing.cases import Case, Step, decode
+from attnmux.testing.cases import Case, Step, decode, extend
 from attnmux.testing.placement import buffers
 from attnmux.testing.recording import RecordingGraphs
 from attnmux.testing.world import World, make_world
 
 K = TypeVar("K")
+
+LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "kind": "mla",
+        "num_q_heads": 16,
+        "num_kv_heads": 1,
+        "head_dim": 192,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+)
+"""Fields of `Case` for layers of MLA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,3 +250,57 @@ class AdapterTests:
         library = replace(self.adapter.library, providers={"ours": lambda: self.adapter.kernels})
         backend = library(self.adapter.world(self.step).context, {})
         assert isinstance(backend, AttentionBackend)
+
+
+class LatentDecodeTests(AdapterTests):
+    """Those of adapters that decode over latents and leave prefill to another backend."""
+
+    def test_layers_of_the_expanded_prefill_are_left_to_others(self) -> None:
+        world = self.adapter.world(self.step, kv_in_pool=True)
+        heads = world.context.layers[0].tp_q_head_num
+        expanded = LayerSpec(
+            layer_id=100,
+            tp_q_head_num=heads,
+            tp_k_head_num=heads,
+            tp_v_head_num=heads,
+            qk_head_dim=192,
+            v_head_dim=128,
+            scaling=1.0,
+        )
+        context = replace(world.context, layers=(expanded, *world.context.layers))
+        backend, prepared = self.adapter.backend(context), prepare_step(world, self.step)
+        rehearse(backend)
+        backend.init_forward_metadata(prepared.batch)
+        assert all(out.isfinite().all() for out in outputs(backend, prepared))
+        q = torch.zeros(prepared.batch.num_tokens, heads, 192, dtype=torch.bfloat16)
+        with pytest.raises(InvalidInput, match=r"serves: \[1, 3\], got mha, id 100"):
+            backend.forward(q, None, None, expanded, prepared.batch)
+
+    @pytest.mark.parametrize(
+        "step", [extend((0, 3)), extend((0, 3), (4, 1), mode=ForwardMode.MIXED)]
+    )
+    def test_prefill_is_refused(self, step: Step) -> None:
+        world = self.adapter.world(step, spec_topk=1, kv_in_pool=True)
+        backend, prepared = self.adapter.backend(world.context), prepare_step(world, step)
+        with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+            backend.init_forward_metadata(prepared.batch)
+        with pytest.raises(AttnmuxError, match="no step is prepared"):
+            outputs(backend, prepared)
+
+    @pytest.mark.parametrize(
+        ("settings", "argument"),
+        [
+            ({"kv_lora_rank": 256}, "layer 1"),
+            ({"qk_rope_head_dim": 32}, "layer 1"),
+            ({"logit_cap": 2.0}, "layer 1"),
+            ({"windows": (8, None)}, "layer 1"),
+            ({"attention_chunk": 16}, "layer 1"),
+            ({"sinks": True}, "layer 1"),
+            ({"kind": "mha", "kv_lora_rank": None, "qk_rope_head_dim": None}, "layers"),
+        ],
+    )
+    def test_layers_that_are_refused(self, settings: dict[str, Any], argument: str) -> None:
+        world = self.adapter.world(decode(3), **settings)
+        with pytest.raises(InvalidInput) as refusal:
+            self.adapter.backend(world.context)
+        assert refusal.value.argument == argument
