@@ -15,7 +15,7 @@ from attnmux.core.kv import MHATokenToKVPool
 from attnmux.core.library import imported
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import FA3Backend, make
-from attnmux.nvidia.fa3_base import FA3Kernels
+from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

@@ -12,12 +12,13 @@ from attnmux.core.kv import MLATokenToKVPool
 from attnmux.core.library import imported
 from attnmux.core.spec import tree_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
-from attnmux.nvidia.fa3_base import FA3Kernels
+from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import FA3MLABackend, make
 from attnmux.nvidia.fa3_trees import draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.testing import AttentionBackendTests, Candidate, World, prepare_step, reference
 from attnmux.testing.adapters import (
+    LATENT,
     AdapterTests,
     AdapterWorld,
     check_graphs_side_by_side,
@@ -34,16 +35,8 @@ CANDIDATE = Candidate(
     device="cpu",
     factory=lambda context, options: FA3MLABackend(context, options, EMULATED),
 )
-LATENT: dict[str, Any] = {
-    "kind": "mla",
-    "num_q_heads": 4,
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "max_context_len": 256,
-}
-WORLD = AdapterWorld(library=make, kernels=EMULATED, platform=HOPPER, settings=LATENT)
+SETTINGS = {**LATENT, "num_q_heads": 4, "max_context_len": 256}
+WORLD = AdapterWorld(library=make, kernels=EMULATED, platform=HOPPER, settings=SETTINGS)
 PAGED, SCHEDULE = "flash_attn_with_kvcache", "get_scheduler_metadata"
 TREE = (-1, 0, 0, 0, 1, 1)
 """The parent of each of six drafts."""

@@ -14,7 +14,14 @@ from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.fa4 import FA4Backend, FA4Kernels, make
 from attnmux.testing import AttentionBackendTests, Candidate, Case, prepare_step, run_case
-from attnmux.testing.adapters import AdapterTests, AdapterWorld, KernelCall, outputs, recorded
+from attnmux.testing.adapters import (
+    LATENT,
+    AdapterTests,
+    AdapterWorld,
+    KernelCall,
+    outputs,
+    recorded,
+)
 from attnmux.testing.cases import Step, decode, extend, verify
 
 
@@ -34,15 +41,7 @@ def candidate(arch: int) -> Candidate:
 SM90, SM100 = candidate(90), candidate(100)
 EMULATED = emulated(100)
 PAGES: dict[str, Any] = {"page_size": 128, "max_context_len": 256}
-LATENT: dict[str, Any] = {
-    "kind": "mla",
-    "num_q_heads": 4,
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "max_context_len": 256,
-}
+OVER_LATENTS = {**LATENT, "num_q_heads": 4, "max_context_len": 256}
 WORLD = AdapterWorld(library=make, kernels=EMULATED, platform=SM100.platform, settings=PAGES)
 
 
@@ -99,7 +98,7 @@ def test_heads_that_fill_no_tile(on, num_q_heads, head_dim) -> None:
 @pytest.mark.parametrize("num_q_heads", [16, 24])
 @pytest.mark.parametrize("page_size", [1, 64, 128])
 def test_latent_heads_that_pack_and_that_do_not(num_q_heads, page_size) -> None:
-    settings = {**LATENT, "num_q_heads": num_q_heads, "page_size": page_size, "lse": True}
+    settings = {**OVER_LATENTS, "num_q_heads": num_q_heads, "page_size": page_size, "lse": True}
     outcome = run_case(SM100, Case(name="heads", steps=(extend((30, 4), (0, 3)),), **settings))
     assert outcome.status == "passed", outcome.message
 
@@ -119,7 +118,7 @@ def test_layers_share_a_page_table_and_read_the_pool() -> None:
 
 def test_latents_are_read_where_they_lie() -> None:
     kernels, calls = recorded(EMULATED)
-    backend, made = WORLD.prepared(extend((30, 4)), kernels=kernels, **LATENT)
+    backend, made = WORLD.prepared(extend((30, 4)), kernels=kernels, **OVER_LATENTS)
     outputs(backend, made)
     buffer = backend.context.token_to_kv_pool.get_key_buffer(1)
     call = calls[0].kwargs
@@ -203,8 +202,8 @@ def test_mixed_steps_are_served() -> None:
         ({"windows": (None, 8)}, "layer 3"),
         ({"attention_chunk": 16}, "layer 1"),
         ({"is_encoder": True}, "layer 1"),
-        ({**LATENT, "kv_lora_rank": 64}, "layer 1"),
-        ({**LATENT, "logit_cap": 30.0}, "layer 1"),
+        ({**OVER_LATENTS, "kv_lora_rank": 64}, "layer 1"),
+        ({**OVER_LATENTS, "logit_cap": 30.0}, "layer 1"),
     ],
     ids=["fp16", "fp8", "window", "chunk", "encoder", "rank", "cap-over-latent"],
 )
@@ -229,7 +228,7 @@ def compiled(context: Any) -> list[KernelCall]:
 
 @pytest.mark.parametrize(
     ("settings", "calls"),
-    [({}, 2), ({"lse": True}, 4), ({"logit_cap": 2.0}, 4), ({**LATENT, "lse": True}, 4)],
+    [({}, 2), ({"lse": True}, 4), ({"logit_cap": 2.0}, 4), ({**OVER_LATENTS, "lse": True}, 4)],
     ids=["plain", "lse", "caps", "latent"],
 )
 def test_kernels_are_compiled_before_the_first_step(settings, calls) -> None:

@@ -13,7 +13,8 @@ import torch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.library import KernelLibrary
 from attnmux.core.rehearsal import rehearse
-from attnmux.nvidia.fa3_base import KV, PROVIDERS, FA3Base, FA3Layer, FA3Step
+from attnmux.nvidia.fa3_base import FA3Base, FA3Step
+from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
 from attnmux.nvidia.page_tables import kv_pages
 from attnmux.nvidia.pools import FP8, check_own_or_fp8
 from attnmux.nvidia.rows import aligned
@@ -49,10 +50,11 @@ class FA3Backend(FA3Base):
         if is_encoders or layer.layer_id not in pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
         check_own_or_fp8(self.context)
+        headdim = layer.qk_head_dim
         return FA3Layer(
             layer=layer,
             arguments=arguments,
-            cache=self.cache_of(layer, arguments, kv_pages, headdim=layer.qk_head_dim),
+            cache=FA3Cache.of(layer, self.context, kv_pages, arguments, headdim=headdim),
             descales=self._descales(layer) if pool.dtype == FP8 else None,
         )
 

@@ -9,16 +9,16 @@ its ancestors and itself, as a request of one query whose table names slots.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.quantise import quantise
-from attnmux.core.library import LibraryBackend, imported
+from attnmux.core.library import LibraryBackend
+from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
 from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
 from attnmux.nvidia.pools import FP8, not_in_pool
@@ -35,97 +35,9 @@ if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
     from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 MOST_SPLITS = 256
 """Parts of a request's keys that the library merges."""
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FA3Kernels:
-    """Functions of `sgl_kernel` and `sgl_kernel.flash_attn`."""
-
-    flash_attn_with_kvcache: Callable[..., Any]
-    """Attention over a paged cache."""
-    flash_attn_varlen_func: Callable[..., Any]
-    """Attention over packed K and V. It takes a page table and ignores it."""
-    merge_state_v2: Callable[..., Any]
-    """Merges attention over two sets of keys: outputs and natural-logarithm LSE [T, H] of each.
-    It assumes contiguous rows, and keys in at least one of the sets."""
-    get_scheduler_metadata: Callable[..., torch.Tensor]
-    """The schedule, which `flash_attn_with_kvcache` computes itself unless given."""
-
-
-PROVIDERS = {"sgl_kernel": partial(imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn")}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FA3Schedule:
-    """What the library's schedule of a step depends on, besides the step.
-
-    Where all requests have as many queries, a call launches two kernels: one lays out the work by
-    the lengths, the other attends. The layout is computed once for all layers that are equal here.
-    That saves a launch where the library splits keys; where it does not, a launch that resets a
-    counter takes its place.
-    """
-
-    group: KeyGroup
-    num_heads: int
-    num_heads_k: int
-    headdim: int
-    options: tuple[tuple[str, object], ...]
-    """Keyword arguments of `get_scheduler_metadata`."""
-
-    def compute(self, kernels: FA3Kernels, tables: PageTables) -> torch.Tensor:
-        """Up to 4 vectors of B rounded up to a multiple of 4, and a counter: int32."""
-        keys = tables.keys[self.group]
-        return kernels.get_scheduler_metadata(
-            tables.batch_size,
-            tables.queries_each,
-            # Attention assumes the same: the room in the table.
-            keys.page_table.shape[1] * self.group.page_size,
-            self.num_heads,
-            self.num_heads_k,
-            self.headdim,
-            keys.lens,
-            page_size=self.group.page_size,
-            **dict(self.options),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FA3Cache:
-    """Where the keys of a layer are."""
-
-    group: KeyGroup
-    pages: KV
-    slots: KV
-    """The same memory in pages of one token, for the keys of draft trees."""
-    schedule: FA3Schedule
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FA3Layer:
-    """A layer's arguments that no step changes."""
-
-    layer: LayerSpec
-    arguments: dict[str, Any]
-    """By the library's names."""
-    cache: FA3Cache | None
-    """None where K and V always come with the call."""
-    descales: KV | None = None
-    """[1, Hkv] float32: what K and V of e4m3 are multiplied by. The kernels then want Q in e4m3
-    and write bfloat16."""
-
-    @property
-    def serves_trees(self) -> bool:
-        """Whether only the mask of a draft tree hides keys, and its two parts can be merged."""
-        layer = self.layer
-        hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
-        return not hides and layer.sinks is None and not layer.is_cross_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -175,37 +87,6 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     @abstractmethod
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         """The library's K and V [T, Hkv, D] where it shall read the call's; None for the pool's."""
-
-    def cache_of(
-        self,
-        layer: LayerSpec,
-        arguments: dict[str, Any],
-        pages: Callable[[LayerSpec, BackendContext, int], KV],
-        *,
-        headdim: int,
-    ) -> FA3Cache:
-        """arguments: of `FA3Layer`. pages: the layer's K and V, in pages of a given size.
-        headdim: of the library's K."""
-        group = KeyGroup.of(layer, self.context)
-        shared = ("causal", "window_size", "attention_chunk", "num_splits")
-        options = {
-            "qkv_dtype": self.context.token_to_kv_pool.dtype,
-            "headdim_v": layer.v_head_dim,
-            "has_softcap": arguments["softcap"] > 0,
-            **{name: arguments[name] for name in shared},
-        }
-        return FA3Cache(
-            group=group,
-            pages=pages(layer, self.context, group.page_size),
-            slots=pages(layer, self.context, 1),
-            schedule=FA3Schedule(
-                group=group,
-                num_heads=layer.tp_q_head_num,
-                num_heads_k=layer.tp_k_head_num,
-                headdim=headdim,
-                options=tuple(options.items()),
-            ),
-        )
 
     def plan_step(self, batch: ForwardBatch, buffers: FA3Buffers | None) -> FA3Step:
         tables = PageTables.of(batch, self.context, buffers.keys if buffers else {}, trees=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnmux.core.library import KernelLibrary
 from attnmux.core.rehearsal import rehearse
-from attnmux.nvidia.fa3_base import KV, PROVIDERS, FA3Base, FA3Layer, FA3Step
+from attnmux.nvidia.fa3_base import FA3Base, FA3Step
+from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages, rotary
 from attnmux.nvidia.pools import check_sixteen_bits
 from attnmux.nvidia.rows import aligned
@@ -42,7 +43,7 @@ class FA3MLABackend(FA3Base):
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
         check_sixteen_bits(self.context)
-        cache = self.cache_of(layer, arguments, _rotary_and_latent, headdim=ROPE)
+        cache = FA3Cache.of(layer, self.context, _rotary_and_latent, arguments, headdim=ROPE)
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
