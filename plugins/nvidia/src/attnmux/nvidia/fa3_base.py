@@ -57,7 +57,8 @@ class FA3Step:
 
     tables: PageTables
     buffers: FA3Buffers | None
-    schedules: dict[FA3Schedule, torch.Tensor] = field(default_factory=dict)
+    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By layer, whose id is hashed faster than what a schedule depends on."""
     drafts: dict[KeyGroup, Keys] = field(default_factory=dict)
     """Of a draft tree: a row for each draft token."""
 
@@ -73,9 +74,11 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         super().__init__(context, options, kernels)
         caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
         self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
-        self._schedules = tuple(dict.fromkeys(cache.schedule for cache in caches))
-        if self._num_splits == 1:
-            self._schedules = ()  # keys are never split: a schedule saves nothing
+        self._schedules: dict[FA3Schedule, list[int]] = {}
+        """The layers of each. None where keys are never split: a schedule saves nothing then."""
+        for number, layer in self._layers.items():
+            if layer.cache is not None and self._num_splits != 1:
+                self._schedules.setdefault(layer.cache.schedule, []).append(number)
         self._without_trees = [
             number for number, layer in self._layers.items() if not layer.serves_trees
         ]
@@ -109,11 +112,11 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         elif tables.batch_size and tables.queries_each is not None:
             # Packed queries have none: how the library splits them depends on their number, which
             # `get_scheduler_metadata` does not take. A launch for no requests ends the process.
-            for schedule in self._schedules:
+            for schedule, layers in self._schedules.items():
                 made = schedule.compute(self.kernels, tables)
                 if buffers:
                     made = buffers.schedules[schedule][: made.shape[0]].copy_(made)
-                step.schedules[schedule] = made
+                step.schedules.update(dict.fromkeys(layers, made))
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FA3Buffers:
         size = 4 * (-(-max_bs // 4) * 4) + 1
@@ -158,7 +161,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
             qv=qv,
             out=out,
             return_softmax_lse=call.lse is not None,
-            scheduler_metadata=step.schedules.get(cache.schedule),
+            scheduler_metadata=step.schedules.get(call.layer.layer_id),
             **arguments,
         )
         if call.lse is not None:
