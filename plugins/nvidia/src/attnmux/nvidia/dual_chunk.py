@@ -30,8 +30,8 @@ from attnmux.nvidia.dual_chunk_regions import (
     regions_in_call,
     regions_in_pool,
 )
-from attnmux.nvidia.page_tables import Keys, kv_pages
-from attnmux.nvidia.pools import not_in_pool
+from attnmux.nvidia.page_tables import Keys
+from attnmux.nvidia.pools import kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, is_aligned
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from attnmux.core.library import KernelLibrary
 from attnmux.core.rehearsal import rehearse
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
-from attnmux.nvidia.page_tables import kv_pages
-from attnmux.nvidia.pools import FP8, check_own_or_fp8
+from attnmux.nvidia.pools import FP8, check_own_or_fp8, kv_pages
 from attnmux.nvidia.rows import aligned
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.library import KernelLibrary, LibraryBackend, imported
 from attnmux.core.rehearsal import rehearse
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
-from attnmux.nvidia.page_tables import KeyGroup, PageTables, kv_pages
-from attnmux.nvidia.pools import check_sixteen_bits, not_in_pool
+from attnmux.nvidia.page_tables import KeyGroup, PageTables
+from attnmux.nvidia.pools import check_sixteen_bits, kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, store_lse
 
 if TYPE_CHECKING:

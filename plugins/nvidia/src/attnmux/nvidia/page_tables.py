@@ -69,17 +69,6 @@ class Keys:
         )
 
 
-def kv_pages(
-    layer: LayerSpec, context: BackendContext, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's buffers.
-
-    page_size: the pool's own, or one that divides it.
-    """
-    k, v = context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageTables:
     """The tables and lengths of a step. `fill` builds those that live on the device."""

@@ -1,4 +1,4 @@
-"""Which KV pools the kernels read."""
+"""Checks of KV pools, and their memory as kernels take it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_page_size(context: BackendContext, page_size: int) -> None:
 
 
 def check_sixteen_bits(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool that is not of the queries' 16-bit dtype."""
+    """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
     dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
     if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
         raise InvalidInput(
@@ -51,6 +51,17 @@ def check_bfloat16_or_fp8(context: BackendContext) -> None:
     dtype = context.token_to_kv_pool.dtype
     if dtype not in (torch.bfloat16, FP8):
         raise InvalidInput("token_to_kv_pool", came=dtype, expected=f"{torch.bfloat16} or {FP8}")
+
+
+def kv_pages(
+    layer: LayerSpec, context: BackendContext, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's buffers.
+
+    page_size: the pool's own, or one that divides it.
+    """
+    k, v = context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
 
 
 def not_in_pool(layer: LayerSpec) -> AttnmuxError:
