@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from attnmux.nvidia.pools import check_sixteen_bits, kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, store_lse
 
 if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
     from attnmux.core.context import BackendContext
@@ -202,15 +203,15 @@ def _check_layer(layer: LayerSpec) -> None:
         )
 
 
-def compile_kernels(backend: FA4Backend) -> None:
+def compile_kernels(backend: AttentionBackend) -> None:
     """Rehearse short steps and long ones: on SM100 a kernel takes one tile of queries or two.
 
     Where results must not depend on the batch, a step counts as long as the longest context.
     """
     rehearse(backend)
     context = backend.context
-    request = replace(context.request, deterministic=True)
-    rehearse(FA4Backend(replace(context, request=request), backend.options, backend.kernels))
+    longest = replace(context, request=replace(context.request, deterministic=True))
+    rehearse(FA4Backend(longest, backend.options, cast("FA4Backend", backend).kernels))
 
 
 make = KernelLibrary(
