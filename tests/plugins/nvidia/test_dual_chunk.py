@@ -10,33 +10,44 @@ import torch
 
 from attnmux.core.batch import MultiItem
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.emulators.nvidia import sgl_flash_attn
+from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core.kv import MHATokenToKVPool
+from attnmux.core.library import imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
-from attnmux.nvidia.dual_chunk import DualChunkBackend, Kernels
-from attnmux.nvidia.dual_chunk.merging import merged
-from attnmux.nvidia.dual_chunk.pieces import Pieces, longest_keys, most_pieces
-from attnmux.nvidia.dual_chunk.trial import try_kernels
+from attnmux.nvidia.dual_chunk import DualChunkBackend, DualChunkKernels, make, merge
+from attnmux.nvidia.dual_chunk_regions import Pieces, longest_keys, most_pieces
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
-    World,
-    make_world,
     prepare_step,
     reference,
     run_case,
 )
+from attnmux.testing.adapters import (
+    AdapterTests,
+    AdapterWorld,
+    KernelCall,
+    check_graphs_side_by_side,
+    misaligned,
+    outputs,
+    recorded,
+)
 from attnmux.testing.cases import Step, decode, extend, verify
 
-EMULATED = Kernels(flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache)
-
+EMULATED = imported(DualChunkKernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
     card=replace(DUAL_CHUNK_FLASH_ATTN, status="available", requires=()),
-    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    platform=HOPPER,
     device="cpu",
     factory=lambda context, options: DualChunkBackend(context, options, EMULATED),
 )
+CHUNKS: dict[str, Any] = {"kind": "dual_chunk", "dual_chunk_len": 32}
+WORLD = AdapterWorld(
+    library=make, kernels=EMULATED, platform=HOPPER, settings={**CHUNKS, "max_context_len": 256}
+)
+ONE_LAYER = (None,)
 
 
 class TestDualChunkEmulated(AttentionBackendTests):
@@ -44,143 +55,90 @@ class TestDualChunkEmulated(AttentionBackendTests):
     page_sizes = (16,)
 
 
-class Spy:
-    """Kernels that note what they are called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.kernels = Kernels(flash_attn_with_kvcache=self._noted)
-
-    def _noted(self, q, k_cache, v_cache, **arguments):
-        self.calls.append({"q": q, **arguments})
-        return sgl_flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+class TestDualChunkAdapter(AdapterTests):
+    adapter = WORLD
 
 
-def world_of(*steps: Step, **settings: Any) -> World:
-    chunks = {"kind": "dual_chunk", "dual_chunk_len": 32, "max_context_len": 256}
-    case = Case(name="of-this-test", steps=steps, **{**chunks, **settings})
-    return make_world(case, CANDIDATE.platform, "cpu")
-
-
-def run(
-    world: World, kernels: Kernels, step: Step, *, given_out: bool = False, **prepared: Any
-) -> list[torch.Tensor]:
-    """The output of each layer."""
-    backend = DualChunkBackend(world.context, {}, kernels)
-    made = prepare_step(world, step, **prepared)
-    backend.init_forward_metadata(made.batch)
-    results = []
-    for given in made.inputs:
-        out = None
-        if given_out:
-            out = given.q.new_empty((*given.q.shape[:2], given.layer.v_head_dim))
-        result = backend.forward(given.q, given.k, given.v, given.layer, made.batch, out=out)
-        assert out is None or result is out
-        results.append(result)
-    return results
+def calls_of(step: Step, **settings: Any) -> list[KernelCall]:
+    kernels, calls = recorded(EMULATED)
+    outputs(*WORLD.prepared(step, kernels=kernels, **{"kv_in_pool": False, **settings}))
+    return calls
 
 
 @pytest.mark.parametrize("head_dim", [96, 192, 256])
 @pytest.mark.parametrize("step", [decode(75, 3), extend((0, 71), (16, 7))])
 def test_other_head_dims(head_dim, step):
-    case = Case(
-        name="dim",
-        steps=(step,),
-        kind="dual_chunk",
-        dual_chunk_len=32,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        page_size=16,
-        lse=True,
-    )
-    outcome = run_case(CANDIDATE, case)
+    dims = {"head_dim": head_dim, "v_head_dim": head_dim, "page_size": 16, "lse": True}
+    outcome = run_case(CANDIDATE, Case(name="dim", steps=(step,), **CHUNKS, **dims))
     assert outcome.status == "passed", outcome.message
 
 
 def test_each_query_meets_its_own_keys():
-    step = decode(5, 40, 70, 200)
-    spy, world = Spy(), world_of(step, windows=(None,))
-    run(world, spy.kernels, step)
-    assert [call["cache_seqlens"].tolist() for call in spy.calls] == [
+    calls = [call.kwargs for call in calls_of(decode(5, 40, 70, 200), windows=ONE_LAYER)]
+    assert [call["cache_seqlens"].tolist() for call in calls] == [
         [5, 8, 6, 8],
         [0, 32, 32, 32],
         [0, 0, 32, 160],
     ]
-    assert [call["causal"] for call in spy.calls] == [True, False, False]
-    assert all("cu_seqlens_q" not in call for call in spy.calls)
+    assert [call["causal"] for call in calls] == [True, False, False]
+    assert all("cu_seqlens_q" not in call for call in calls)
 
 
 @pytest.mark.parametrize(
     ("longest", "host_lens", "calls"), [(32, True, 1), (33, True, 2), (65, True, 3), (5, False, 3)]
 )
 def test_queries_that_no_request_needs_are_left_out(longest, host_lens, calls):
-    step = decode(longest, 3)
-    spy, world = Spy(), world_of(step, windows=(None,))
-    run(world, spy.kernels, step, host_lens=host_lens)
-    assert len(spy.calls) == calls
+    made = calls_of(decode(longest, 3), windows=ONE_LAYER, host_lens=host_lens)
+    assert len(made) == calls
 
 
 @pytest.mark.parametrize("max_context_len", [32, 64, 65])
 def test_a_context_of_few_chunks(max_context_len):
-    case = Case(
-        name="short",
-        steps=(decode(32, 7), extend((0, 32), (9, 4))),
-        kind="dual_chunk",
-        dual_chunk_len=32,
-        max_context_len=max_context_len,
-        lse=True,
-        graph=True,
-    )
-    outcome = run_case(CANDIDATE, case)
+    steps = decode(32, 7), extend((0, 32), (9, 4))
+    settings = {"max_context_len": max_context_len, "lse": True, "graph": True}
+    outcome = run_case(CANDIDATE, Case(name="short", steps=steps, **CHUNKS, **settings))
     assert outcome.status == "passed", outcome.message
 
 
 @pytest.mark.parametrize("step", [decode(20, 3), extend((0, 20), (4, 9))])
 def test_one_region_is_written_where_the_caller_wants_it(step):
-    spy, world = Spy(), world_of(step, windows=(None,))
-    (result,) = run(world, spy.kernels, step, given_out=True, host_lens=True)
-    assert spy.calls[0]["out"].data_ptr() == result.data_ptr()
+    kernels, calls = recorded(EMULATED)
+    settings = {"windows": ONE_LAYER, "host_lens": True}
+    backend, made = WORLD.prepared(step, kernels=kernels, **settings)
+    q = made.inputs[0].q
+    out = q.new_empty((*q.shape[:2], 128))
+    assert outputs(backend, made, out=out)[0] is out
+    assert calls[0].kwargs["out"].data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize(("page_size", "chunk_len", "seen"), [(16, 32, 16), (16, 24, 1), (1, 7, 1)])
 def test_chunks_that_begin_in_mid_page_are_read_by_slots(page_size, chunk_len, seen):
-    step = decode(60, 3)
-    world = world_of(step, page_size=page_size, dual_chunk_len=chunk_len)
-    spy = Spy()
-    run(world, spy.kernels, step)
-    assert spy.calls[0]["page_table"].shape[1] == -(-chunk_len // seen)
+    call, *_ = calls_of(decode(60, 3), page_size=page_size, dual_chunk_len=chunk_len)
+    assert call.kwargs["page_table"].shape[1] == -(-chunk_len // seen)
 
 
 @pytest.mark.parametrize("host_lens", [True, False])
 def test_requests_without_keys(host_lens):
-    step = decode(0, 0)
-    world = world_of(step, windows=(None,))
-    backend, made = DualChunkBackend(world.context, {}, EMULATED), prepare_step(world, step)
-    batch = replace(made.batch, seq_lens_cpu=made.batch.seq_lens.clone() if host_lens else None)
-    backend.init_forward_metadata(batch)
-    given = made.inputs[0]
-    lse = torch.zeros(given.q.shape[:2])
-    out = backend.forward(given.q, None, None, given.layer, batch, lse=lse)
+    backend, made = WORLD.prepared(decode(0, 0), windows=ONE_LAYER, host_lens=host_lens)
+    lse = torch.zeros(made.inputs[0].q.shape[:2])
+    (out,) = outputs(backend, made, lse=lse)
     assert not out.any()
     assert lse.isneginf().all()
 
 
 def test_layers_of_one_chunk_length_share_their_tables():
-    step = decode(70, 3)
-    spy, world = Spy(), world_of(step)
-    run(world, spy.kernels, step)
-    tables = [call["page_table"].data_ptr() for call in spy.calls]
+    tables = [call.kwargs["page_table"].data_ptr() for call in calls_of(decode(70, 3))]
     assert tables[:3] == tables[3:]
     assert len(set(tables)) == 3
 
 
 def test_layers_of_two_chunk_lengths():
     step = extend((0, 70), (40, 9))
-    world = world_of(step)
+    world = WORLD.world(step)
     first, second = world.context.layers
     layers = (first, replace(second, dual_chunk_len=20))
     context = replace(world.context, layers=layers)
-    backend, made = DualChunkBackend(context, {}, EMULATED), prepare_step(world, step)
+    backend, made = WORLD.backend(context), prepare_step(world, step)
     backend.init_forward_metadata(made.batch)
     for layer, given in zip(layers, made.inputs, strict=True):
         out = backend.forward(given.q, given.k, given.v, layer, made.batch)
@@ -191,7 +149,7 @@ def test_layers_of_two_chunk_lengths():
 
 def test_pieces_by_hand():
     step = extend((30, 40), (0, 0), (64, 1))
-    batch = prepare_step(world_of(step), step).batch
+    batch = prepare_step(WORLD.world(step), step).batch
     pieces = Pieces.of(batch, 32)
     assert len(pieces.rows) == most_pieces(batch, 32) == 8
     assert pieces.query_bounds.tolist() == [0, 2, 34, 40, 41, 41, 41, 41, 41]
@@ -213,7 +171,7 @@ def test_there_are_always_enough_pieces(chunk_len):
     for _ in range(20):
         drawn = torch.randint(0, 60, (5, 2), generator=generator).tolist()
         step = extend(*((cached, new) for cached, new in drawn))
-        world = world_of(step, windows=(None,), head_dim=8, v_head_dim=8)
+        world = WORLD.world(step, windows=ONE_LAYER, head_dim=8, v_head_dim=8)
         batch = prepare_step(world, step).batch
         pieces = Pieces.of(batch, chunk_len)
         lens = pieces.query_bounds.diff()
@@ -240,105 +198,99 @@ def test_merging_is_one_softmax():
     states = [
         reference.dense_attention(q, k[a:b], v[a:b], whole[:, a:b], scaling=0.3) for a, b in parts
     ]
-    out, lse = merged([out.float() for out, _ in states], [lse.float() for _, lse in states])
+    out, lse = merge([out.float() for out, _ in states], [lse.float() for _, lse in states])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_merging_of_nothing():
-    out, lse = merged([torch.zeros(1, 2, 4)] * 3, [torch.full((1, 2), -torch.inf)] * 3)
+    out, lse = merge([torch.zeros(1, 2, 4)] * 3, [torch.full((1, 2), -torch.inf)] * 3)
     assert not out.any()
     assert lse.isneginf().all()
 
 
 def test_misaligned_queries_are_copied():
-    step = extend((0, 70), (4, 9))
-    spy, world = Spy(), world_of(step, windows=(None,))
-    backend, made = DualChunkBackend(world.context, {}, spy.kernels), prepare_step(world, step)
-    given = made.inputs[0]
-    rows = torch.empty(given.q.numel() + 1, dtype=given.q.dtype)[1:].view(given.q.shape)
-    rows.copy_(given.q)
+    kernels, calls = recorded(EMULATED)
+    backend, made = WORLD.prepared(extend((0, 70), (4, 9)), kernels=kernels, windows=ONE_LAYER)
+    given = replace(made.inputs[0], q=misaligned(made.inputs[0].q))
+    outputs(backend, replace(made, inputs=(given,)))
+    assert all(call.args[0].data_ptr() % 16 == 0 for call in calls)
+
+
+def test_graphs_live_side_by_side():
+    check_graphs_side_by_side(WORLD, decode(40, 7), decode(3, 90, 21))
+
+
+def test_layers_without_a_place_in_the_pool():
+    world = WORLD.world(step := extend((0, 70), (0, 9)), save_kv_cache=False)
+    elsewhere = MHATokenToKVPool(
+        size=16,
+        page_size=1,
+        dtype=torch.bfloat16,
+        layer_ids=[99],
+        num_kv_heads=2,
+        head_dim=128,
+        device="cpu",
+    )
+    backend = WORLD.backend(replace(world.context, token_to_kv_pool=elsewhere))
+    made = prepare_step(world, step)
     backend.init_forward_metadata(made.batch)
-    backend.forward(rows, given.k, given.v, given.layer, made.batch)
-    assert all(call["q"].data_ptr() % 16 == 0 for call in spy.calls)
+    assert all(out.isfinite().all() for out in outputs(backend, made))
+    given = made.inputs[0]
+    with pytest.raises(AttnmuxError, match="layer 1 is not in the KV pool"):
+        backend.forward(given.q, None, None, given.layer, made.batch)
 
 
 @pytest.mark.parametrize(
-    ("changes", "argument"),
+    "changes",
     [
-        ({"kind": "mha", "dual_chunk_len": 0}, "layer 1"),
-        ({"sliding_window_size": 8}, "layer 1"),
-        ({"attention_chunk_size": 16}, "layer 1"),
-        ({"logit_cap": 2.0}, "layer 1"),
-        ({"sinks": torch.zeros(8)}, "layer 1"),
-        ({"is_causal": False}, "layer 1"),
-        ({"is_cross_attention": True}, "layer 1"),
-        ({"v_head_dim": 64}, "layer 1"),
+        {"kind": "mha", "dual_chunk_len": 0},
+        {"sliding_window_size": 8},
+        {"attention_chunk_size": 16},
+        {"logit_cap": 2.0},
+        {"sinks": torch.zeros(8)},
+        {"is_causal": False},
+        {"is_cross_attention": True},
+        {"v_head_dim": 64},
     ],
 )
-def test_refuses_layers_that_it_does_not_serve(changes, argument):
-    context = world_of(decode(5), windows=(None,)).context
-    context = replace(context, layers=(replace(context.layers[0], **changes),))
+def test_layers_that_are_refused(changes):
+    context = WORLD.world(decode(5), windows=ONE_LAYER).context
+    layer = replace(context.layers[0], **changes)
+    with pytest.raises(InvalidInput, match="layer 1: expected"):
+        WORLD.backend(replace(context, layers=(layer,)))
+
+
+def test_8_bit_pools_are_refused():
+    with pytest.raises(InvalidInput, match="token_to_kv_pool"):
+        WORLD.backend(WORLD.world(decode(5), kv_dtype="fp8_e4m3").context)
+
+
+NOTHING = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("step", "fields", "argument"),
+    [
+        (verify(3, 9, 20), {}, "forward_mode"),
+        (
+            decode(5),
+            {"multi_item": MultiItem(prefix_lens=NOTHING, token_pos_in_items=NOTHING)},
+            "multi_item",
+        ),
+        (decode(5), {"encoder_lens": NOTHING}, "encoder_lens"),
+    ],
+)
+def test_steps_that_are_refused(step, fields, argument):
+    world = WORLD.world(step, spec_topk=1)
+    batch = replace(prepare_step(world, step).batch, **fields)
     with pytest.raises(InvalidInput) as refusal:
-        DualChunkBackend(context, {}, EMULATED)
+        WORLD.backend(world.context).init_forward_metadata(batch)
     assert refusal.value.argument == argument
 
 
-def test_refuses_8_bit_pools():
-    world = world_of(decode(5), kv_dtype="fp8_e4m3")
-    with pytest.raises(InvalidInput, match="token_to_kv_pool"):
-        DualChunkBackend(world.context, {}, EMULATED)
-
-
-def test_refuses_steps_that_it_does_not_serve():
-    step = verify(3, 9, 20)
-    world = world_of(step, spec_topk=1)
-    backend = DualChunkBackend(world.context, {}, EMULATED)
-    batch = prepare_step(world, step).batch
-    with pytest.raises(InvalidInput, match="forward_mode"):
-        backend.init_forward_metadata(batch)
-    batch = prepare_step(world_of(decode(5)), decode(5)).batch
-    nothing = torch.zeros(1, dtype=torch.int32)
-    items = MultiItem(prefix_lens=nothing, token_pos_in_items=nothing)
-    with pytest.raises(InvalidInput, match="multi_item"):
-        backend.init_forward_metadata(replace(batch, multi_item=items))
-    with pytest.raises(InvalidInput, match="encoder_lens"):
-        backend.init_forward_metadata(replace(batch, encoder_lens=nothing))
-
-
-def test_a_step_has_to_be_prepared():
-    step = decode(5)
-    world = world_of(step)
-    given, batch = prepare_step(world, step).inputs[0], prepare_step(world, step).batch
-    backend = DualChunkBackend(world.context, {}, EMULATED)
-    with pytest.raises(AttnmuxError, match="no step is prepared"):
-        backend.forward(given.q, given.k, given.v, given.layer, batch)
-
-
-def test_a_capture_needs_buffers():
-    step = decode(5, 9)
-    world = world_of(step)
-    backend = DualChunkBackend(world.context, {}, EMULATED)
-    backend.init_cuda_graph_state(1, 1)
-    with pytest.raises(GraphUnsupported, match="buffers for 1"):
-        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
-
-
-def test_captures_are_of_decode():
-    step = extend((40, 9), (0, 4))
-    world = world_of(step)
-    backend = DualChunkBackend(world.context, {}, EMULATED)
+def test_only_decode_is_captured():
+    backend, made = WORLD.prepared(extend((40, 9), (0, 4)))
     backend.init_cuda_graph_state(16, 16)
-    with pytest.raises(GraphUnsupported, match="EXTEND is captured by no graph"):
-        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
-
-
-def test_trial():
-    context = world_of(decode(5)).context
-    try_kernels(EMULATED, context)
-
-    def no_image(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no kernel image is available for execution on the device")
-
-    with pytest.raises(BackendFailed, match="no kernel image"):
-        try_kernels(Kernels(flash_attn_with_kvcache=no_image), context)
+    with pytest.raises(GraphUnsupported, match="EXTEND steps cannot be captured"):
+        backend.init_forward_metadata_out_graph(made.batch, in_capture=True)

@@ -1,4 +1,4 @@
-"""The NVML probe against a stand-in for `pynvml` that answers as the real one does."""
+"""The NVML probe on a fake `pynvml` that answers like the real one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Nvml(ModuleType):
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path):
-    """Put a stand-in in place of `pynvml`, on a machine with the driver."""
+    """Replaces `pynvml` by a fake, on a machine with the driver."""
     monkeypatch.setattr(module, "DRIVER_NODE", str(tmp_path / "nvidiactl"))
     monkeypatch.setattr(module, "GUEST_NODE", str(tmp_path / "dxg"))
 
@@ -108,7 +108,7 @@ def test_a_two_digit_minor_and_an_older_binding(nvml) -> None:
     assert found.memory_bytes == 0
 
 
-def test_a_memory_that_may_not_be_asked_for_is_unknown(nvml) -> None:
+def test_memory_that_may_not_be_queried_is_unknown(nvml) -> None:
     name, capability, _ = H200
     nvml(devices=((name, capability, Nvml.NVMLError(NO_PERMISSION)),))
     assert [(found.arch, found.memory_bytes) for found in attnmux_platforms()] == [("sm90", 0)]
@@ -130,9 +130,9 @@ def test_no_driver_is_no_device(nvml, node, code) -> None:
     assert attnmux_platforms() == []
 
 
-def test_a_driver_whose_library_the_container_lacks_is_an_error_that_says_what_to_do(nvml) -> None:
+def test_a_driver_without_its_library_is_an_error_with_a_remedy(nvml) -> None:
     nvml(init=12)
-    with pytest.raises(PluginError, match="NVIDIA_DRIVER_CAPABILITIES to name utility"):
+    with pytest.raises(PluginError, match="NVIDIA_DRIVER_CAPABILITIES must include utility"):
         attnmux_platforms()
 
 
@@ -141,7 +141,7 @@ def test_a_linux_guest_of_windows(nvml) -> None:
     assert [found.arch for found in attnmux_platforms()] == ["sm90"]
 
 
-def test_without_the_driver_s_nodes_the_library_is_not_even_imported(monkeypatch) -> None:
+def test_without_the_driver_the_library_is_not_imported(monkeypatch) -> None:
     monkeypatch.setattr(module, "DRIVER_NODE", "/nonexistent/nvidiactl")
     monkeypatch.setattr(module, "GUEST_NODE", "/nonexistent/dxg")
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -158,7 +158,7 @@ def test_a_driver_that_does_not_start_or_answer_is_an_error(nvml) -> None:
     assert fake.open == 0
 
 
-def test_the_stand_in_has_the_real_library_s_names() -> None:
+def test_the_fake_has_the_names_of_the_real_library() -> None:
     pynvml = pytest.importorskip("pynvml")
     for name in vars(Nvml):
         if name.startswith(("nvml", "NVML")):

@@ -1,4 +1,4 @@
-"""The emulator of sgl_kernel's functions: the real signatures, and conventions counted out.
+"""The emulator of sgl_kernel's functions has the real signatures and conventions.
 
 With Q of 0 every visible key weighs the same, so that LSE is the logarithm of their number.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -67,84 +68,69 @@ def paged(*lens: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
     }
 
 
-def keys_seen(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **rule) -> list[list[int]]:
-    """How many keys each query of each request sees."""
+def paged_lse(q: torch.Tensor, cache, **more):
+    """Output and LSE over a paged cache."""
+    out, lse, *_ = emulator.flash_attn_with_kvcache(q, **cache, return_softmax_lse=True, **more)
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "rule", "seen"),
+    [
+        ((2, 3), (5, 3), {"causal": True}, [4, 5, 1, 2, 3]),
+        ((2, 3), (5, 3), {}, [5, 5, 3, 3, 3]),
+        ((4,), (2,), {"causal": True}, [0, 0, 1, 2]),
+        ((3,), (9,), {"causal": True, "window_size": (4, 0)}, [5, 5, 5]),
+        ((3,), (9,), {"causal": True, "window_size": (0, 0)}, [1, 1, 1]),
+        ((3,), (9,), {"window_size": (1, 1)}, [3, 3, 2]),
+        ((3,), (9,), {"causal": True, "window_size": (-1, -1)}, [7, 8, 9]),
+        ((5,), (10,), {"causal": True, "attention_chunk": 4}, [2, 3, 4, 1, 2]),
+        ((2,), (10,), {"causal": True, "attention_chunk": None}, [9, 10]),
+    ],
+)
+def test_keys_that_each_query_sees(q_lens, kv_lens, rule, seen):
+    """Causality counts from the end, a window before the token, a chunk from the first key."""
     q = torch.zeros(sum(q_lens), HEADS, DIM, dtype=torch.bfloat16)
     bounds = int32(*torch.tensor((0, *q_lens)).cumsum(0).tolist())
-    _, lse, *_ = emulator.flash_attn_with_kvcache(
-        q,
-        **paged(*kv_lens),
-        cu_seqlens_q=bounds,
-        max_seqlen_q=max(q_lens),
-        return_softmax_lse=True,
-        **rule,
-    )
-    assert lse.shape == (HEADS, sum(q_lens))
+    packed = {"cu_seqlens_q": bounds, "max_seqlen_q": max(q_lens)}
+    _, lse = paged_lse(q, paged(*kv_lens), **packed, **rule)
     assert lse.dtype == torch.float32
-    counts = lse.exp().round().int()
-    assert (counts == counts[0]).all()
-    return [part.tolist() for part in counts[0].split(q_lens)]
-
-
-def test_causality_counts_from_the_end():
-    assert keys_seen((2, 3), (5, 3), causal=True) == [[4, 5], [1, 2, 3]]
-    assert keys_seen((2, 3), (5, 3)) == [[5, 5], [3, 3, 3]]
-    assert keys_seen((4,), (2,), causal=True) == [[0, 0, 1, 2]]
-
-
-def test_a_window_counts_keys_before_the_token():
-    assert keys_seen((3,), (9,), causal=True, window_size=(4, 0)) == [[5, 5, 5]]
-    assert keys_seen((3,), (9,), causal=True, window_size=(0, 0)) == [[1, 1, 1]]
-    assert keys_seen((3,), (9,), window_size=(1, 1)) == [[3, 3, 2]]
-    assert keys_seen((3,), (9,), causal=True, window_size=(-1, -1)) == [[7, 8, 9]]
-
-
-def test_a_chunk_counts_from_the_first_key():
-    assert keys_seen((5,), (10,), causal=True, attention_chunk=4) == [[2, 3, 4, 1, 2]]
-    assert keys_seen((2,), (10,), causal=True, attention_chunk=None) == [[9, 10]]
+    assert lse.exp().round().tolist() == [seen] * HEADS
 
 
 def test_batched_queries_have_batched_lse():
     q = torch.zeros(2, 1, HEADS, DIM, dtype=torch.bfloat16)
-    out, lse, *_ = emulator.flash_attn_with_kvcache(
-        q, **paged(3, 6), causal=True, return_softmax_lse=True
-    )
-    assert out.shape == q.shape
-    assert lse.shape == (2, HEADS, 1)
+    out, lse = paged_lse(q, paged(3, 6), causal=True)
+    assert (out.shape, lse.shape) == (q.shape, (2, HEADS, 1))
     torch.testing.assert_close(lse[:, 0, 0].exp(), torch.tensor([3.0, 6.0]))
 
 
 @pytest.mark.parametrize("sinks", [None, torch.ones(HEADS, dtype=torch.bfloat16)])
 def test_a_request_without_keys(sinks):
-    q = torch.randn(2, 1, HEADS, DIM).bfloat16()
-    cache = paged(3, 2)
-    cache["cache_seqlens"][0] = 0
-    out, lse, *_ = emulator.flash_attn_with_kvcache(
-        q, **cache, causal=True, sinks=sinks, return_softmax_lse=True
-    )
+    cache = paged(3, 2) | {"cache_seqlens": int32(0, 2)}
+    out, lse = paged_lse(torch.randn(2, 1, HEADS, DIM).bfloat16(), cache, causal=True, sinks=sinks)
     assert not out[0].any()
     assert lse[0].isneginf().all()
     assert lse[1].isfinite().all()
 
 
-def test_a_row_without_keys_beside_others():
-    sinks = torch.arange(HEADS).bfloat16()
-    out, lse, *_ = emulator.flash_attn_with_kvcache(
-        torch.randn(1, 4, HEADS, DIM).bfloat16(),
-        **paged(2),
-        causal=True,
-        sinks=sinks,
-        return_softmax_lse=True,
-    )
+def test_a_row_without_keys_in_a_request_with_keys():
+    q, sinks = torch.randn(1, 4, HEADS, DIM).bfloat16(), torch.arange(HEADS).bfloat16()
+    out, lse = paged_lse(q, paged(2), causal=True, sinks=sinks)
     assert not out[0, :2].any()
     assert torch.equal(lse[0, :, :2], sinks.float().unsqueeze(1).expand(-1, 2))
 
 
+def packed(q, k, v, q_bounds, k_bounds, **more):
+    longest = (int(bounds.diff().max()) for bounds in (q_bounds, k_bounds))
+    arguments = (q, k, v, q_bounds, k_bounds, *longest)
+    out, lse, *_ = emulator.flash_attn_varlen_func(*arguments, return_softmax_lse=True, **more)
+    return out, lse
+
+
 def test_no_keys_at_all():
     q, nothing = torch.randn(2, HEADS, DIM).half(), torch.zeros(0, KV_HEADS, DIM).half()
-    out, lse, *_ = emulator.flash_attn_varlen_func(
-        q, nothing, nothing, int32(0, 2), int32(0, 0), 2, 0, return_softmax_lse=True
-    )
+    out, lse = packed(q, nothing, nothing, int32(0, 2), int32(0, 0))
     assert not out.any()
     assert lse.isposinf().all()
 
@@ -153,8 +139,7 @@ def test_v_of_the_next_request_is_multiplied_by_0():
     q, v = torch.randn(3, HEADS, DIM).half(), torch.randn(3, KV_HEADS, DIM).half()
     k, bounds = v.clone(), int32(0, 1, 3)
     k[1:], v[1:] = torch.nan, torch.inf
-    arguments = {"causal": True, "return_softmax_lse": True}
-    out, lse, *_ = emulator.flash_attn_varlen_func(q, k, v, bounds, bounds, 2, 2, **arguments)
+    out, lse = packed(q, k, v, bounds, bounds, causal=True)
     assert out[0].isnan().all()
     assert lse[:, 0].isfinite().all()
 
@@ -164,34 +149,17 @@ def test_v_behind_the_end_of_a_large_page_is_multiplied_by_0(page_size, is_read)
     cache = torch.randn(2, 2, page_size, KV_HEADS, DIM).half()
     cache[:, :, 9:] = torch.nan
     q = torch.randn(2, 1, HEADS, DIM).half()
-    out = emulator.flash_attn_with_kvcache(
-        q,
-        *cache,
-        cache_seqlens=int32(9, 0),
-        page_table=int32(1, 0).view(2, 1),
-    )
+    table = int32(1, 0).view(2, 1)
+    out = emulator.flash_attn_with_kvcache(q, *cache, cache_seqlens=int32(9, 0), page_table=table)
     assert bool(out[0].isnan().all()) is is_read
     assert not out[1].any()
 
 
 def test_sinks_cap_and_scale():
-    q = torch.randn(3, HEADS, DIM).half()
-    k, v = torch.randn(2, 3, KV_HEADS, DIM).half()
-    sinks = torch.randn(HEADS).bfloat16()
-    out, lse, *_ = emulator.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        int32(0, 3),
-        int32(0, 3),
-        3,
-        3,
-        softmax_scale=0.3,
-        softcap=1.5,
-        sinks=sinks,
-        causal=True,
-        return_softmax_lse=True,
-    )
+    q, sinks = torch.randn(3, HEADS, DIM).half(), torch.randn(HEADS).bfloat16()
+    (k, v), bounds = torch.randn(2, 3, KV_HEADS, DIM).half(), int32(0, 3)
+    rule = {"softmax_scale": 0.3, "softcap": 1.5, "sinks": sinks, "causal": True}
+    out, lse = packed(q, k, v, bounds, bounds, **rule)
     keep = reference.visibility(torch.arange(3), 3)
     expected, expected_lse = reference.dense_attention(
         q, k, v, keep, scaling=0.3, logit_cap=1.5, sinks=sinks
@@ -201,23 +169,17 @@ def test_sinks_cap_and_scale():
 
 
 def test_varlen_ignores_a_page_table():
-    q = torch.randn(3, HEADS, DIM).half()
-    k, v = torch.randn(2, 3, KV_HEADS, DIM).half()
-    arguments = (q, k, v, int32(0, 3), int32(0, 3), 3, 3)
-    with_table = emulator.flash_attn_varlen_func(*arguments, page_table=int32(7).view(1, 1))
-    assert torch.equal(with_table, emulator.flash_attn_varlen_func(*arguments))
+    q, (k, v) = torch.randn(3, HEADS, DIM).half(), torch.randn(2, 3, KV_HEADS, DIM).half()
+    bounds = int32(0, 3)
+    with_table, _ = packed(q, k, v, bounds, bounds, page_table=int32(7).view(1, 1))
+    assert torch.equal(with_table, packed(q, k, v, bounds, bounds)[0])
 
 
 def test_rows_of_no_request_are_left_alone():
     q = torch.randn(5, HEADS, DIM).half()
     out = torch.full_like(q, 7)
-    emulator.flash_attn_with_kvcache(
-        q,
-        **paged(4, 4, dtype=torch.float16),
-        cu_seqlens_q=int32(0, 2, 3),
-        max_seqlen_q=5,
-        out=out,
-    )
+    bounds = {"cu_seqlens_q": int32(0, 2, 3), "max_seqlen_q": 5}
+    emulator.flash_attn_with_kvcache(q, **paged(4, 4, dtype=torch.float16), **bounds, out=out)
     assert (out[3:] == 7).all()
     assert not (out[:3] == 7).any()
 
@@ -240,36 +202,41 @@ def test_fp8_gives_bfloat16_and_multiplies_by_the_descales():
     assert not torch.allclose(run(**factors), plain)
 
 
-def bad(**changes):
-    arguments = {"q": torch.zeros(2, 1, HEADS, DIM).half(), **paged(3, 6, dtype=torch.float16)}
-    return {**arguments, **changes}
+Q = torch.zeros(2, 1, HEADS, DIM).half()
+
+
+def odd(*shape: int) -> torch.Tensor:
+    """Rows that begin where a load of 16 bytes faults."""
+    return torch.zeros(math.prod(shape) + 1).half()[1:].view(shape)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        (bad(q=torch.zeros(2, 1, HEADS, DIM)), "only supports fp16, bf16, and fp8_e4m3"),
-        (bad(q=torch.zeros(2, 1, HEADS, DIM).bfloat16()), "key must have the same dtype"),
-        (bad(page_table=torch.zeros(2, 2, dtype=torch.int64)), "page_table must have dtype"),
-        (bad(cache_seqlens=torch.zeros(2, dtype=torch.int64)), "seqused_k must have dtype"),
-        (bad(page_table=torch.zeros(3, 2, dtype=torch.int32)), "batch_size must be equal"),
-        (bad(cu_seqlens_q=int32(0, 1, 2), q=torch.zeros(2, HEADS, DIM).half()), "max_seqlen_q"),
-        (bad(sinks=torch.zeros(HEADS)), "sinks must have dtype bfloat16"),
-        (bad(out=torch.zeros(2, 1, HEADS, DIM)), "output must have the dtype"),
-        (bad(q=torch.zeros(2, 1, HEADS, 2 * DIM).half()[..., ::2]), "contiguous last dimension"),
-        (bad(q=torch.zeros(2 * HEADS * DIM + 1).half()[1:].view(2, 1, HEADS, DIM)), "misaligned"),
-        (bad(q=torch.zeros(2, 1, 3, DIM).half()), "must divide"),
-        (bad(cache_seqlens=int32(3)), "seqused_k must have shape"),
-        (bad(num_splits=257), "num_splits > 256"),
+        ({"q": Q.float()}, "only supports fp16, bf16, and fp8_e4m3"),
+        ({"q": Q.bfloat16()}, "key must have the same dtype"),
+        ({"page_table": torch.zeros(2, 2, dtype=torch.int64)}, "page_table must have dtype"),
+        ({"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, "seqused_k must have dtype"),
+        ({"page_table": torch.zeros(3, 2, dtype=torch.int32)}, "batch_size must be equal"),
+        ({"cu_seqlens_q": int32(0, 1, 2), "q": Q.squeeze(1)}, "max_seqlen_q"),
+        ({"sinks": torch.zeros(HEADS)}, "sinks must have dtype bfloat16"),
+        ({"out": Q.float()}, "output must have the dtype"),
+        ({"q": torch.cat([Q, Q], -1)[..., ::2]}, "contiguous last dimension"),
+        ({"q": odd(2, 1, HEADS, DIM)}, "misaligned"),
+        ({"q": Q[:, :, :3].clone()}, "must divide"),
+        ({"cache_seqlens": int32(3)}, "seqused_k must have shape"),
+        ({"num_splits": 257}, "num_splits > 256"),
         (
-            bad(q=torch.zeros(2, 1, 66, DIM).half(), sinks=torch.zeros(66).bfloat16()),
+            {"q": torch.zeros(2, 1, 66, DIM).half(), "sinks": torch.zeros(66).bfloat16()},
             "an array of 64",
         ),
+        ({"qv": Q}, "hdim_v >= 256"),
     ],
 )
-def test_what_the_library_refuses(arguments, message):
+def test_what_the_library_refuses(changes, message):
+    cache = paged(3, 6, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=message):
-        emulator.flash_attn_with_kvcache(**arguments)
+        emulator.flash_attn_with_kvcache(**{"q": Q, **cache, **changes})
 
 
 def test_varlen_wants_both_longest_lengths():
@@ -296,12 +263,10 @@ def latent(*lens: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_qv_is_multiplied_with_v(scale):
-    """The default scale is that of both parts."""
+    """The default scale counts both parts."""
     cache = latent(6, 3)
     q, qv = torch.randn(2, 2, HEADS, ROPE).half(), torch.randn(2, 2, HEADS, RANK).half()
-    out, lse, *_ = emulator.flash_attn_with_kvcache(
-        q, **cache, qv=qv, causal=True, softmax_scale=scale, return_softmax_lse=True
-    )
+    out, lse = paged_lse(q, cache, qv=qv, causal=True, softmax_scale=scale)
     assert (out.shape, lse.shape) == ((2, 2, HEADS, RANK), (2, HEADS, 2))
     for request, length in enumerate((6, 3)):
         pages = cache["page_table"][request].long()
@@ -318,51 +283,35 @@ def test_qv_is_multiplied_with_v(scale):
 
 
 def test_packed_qv_has_packed_lse():
-    q, qv = torch.randn(3, HEADS, ROPE).half(), torch.randn(3, HEADS, RANK).half()
-    k, v = torch.randn(3, 1, ROPE).half(), torch.randn(3, 1, RANK).half()
-    bounds = int32(0, 2, 3)
-    _, lse, *_ = emulator.flash_attn_varlen_func(
-        q * 0, k, v, bounds, bounds, 2, 2, causal=True, qv=qv * 0, return_softmax_lse=True
-    )
+    q, qv = torch.zeros(3, HEADS, ROPE).half(), torch.zeros(3, HEADS, RANK).half()
+    k, v, bounds = torch.randn(3, 1, ROPE).half(), torch.randn(3, 1, RANK).half(), int32(0, 2, 3)
+    _, lse = packed(q, k, v, bounds, bounds, causal=True, qv=qv)
     torch.testing.assert_close(lse.exp(), torch.tensor([1.0, 2.0, 1.0]).expand(HEADS, 3))
 
 
+QV = torch.zeros(2, 1, HEADS, RANK).half()
+
+
 def test_a_request_without_latents():
-    cache = latent(4, 4)
-    cache["cache_seqlens"][0] = 0
-    q, qv = torch.randn(2, 1, HEADS, ROPE).half(), torch.randn(2, 1, HEADS, RANK).half()
-    out, lse, *_ = emulator.flash_attn_with_kvcache(q, **cache, qv=qv, return_softmax_lse=True)
+    cache = latent(4, 4) | {"cache_seqlens": int32(0, 4)}
+    out, lse = paged_lse(torch.zeros(2, 1, HEADS, ROPE).half(), cache, qv=QV)
     assert not out[0].any()
     assert lse[0].isneginf().all()
 
 
-def bad_latent(**changes):
-    q = {
-        "q": torch.zeros(2, 1, HEADS, ROPE).half(),
-        "qv": torch.zeros(2, 1, HEADS, RANK).half(),
-    }
-    return {**q, **latent(3, 6), **changes}
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        (bad_latent(qv=torch.zeros(2, 1, HEADS, RANK)), "q_v must have the same dtype"),
-        (bad_latent(qv=torch.zeros(2, 1, HEADS, 256).half()), "q_v must have the shape"),
-        (bad(qv=torch.zeros(2, 1, HEADS, DIM).half()), "hdim_v >= 256"),
-        (
-            bad_latent(qv=torch.zeros(2 * HEADS * RANK + 1).half()[1:].view(2, 1, HEADS, RANK)),
-            "misaligned",
-        ),
-        (
-            bad_latent(v_cache=torch.zeros(5, PAGE, 1, RANK + 1).half()[..., 1:]),
-            "misaligned",
-        ),
+        ({"qv": QV.float()}, "q_v must have the same dtype"),
+        ({"qv": QV[..., :256]}, "q_v must have the shape"),
+        ({"qv": odd(2, 1, HEADS, RANK)}, "misaligned"),
+        ({"v_cache": torch.zeros(5, PAGE, 1, RANK + 1).half()[..., 1:]}, "misaligned"),
     ],
 )
-def test_what_the_library_refuses_of_latents(arguments, message):
+def test_what_the_library_refuses_of_latents(changes, message):
+    q = torch.zeros(2, 1, HEADS, ROPE).half()
     with pytest.raises(RuntimeError, match=message):
-        emulator.flash_attn_with_kvcache(**arguments)
+        emulator.flash_attn_with_kvcache(**{"q": q, "qv": QV, **latent(3, 6), **changes})
 
 
 def test_a_merge_is_attention_over_both():
@@ -396,16 +345,16 @@ def test_merges_that_the_library_refuses_or_reads_wrongly(dtype, other):
         emulator.merge_state_v2(states[0], lse, states[1], lse)
 
 
-def test_a_schedule_of_no_requests_is_no_launch():
-    with pytest.raises(RuntimeError, match="invalid configuration"):
-        scheduled()
-
-
 def scheduled(*lens: int, **rule) -> torch.Tensor:
     arguments = {"causal": True, "qkv_dtype": torch.float16, **rule}
     return emulator.get_scheduler_metadata(
         len(lens), 1, 2 * PAGE, HEADS, KV_HEADS, DIM, int32(*lens), page_size=PAGE, **arguments
     )
+
+
+def test_a_schedule_of_no_requests_is_no_launch():
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        scheduled()
 
 
 @pytest.mark.parametrize(
@@ -421,17 +370,8 @@ def scheduled(*lens: int, **rule) -> torch.Tensor:
     ],
 )
 def test_the_size_of_a_schedule(max_seqlen_q, rule, vectors):
-    arguments = {"headdim": DIM, **rule}
-    made = emulator.get_scheduler_metadata(
-        5,
-        max_seqlen_q,
-        16,
-        HEADS,
-        KV_HEADS,
-        cache_seqlens=int32(*[9] * 5),
-        page_size=4,
-        **arguments,
-    )
+    arguments = {"headdim": DIM, "cache_seqlens": int32(*[9] * 5), "page_size": 4, **rule}
+    made = emulator.get_scheduler_metadata(5, max_seqlen_q, 16, HEADS, KV_HEADS, **arguments)
     assert made.shape == (8 * vectors + 1,)
     assert not made[-1]
 
@@ -456,7 +396,6 @@ def test_a_schedule_of_other_calls_gives_garbage(metadata, good):
 
 @pytest.mark.parametrize("metadata", [scheduled(3, 6)[:-1], scheduled(3, 6).long()])
 def test_schedules_that_the_library_refuses(metadata):
-    q = torch.randn(2, 1, HEADS, DIM).half()
     cache = paged(3, 6, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="scheduler_metadata must have"):
-        emulator.flash_attn_with_kvcache(q, **cache, scheduler_metadata=metadata)
+        emulator.flash_attn_with_kvcache(Q, **cache, scheduler_metadata=metadata)

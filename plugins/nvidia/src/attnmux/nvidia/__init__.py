@@ -1,1 +1,1 @@
-"""NVIDIA devices, and backends around NVIDIA's kernel libraries. `plugin.py` advertises them."""
+"""NVIDIA devices, and backends on NVIDIA's kernel libraries; `plugin.py` is the entry point."""

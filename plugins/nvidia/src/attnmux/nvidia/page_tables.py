@@ -1,4 +1,4 @@
-"""What a step is to the kernels: page tables, lengths and where each request's queries begin."""
+"""The page tables of a step, its lengths, and where each request's queries begin."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_
 from attnmux.core.layer import LayerSpec
 
 Tables = dict[tuple[bool, int], torch.Tensor]
-"""Page tables before they are translated, by whether they are the encoder's and by page size."""
+"""Page tables before translation, by (is the encoder's, page size)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyGroup:
-    """Layers whose keys are in the same places: one page table serves all of them.
+    """Layers whose keys are in the same places, so that they share a page table.
 
-    The kernels skip what a window hides, so windows do not tell layers apart.
+    Windows make no difference: the kernels skip the keys that a window hides.
     """
 
     is_cross: bool
     page_size: int
-    """Of the table. With an encoder, the decoder's keys begin in the middle of a page: then the
-    table names slots, and the pool is seen in pages of one."""
+    """Of the table. With an encoder, the decoder's keys may begin in mid-page: then the table names
+    slots, and the pool is viewed in pages of one token."""
     pool_group: int
-    """As `KVPool.group_of`."""
+    """The result of `KVPool.group_of`."""
     layer_id: int = field(compare=False)
     """One of the layers."""
 
@@ -44,7 +44,7 @@ class KeyGroup:
         )
 
     def translated(self, table: torch.Tensor, context: BackendContext) -> torch.Tensor:
-        """A table of the request table's pages, as pages of these layers' buffers."""
+        """The pages of these layers' buffers for a table of the request table's pages."""
         pool = context.token_to_kv_pool
         if self.page_size == pool.page_size:
             return pool.translate_pages(table, self.layer_id)
@@ -60,28 +60,36 @@ class Keys:
     lens: torch.Tensor
     """[at least B] int32."""
 
+    def copied_to(self, buffers: Keys) -> Keys:
+        """These keys at the front of larger buffers, where graphs read them."""
+        rows, columns = self.page_table.shape
+        return Keys(
+            page_table=buffers.page_table[:rows, :columns].copy_(self.page_table),
+            lens=buffers.lens[: len(self.lens)].copy_(self.lens),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Step:
-    """A prepared step. What does not come from the host is filled in by `fill`."""
+class PageTables:
+    """The tables and lengths of a step. `fill` builds those that live on the device."""
 
     batch_size: int
     queries_each: int | None
-    """New tokens of every request where all have as many: decode and verify."""
+    """New tokens of each request where all have as many: in decode and verify."""
     max_seqlen_q: int
     max_seqlen_k: int
     is_tree: bool
     """Whether a mask says which drafts each draft sees. Then the keys are those of the prefix."""
     has_all_keys: bool
-    """Whether a layer's call brings all keys of the step: no request has a prefix, as far as the
-    host knows. Never where results must not depend on the batch: the kernels sum keys of the call
-    and of the pool in another order."""
+    """Whether the host knows that no request has a prefix, so that a layer's call brings all keys.
+    False where results must not depend on the batch: the kernels sum keys of the call and of the
+    pool in different orders."""
     fixed: dict[KeyGroup, Keys]
     """Buffers that a graph replays with; empty for an eager step."""
     keys: dict[KeyGroup, Keys] = field(default_factory=dict)
     """Rows [B] of the tables and lengths."""
     bounds: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[B + 1] int32, by whose tokens they bound: see `query_bounds` and `encoder_bounds`."""
+    """[B + 1] int32: see `query_bounds` and `encoder_bounds`."""
 
     @classmethod
     def of(
@@ -91,24 +99,25 @@ class Step:
         fixed: dict[KeyGroup, Keys],
         *,
         trees: bool = False,
-    ) -> Step:
-        """The step's shape, from the host alone.
+    ) -> PageTables:
+        """The step's shape, from what the host knows.
 
-        Without host mirrors, lengths count as the longest that they can be. So they do where
-        results must not depend on the batch: the kernels choose their tiles by the longest request.
+        Lengths count as the longest possible where the host has no mirrors, in graphs, and where
+        results must not depend on the batch: the kernels choose tiles by the longest request.
 
-        trees: whether the caller serves the mask of a draft tree, beside these keys.
-        Raises InvalidInput for what the kernels do not serve: another custom mask, many items.
+        trees: whether the caller serves the mask of a draft tree itself.
+        Raises InvalidInput for other custom masks and for many items, which no kernel serves.
         """
-        is_tree = trees and batch.forward_mode.is_target_verify() and _has_mask(batch)
+        is_verify = batch.forward_mode.is_target_verify()
+        is_tree = trees and is_verify and _has_mask(batch)
         _check_served(batch, is_tree=is_tree)
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
+        queries_each = _queries_each(batch)
         max_seqlen_k = longest
         if known and batch.seq_lens_cpu is not None:
             max_seqlen_k = _largest(batch.seq_lens_cpu)
-        queries_each = _queries_each(batch)
-        if batch.forward_mode.is_target_verify() and not is_tree:
+        if is_verify and not is_tree:
             max_seqlen_k = min(max_seqlen_k + (queries_each or 0), longest)
         if queries_each is not None:
             max_seqlen_q = queries_each
@@ -118,13 +127,15 @@ class Step:
             max_seqlen_q = _largest(batch.extend_seq_lens_cpu)
         else:
             max_seqlen_q = min(batch.num_tokens, longest)
+        prefix_lens = batch.extend_prefix_lens_cpu
+        has_no_prefix = prefix_lens is not None and _largest(prefix_lens) == 0
         return cls(
             batch_size=batch.batch_size,
             queries_each=queries_each,
             max_seqlen_q=max(max_seqlen_q, 1),
             max_seqlen_k=max(max_seqlen_k, 1),
             is_tree=is_tree,
-            has_all_keys=known and not is_tree and _has_no_prefix(batch),
+            has_all_keys=known and not is_tree and has_no_prefix,
             fixed=fixed,
         )
 
@@ -132,7 +143,7 @@ class Step:
         self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
     ) -> None:
         """Build what the layers read, by device operations of static shape."""
-        # What a warm-up made is not part of the capture that follows it.
+        # Tensors of a warm-up are not part of the capture that follows it.
         self.bounds.clear()
         tables: Tables = {}
         for group in groups:
@@ -149,7 +160,7 @@ class Step:
         return self.bounds["queries"]
 
     def encoder_bounds(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B + 1] int32: where each request's encoder tokens begin, among those of the call."""
+        """[B + 1] int32: where each request's encoder tokens begin in the call's K and V."""
         if "encoder" not in self.bounds:
             self.bounds["encoder"] = cu_seqlens(_encoder_lens(batch))
         return self.bounds["encoder"]
@@ -188,7 +199,7 @@ class Step:
 def fixed_buffers(
     groups: tuple[KeyGroup, ...], max_batch_size: int, context: BackendContext
 ) -> dict[KeyGroup, Keys]:
-    """What graphs of up to max_batch_size requests are captured with."""
+    """What graphs of up to `max_batch_size` requests replay with."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=context.device)
@@ -200,11 +211,6 @@ def fixed_buffers(
         )
         for group in groups
     }
-
-
-def _has_no_prefix(batch: ForwardBatch) -> bool:
-    prefix_lens = batch.extend_prefix_lens_cpu
-    return prefix_lens is not None and _largest(prefix_lens) == 0
 
 
 def _has_mask(batch: ForwardBatch) -> bool:
@@ -251,3 +257,6 @@ def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:
 
 def _largest(lens: torch.Tensor) -> int:
     return int(lens.max()) if lens.numel() else 0
+
+
+Step = PageTables

@@ -1,7 +1,7 @@
-"""What attnmux-nvidia offers: the probe of NVIDIA devices through NVML, and its backends.
+"""The hooks of attnmux-nvidia: NVIDIA devices as NVML reports them, and the cards of the backends.
 
-A card is data and stands in a module of its own, `cards/<backend>.py`. Importing this module
-imports neither torch nor a kernel library.
+Each card is data in a module of its own, `cards/<backend>.py`. Importing this module imports
+neither torch nor a kernel library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVIDIA devices as NVML sees them: no CUDA context is created."""
+"""NVIDIA devices as NVML reports them, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import PluginError
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
-"""What the driver makes under Linux, and Windows for any vendor's in WSL; without either NVML
-cannot start."""
+"""Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,
+NVML cannot start."""
 
 
 def probe() -> list[Platform]:
-    """One Platform for each distinct kind of NVIDIA device; [] without the NVIDIA driver.
+    """One Platform for each kind of NVIDIA device; [] without the NVIDIA driver.
 
-    The runtime is the newest CUDA that the driver runs, which is what NVML knows; the toolkit that
-    a kernel library was built with is that library's own requirement.
+    The runtime is the newest CUDA that the driver supports, which NVML reports; the toolkit that a
+    kernel library was built with is that library's own requirement.
 
-    Raises PluginError where the driver is there and does not answer.
+    Raises PluginError where the driver is loaded and does not answer.
     """
     loaded = Path(DRIVER_NODE).exists()
     if not loaded and not Path(GUEST_NODE).exists():
         return []
-    import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415  # no types; costs milliseconds that a machine without the driver spares
+    import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415  # no types; a machine without the driver does not pay for the import
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND and loaded:
             raise PluginError(
-                "the driver is loaded and its library libnvidia-ml.so.1 is not to be found: "
-                "a container needs NVIDIA_DRIVER_CAPABILITIES to name utility"
+                "the driver is loaded but its library libnvidia-ml.so.1 is missing: "
+                "in a container, NVIDIA_DRIVER_CAPABILITIES must include utility"
             ) from error
         if error.value in (
             pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
@@ -80,8 +80,8 @@ def _facts(nvml: ModuleType, handle: object) -> tuple[str, int, int, int]:
 
 
 def _memory(nvml: ModuleType, handle: object) -> int:
-    """Bytes; 0 where NVML does not tell: a GB10 has no memory of its own, and a container with a
-    share of a device (MIG) may not ask about the whole."""
+    """Bytes; 0 where NVML gives none: a GB10 has no memory of its own, and a container with a
+    share of a device (MIG) may not query the whole."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:

@@ -5,17 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.core.layer import LayerSpec
-
-
-def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
-    """LSE of the kernels, a natural logarithm, to the caller's [T, Hq].
-
-    source: [Hq, T], or [B, Hq, Tq] where every request has `queries_each` queries.
-    """
-    if queries_each is None:
-        lse.copy_(source.t())
-    else:
-        lse.view(source.shape[0], queries_each, -1).copy_(source.transpose(1, 2))
+from attnmux.nvidia.rows import store_lse  # noqa: F401
 
 
 def nothing(

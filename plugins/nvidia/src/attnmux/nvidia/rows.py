@@ -1,12 +1,16 @@
-"""Rows [T, H, D] where kernels can load and store them.
+"""Rows [T, H, D] as the kernels load and store them.
 
-Tokens of Q, K and V may be any distance apart; the libraries load 16 bytes at once and check
-nothing, and a misaligned address ends the process's use of the device.
+Tokens of Q, K and V may be any distance apart. The libraries load 16 bytes at once without a check,
+and after a misaligned load the process cannot use the device any more.
 """
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
+
+from attnmux.core.errors import InvalidInput
 
 ALIGNMENT = 16
 """Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
@@ -28,6 +32,29 @@ def is_writable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and is_aligned(out)
 
 
-def by_request(rows: torch.Tensor, each: int) -> torch.Tensor:
-    """Rows [T, H, D] of requests that have `each` tokens as [B, each, H, D], a view."""
+@overload
+def by_request(rows: torch.Tensor, each: int) -> torch.Tensor: ...
+@overload
+def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None: ...
+def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None:
+    """[B, each, H, D], a view of rows [T, H, D] of requests with `each` tokens; None of None."""
+    if rows is None:
+        return None
     return rows.unsqueeze(1) if each == 1 else rows.view(-1, each, *rows.shape[1:])
+
+
+def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises InvalidInput for a call's own K and V of another dtype than Q."""
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise InvalidInput("k", came=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
+
+
+def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
+    """Copy the kernels' LSE, a natural logarithm, to the caller's [T, Hq].
+
+    source: [Hq, T], or [B, Hq, Tq] where every request has `queries_each` queries.
+    """
+    if queries_each is None:
+        lse.copy_(source.t())
+    else:
+        lse.view(source.shape[0], queries_each, -1).copy_(source.transpose(1, 2))

@@ -1,7 +1,7 @@
-"""The schedule that a call computes before it attends, or is handed.
+"""The schedule that a call computes before it attends, unless it is given one.
 
-The library looks at its shape alone; another step's, or that of other arguments, gives garbage.
-Here it holds the lengths and a digest of the arguments, so that garbage can be told: it gives NaN.
+The library checks only its shape; a schedule of another step or of other arguments gives garbage.
+Here it holds the lengths and a digest of the arguments, so that a wrong one can give NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.emulators.nvidia.sgl_flash_attn.operands import check, check_int32
+from attnmux.emulators.nvidia.sgl_flash_attn.attention import check, check_int32
 
 
 def get_scheduler_metadata(

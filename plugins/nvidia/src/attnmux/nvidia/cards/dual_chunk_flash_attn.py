@@ -8,10 +8,10 @@ from attnmux.nvidia.cards.runs import on_h200
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
-    # Prefill over a selection of keys, an approximation, is not offered: all keys are attended to.
+    # The approximate prefill over a selection of keys is not offered: all keys count.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
-    factory="attnmux.nvidia.dual_chunk.factory:make",
-    # Before 0.4, as sgl-kernel, the function had no `out`.
+    factory="attnmux.nvidia.dual_chunk:make",
+    # Before 0.4, under the name sgl-kernel, the function had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
@@ -31,7 +31,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
             kind=one_of("dual_chunk"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
-            # Where chunks are not whole pages, tables name slots.
+            # Tables name slots where chunks are not whole pages.
             page_size=ANY,
             head_dim=one_of(128, 64, 96, 192, 256),
             graph=ANY,

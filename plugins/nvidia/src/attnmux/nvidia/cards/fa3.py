@@ -23,16 +23,16 @@ TREE_SOURCES = {
         "names single tokens"
     ),
     "spec_topk": (
-        "as page_size: a chain is causal over any page. The kernels take no mask, so that a "
-        "tree's hides drafts alone: all of them see the whole prefix. With debug set in the "
-        "context, other masks are refused"
+        "as page_size: a chain is causal over pages of any size. The kernels take no mask, so a "
+        "tree's mask may hide only drafts: all of them see the whole prefix. With debug set in "
+        "the context, other masks are refused"
     ),
 }
-"""Of `fa3` and `fa3_mla`, which serve them alike."""
+"""The sources of draft trees, for `fa3` and `fa3_mla`."""
 
 
 def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator[Clause]:
-    """For queries of one dtype: the kernels take K and V in that dtype, or all in e4m3."""
+    """For queries of one dtype: the kernels take K and V in the same dtype, or all in e4m3."""
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
         "version": versions(">=9.0,<10"),
@@ -68,8 +68,8 @@ def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator
 FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
-    factory="attnmux.nvidia.fa3.factory:make",
-    # Before 0.4, as sgl-kernel, the functions had no `out`.
+    factory="attnmux.nvidia.fa3:make",
+    # Before 0.4, under the name sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.
@@ -84,11 +84,11 @@ FA3 = BackendCard(
     ),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
-        "version": "the library builds for SM80 to SM89 too; this was only ever run on SM90",
+        "version": "the library is built for SM80 to SM89 too; the backend was run on SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
         "dtype": "flash_api.cpp: fp16, bf16, or all in e4m3",
         "kv_dtype": "flash_api.cpp: K and V in the dtype of Q, or all in e4m3; no e5m2",
-        "head_dim": "built for 64, 96, 128, 192 and 256; dims between are padded inside",
+        "head_dim": "built for 64, 96, 128, 192 and 256; other dims are padded to these",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
         **TREE_SOURCES,

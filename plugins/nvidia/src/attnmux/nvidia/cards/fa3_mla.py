@@ -41,11 +41,11 @@ def _clause(
 
 FA3_MLA = BackendCard(
     name="fa3_mla",
-    # Users know one name for both; the request's kind says which card is meant.
+    # Users know both under one name; the request's kind tells the cards apart.
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
-    factory="attnmux.nvidia.fa3_mla.factory:make",
-    # Before 0.4, as sgl-kernel, the functions had no `out`.
+    factory="attnmux.nvidia.fa3_mla:make",
+    # Before 0.4, under the name sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     options=(
@@ -58,12 +58,12 @@ FA3_MLA = BackendCard(
     ),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
-        "version": "Q beside its rotary part (`qv`) is built for SM90 alone",
+        "version": "kernels with `qv` are built for SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
         "dtype": "flash_api.cpp: fp16 and bf16",
         "kv_dtype": "e4m3 kernels are built for square head dims and 192/128, not for 64/512",
         **TREE_SOURCES,
-        "kv_lora_rank": "the instance (64, 512): a rotary part of 64 beside a latent of 512",
+        "kv_lora_rank": "the instance (64, 512): a rotary part of 64 and a latent of 512",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
     clauses=tuple(

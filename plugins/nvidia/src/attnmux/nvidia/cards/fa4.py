@@ -1,4 +1,4 @@
-"""The card of FlashAttention 4 (CuTe DSL): prefill alone."""
+"""The card of FlashAttention 4 (CuTe DSL), for prefill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition, **machine: Cond
         page_size=one_of(128),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        # The library wants them in bfloat16, which is coarser than float16's tolerance.
+        # The library takes them in bfloat16, which is coarser than float16's tolerance.
         sinks=ANY if dtype == "bfloat16" else NONE,
         logit_cap=ANY,
         **machine,
@@ -76,11 +76,11 @@ def _on_sm90(dtype: str) -> tuple[Clause, ...]:
 FA4 = BackendCard(
     name="fa4",
     summary="FlashAttention 4 for prefill: MHA with K and V of two dims, and MLA on SM100",
-    factory="attnmux.nvidia.fa4.factory:make",
-    # A pre-release: the only ones there are.
+    factory="attnmux.nvidia.fa4:make",
+    # A pre-release: there is no other.
     requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
     extra="fa4",
-    # SGLang's manual: not with trtllm_mha's decode, also where both take pages of 128.
+    # SGLang's manual: not with trtllm_mha's decode, even where both take pages of 128.
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
     verified_on=(
@@ -93,22 +93,22 @@ FA4 = BackendCard(
     ),
     sources={
         "version": (
-            "the library has kernels for SM80 and SM120 too, without pages; SM90's are without a "
-            "latent and splits of the keys"
+            "the library's kernels for SM80 and SM120 take no pages; those for SM90 take no "
+            "latents and do not split keys"
         ),
         "dtype": "flash_attn.cute: fp16 and bf16",
-        "kv_dtype": "SGLang's manual: 4 bits on SM100, and no e4m3",
+        "kv_dtype": "SGLang's manual: 4 bits on SM100, no e4m3",
         "page_size": (
             "a page is a tile of the kernel, which TMA loads whole; on SM90 other pages need a "
-            "tile of 128 keys and dims that are multiples of 16; over a latent SGLang's manual "
-            "has 1, which single tokens are to any page"
+            "tile of 128 keys and dims that are multiples of 16; over a latent, SGLang's manual "
+            "has 1, which tables of single tokens give for any page size"
         ),
         "head_dim": (
             "flash_attn.cute, SM100: multiples of 8 up to 128, and DeepSeek's 192; SM90 has tiles "
-            "of 128 keys for these alone"
+            "of 128 keys for these only"
         ),
-        "v_head_dim": "as head_dim: 128 beside 192",
-        "kv_lora_rank": "flash_attn.cute's `qv`: 512 beside 64",
+        "v_head_dim": "as head_dim: 128 for K of 192",
+        "kv_lora_rank": "flash_attn.cute's `qv`: 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
     clauses=tuple(
@@ -121,7 +121,7 @@ FA4 = BackendCard(
         Prior(
             rank=40,
             when=when(version=_SM90),
-            source="not measured on SM90: behind fa3, flashinfer and triton",
+            source="not measured on SM90: after fa3, flashinfer and triton",
         ),
         Prior(
             rank=26,

@@ -1,0 +1,138 @@
+"""The kernels of FlashAttention 3, and a layer as they take it, for `fa3` and `fa3_mla`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.core.library import imported
+from attnmux.nvidia.page_tables import KeyGroup, PageTables
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FA3Kernels:
+    """Functions of `sgl_kernel` and `sgl_kernel.flash_attn`."""
+
+    flash_attn_with_kvcache: Callable[..., Any]
+    """Attention over a paged cache."""
+    flash_attn_varlen_func: Callable[..., Any]
+    """Attention over packed K and V. It takes a page table and ignores it."""
+    merge_state_v2: Callable[..., Any]
+    """Merges attention over two sets of keys: outputs and natural-logarithm LSE [T, H] of each.
+    It assumes contiguous rows, and keys in at least one of the sets."""
+    get_scheduler_metadata: Callable[..., torch.Tensor]
+    """The schedule, which `flash_attn_with_kvcache` computes itself unless given."""
+
+
+PROVIDERS = {"sgl_kernel": partial(imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FA3Schedule:
+    """What the library's schedule of a step depends on, besides the step.
+
+    Where all requests have as many queries, a call launches two kernels: one lays out the work by
+    the lengths, the other attends. The layout is computed once for all layers that are equal here.
+    That saves a launch where the library splits keys; where it does not, a launch that resets a
+    counter takes its place.
+    """
+
+    group: KeyGroup
+    num_heads: int
+    num_heads_k: int
+    headdim: int
+    options: tuple[tuple[str, object], ...]
+    """Keyword arguments of `get_scheduler_metadata`."""
+
+    def compute(self, kernels: FA3Kernels, tables: PageTables) -> torch.Tensor:
+        """Up to 4 vectors of B rounded up to a multiple of 4, and a counter: int32."""
+        keys = tables.keys[self.group]
+        return kernels.get_scheduler_metadata(
+            tables.batch_size,
+            tables.queries_each,
+            # Attention assumes the same: the room in the table.
+            keys.page_table.shape[1] * self.group.page_size,
+            self.num_heads,
+            self.num_heads_k,
+            self.headdim,
+            keys.lens,
+            page_size=self.group.page_size,
+            **dict(self.options),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Cache:
+    """Where the keys of a layer are."""
+
+    group: KeyGroup
+    pages: KV
+    slots: KV
+    """The same memory in pages of one token, for the keys of draft trees."""
+    schedule: FA3Schedule
+
+    @classmethod
+    def of(
+        cls,
+        layer: LayerSpec,
+        context: BackendContext,
+        pages: Callable[[LayerSpec, BackendContext, int], KV],
+        arguments: dict[str, Any],
+        *,
+        headdim: int,
+    ) -> FA3Cache:
+        """pages: the layer's K and V in pages of a given size. arguments: see `FA3Layer`.
+        headdim: of the library's K."""
+        group = KeyGroup.of(layer, context)
+        shared = ("causal", "window_size", "attention_chunk", "num_splits")
+        options = {
+            "qkv_dtype": context.token_to_kv_pool.dtype,
+            "headdim_v": layer.v_head_dim,
+            "has_softcap": arguments["softcap"] > 0,
+            **{name: arguments[name] for name in shared},
+        }
+        schedule = FA3Schedule(
+            group=group,
+            num_heads=layer.tp_q_head_num,
+            num_heads_k=layer.tp_k_head_num,
+            headdim=headdim,
+            options=tuple(options.items()),
+        )
+        return cls(
+            group=group,
+            pages=pages(layer, context, group.page_size),
+            slots=pages(layer, context, 1),
+            schedule=schedule,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FA3Layer:
+    """A layer's arguments that no step changes."""
+
+    layer: LayerSpec
+    arguments: dict[str, Any]
+    """By the library's names."""
+    cache: FA3Cache | None
+    """None where K and V always come with the call."""
+    descales: KV | None = None
+    """[1, Hkv] float32: what K and V of e4m3 are multiplied by. The kernels then want Q in e4m3
+    and write bfloat16."""
+
+    @property
+    def serves_trees(self) -> bool:
+        """Whether only the mask of a draft tree hides keys, and its two parts can be merged."""
+        layer = self.layer
+        hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
+        return not hides and layer.sinks is None and not layer.is_cross_attention

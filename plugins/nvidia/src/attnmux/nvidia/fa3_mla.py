@@ -1,0 +1,66 @@
+"""FlashAttention 3 on Hopper, over MLA's latent cache.
+
+A logit is q · k + qv · v, the absorbed one: `q` is the rotary part of the queries and K that of the
+cache; `qv` is the rest of the queries and V the latent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnmux.core.library import KernelLibrary
+from attnmux.core.rehearsal import rehearse
+from attnmux.nvidia.fa3_base import FA3Base, FA3Step
+from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
+from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages, rotary
+from attnmux.nvidia.pools import check_sixteen_bits
+from attnmux.nvidia.rows import aligned
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+
+class FA3MLABackend(FA3Base):
+    """MLA, absorbed."""
+
+    def prepare_layer(self, layer: LayerSpec) -> FA3Layer:
+        """Raises InvalidInput for a layer that is not plain MLA with 512 + 64 dims, and for latents
+        of another dtype than Q's."""
+        check_latent(layer)
+        check_plain(layer)
+        arguments: dict[str, Any] = {
+            "softmax_scale": layer.scaling,
+            "causal": True,
+            "window_size": (-1, -1),
+            "attention_chunk": 0,
+            "softcap": 0.0,
+            "num_splits": self._num_splits,
+        }
+        if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
+            return FA3Layer(layer=layer, arguments=arguments, cache=None)
+        check_sixteen_bits(self.context)
+        cache = FA3Cache.of(layer, self.context, _rotary_and_latent, arguments, headdim=ROPE)
+        return FA3Layer(layer=layer, arguments=arguments, cache=cache)
+
+    def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return aligned(rotary(call.q_rope)), aligned(call.q)
+
+    def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
+        if call.save_kv_cache or call.k is None or call.k_rope is None:
+            return None
+        return call.k_rope, call.k
+
+
+def _rotary_and_latent(layer: LayerSpec, context: BackendContext, page_size: int) -> KV:
+    """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
+    rows = latent_pages(layer, context, page_size)
+    return rows[..., RANK:], rows[..., :RANK]
+
+
+make = KernelLibrary(
+    address="nvidia/fa3_mla", backend=FA3MLABackend, providers=PROVIDERS, trial=rehearse
+)
