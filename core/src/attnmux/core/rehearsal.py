@@ -89,6 +89,7 @@ def _batch(context: BackendContext, mode: ForwardMode, *, cached: int, new: int)
         extend_num_tokens=new if extends else None,
         encoder_lens=torch.ones(size, dtype=torch.int32, device=device) if has_encoder else None,
         spec_info=spec_info,
+        topk_indices=places.int().unsqueeze(1) if context.request.kind == "nsa" else None,
     )
 
 
