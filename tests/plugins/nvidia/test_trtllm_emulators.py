@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
-from attnmux.nvidia.trtllm_mha.masks import chain_mask
+from attnmux.nvidia.trtllm_mha.decode import chain_mask
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 E4M3 = torch.float8_e4m3fn

@@ -31,7 +31,7 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
 FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
-    factory="attnmux.nvidia.flashmla.factory:make",
+    factory="attnmux.nvidia.flashmla:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     companions=("flashinfer_mla",),

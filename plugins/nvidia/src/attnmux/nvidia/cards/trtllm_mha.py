@@ -85,7 +85,7 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
 TRTLLM_MHA = BackendCard(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
-    factory="attnmux.nvidia.trtllm_mha.factory:make",
+    factory="attnmux.nvidia.trtllm_mha:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
