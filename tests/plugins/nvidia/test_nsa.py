@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import math
 import sys
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,42 +272,3 @@ def test_the_emulator_refuses_what_the_library_does(change, said) -> None:
     with pytest.raises(AssertionError, match="legacy"):
         FlashMLA.flash_mla_sparse_fwd(**plain, return_log2_lse=True)
     assert FlashMLA.flash_mla_sparse_fwd(**plain, use_legacy=True, return_log2_lse=False)[1] is None
-
-
-RECORDED = json.loads(
-    (Path(__file__).parent / "data" / "flash_mla_sparse_fwd.json").read_text(encoding="utf-8")
-)
-EMULATORS = {"sglang-kernel": SglKernel, "sgl-flash-mla": FlashMLA}
-BY_DISTRIBUTION = pytest.mark.parametrize(
-    "recorded", RECORDED, ids=lambda record: record["distribution"]
-)
-
-
-@BY_DISTRIBUTION
-def test_emulated_signature(recorded) -> None:
-    signature = inspect.signature(EMULATORS[recorded["distribution"]].flash_mla_sparse_fwd)
-    found = [
-        [each.name, each.kind.name, None if each.default is each.empty else repr(each.default)]
-        for each in signature.parameters.values()
-    ]
-    assert found == recorded["parameters"]
-
-
-@BY_DISTRIBUTION
-def test_installed_signature(recorded) -> None:
-    """Whatever is installed takes what the adapter passes; it imports on its devices alone."""
-    try:
-        version(recorded["distribution"])
-    except PackageNotFoundError:
-        pytest.skip(f"{recorded['distribution']} is not installed")
-    package, _, module = recorded["module"].partition(".")
-    folder = find_spec(package).submodule_search_locations[0]
-    tree = ast.parse(Path(folder, f"{module}.py").read_text(encoding="utf-8"))
-    (function,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "flash_mla_sparse_fwd"
-    )
-    names = [argument.arg for argument in function.args.args]
-    wanted = [name for name, _, _ in recorded["parameters"]]
-    assert [name for name in names if name in wanted] == wanted
