@@ -19,19 +19,10 @@ from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.rows import is_aligned
 
 if TYPE_CHECKING:
-    from typing import Protocol
-
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
-
-    class GroupedLayer(Protocol):
-        """A prepared layer that names its page table."""
-
-        @property
-        def group(self) -> KeyGroup: ...
-
 
 RANK = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
@@ -39,7 +30,7 @@ ROPE = 64
 """Dim of the rotary part, which follows the latent in a row."""
 
 K = TypeVar("K")
-L = TypeVar("L", bound="GroupedLayer")
+L = TypeVar("L")
 S = TypeVar("S", bound=DecodeStep)
 B = TypeVar("B", bound=DecodeBuffers)
 
@@ -139,8 +130,9 @@ class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object], kernels: K) -> None:
         """Raises InvalidInput for options, layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels, latent_layers(context))
-        self._groups = tuple(dict.fromkeys(layer.group for layer in self._layers.values()))
+        layers = latent_layers(context)
+        super().__init__(context, options, kernels, layers)
+        self._groups = tuple(dict.fromkeys(KeyGroup.of(layer, context) for layer in layers))
 
     @abstractmethod
     def plan_decode(self, batch: ForwardBatch, buffers: B | None) -> S:

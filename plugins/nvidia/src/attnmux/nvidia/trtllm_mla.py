@@ -134,7 +134,7 @@ class TRTLLMMLABackend(
     ) -> None:
         """Raises InvalidInput for a platform, layers, a pool or options that no kernel serves."""
         super().__init__(context, options, kernels)
-        self._decode = by_major(context, {10: self._decode_generated, 12: self._decode_xqa})
+        self._is_xqa = by_major(context, {10: False, 12: True})
         self._workspace = workspace(context, options, default_bytes=WORKSPACE_BYTES)
 
     def prepare_layer(self, layer: LayerSpec) -> TRTLLMMLALayer:
@@ -196,58 +196,23 @@ class TRTLLMMLABackend(
             return out
         return result.flatten(0, 1)
 
-    def _decode_generated(
+    def _decode(
         self,
         q: torch.Tensor,
         layer: TRTLLMMLALayer,
         step: TRTLLMMLAStep,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """trtllm-gen, which is causal from the end of the keys.
+        """q: [B, d, Hq, 576] bfloat16. out: [B, d, Hq, 512], contiguous; trtllm-gen writes it.
 
-        q: [B, d, Hq, 576] bfloat16. out: [B, d, Hq, 512], contiguous.
-        Returns [B, d, Hq, 512] bfloat16: `out` where it is given.
+        XQA multiplies logits by the scale of the keys itself (mla_sm120.cu, `qkScaleLog2e`).
+        Returns [B, d, Hq, 512] bfloat16.
         """
-        result: torch.Tensor = self.kernels.trtllm_batch_decode_with_kv_cache_mla(
-            *self._arguments(q, layer, step),
-            out=out,
-            bmm1_scale=layer.scale * layer.kv_scale,
-            bmm2_scale=layer.kv_scale,
-            backend="trtllm-gen",
-        )
-        return result
-
-    def _decode_xqa(
-        self,
-        q: torch.Tensor,
-        layer: TRTLLMMLALayer,
-        step: TRTLLMMLAStep,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """XQA, which takes one query a request of 128 heads, and multiplies logits by the scale of
-        the keys itself (mla_sm120.cu, `qkScaleLog2e`). As `_decode_generated`, without `out`."""
         heads = q.shape[2]
-        if q.shape[1] != 1 or heads > XQA_HEADS:
-            raise InvalidInput(
-                "q",
-                came=f"{q.shape[1]} queries a request of {heads} heads",
-                expected=f"one of at most {XQA_HEADS}",
-            )
-        if heads < XQA_HEADS:
-            q = torch.nn.functional.pad(q, (0, 0, 0, XQA_HEADS - heads))
-        result: torch.Tensor = self.kernels.xqa_batch_decode_with_kv_cache_mla(
-            *self._arguments(q, layer, step),
-            out=q.new_empty((len(q), XQA_HEADS, RANK)),
-            bmm1_scale=layer.scale,
-            bmm2_scale=layer.kv_scale,
-        )
-        return result[:, None, :heads]
-
-    def _arguments(
-        self, q: torch.Tensor, layer: TRTLLMMLALayer, step: TRTLLMMLAStep
-    ) -> tuple[object, ...]:
+        if self._is_xqa:
+            q = _padded_heads(q)
         keys = filled(step.keys)[layer.group]
-        return (
+        arguments = (
             queries_like(q, layer.cache),
             layer.cache,
             self._workspace,
@@ -258,6 +223,35 @@ class TRTLLMMLABackend(
             keys.lens,
             step.tables.max_seqlen_k,
         )
+        result: torch.Tensor
+        if self._is_xqa:
+            result = self.kernels.xqa_batch_decode_with_kv_cache_mla(
+                *arguments,
+                out=q.new_empty((len(q), XQA_HEADS, RANK)),
+                bmm1_scale=layer.scale,
+                bmm2_scale=layer.kv_scale,
+            )
+            return result[:, None, :heads]
+        result = self.kernels.trtllm_batch_decode_with_kv_cache_mla(
+            *arguments,
+            out=out,
+            bmm1_scale=layer.scale * layer.kv_scale,
+            bmm2_scale=layer.kv_scale,
+            backend="trtllm-gen",
+        )
+        return result
+
+
+def _padded_heads(q: torch.Tensor) -> torch.Tensor:
+    """[B, 1, 128, 576], as XQA takes it. Raises InvalidInput for more queries or heads."""
+    _, each, heads, _ = q.shape
+    if each != 1 or heads > XQA_HEADS:
+        raise InvalidInput(
+            "q",
+            came=f"{each} queries a request of {heads} heads",
+            expected=f"one of at most {XQA_HEADS}",
+        )
+    return torch.nn.functional.pad(q, (0, 0, 0, XQA_HEADS - heads)) if heads < XQA_HEADS else q
 
 
 def _whole_tiles(num_keys: int) -> int:
