@@ -9,7 +9,7 @@ from attnmux.emulators.nvidia import cutlass_mla as emulator
 
 
 def cache_of(*lens: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Pages in falling order; those of nobody are NaN, and what is behind the keys is large."""
+    """Pages in falling order; unused pages are NaN, and what follows the keys is large."""
     counts = [-(-length // 128) for length in lens]
     pages = torch.arange(sum(counts), 0, -1, dtype=torch.int32).split(counts)
     table = torch.zeros(len(lens), max(*counts, 1), dtype=torch.int32)

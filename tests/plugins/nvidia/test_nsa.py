@@ -217,7 +217,7 @@ def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
 
 
 def test_emulator_by_hand() -> None:
-    """Two keys of the same logit, one that is named twice, an end, and nobody's row."""
+    """Equal logits, a key that is named twice, one beyond the end, a row without keys."""
     kv = torch.zeros(4, 1, 576, dtype=torch.bfloat16)
     kv[0, 0, :512], kv[1, 0, :512], kv[3] = 2, 5, torch.nan
     q = torch.zeros(3, 64, 576, dtype=torch.bfloat16)

@@ -27,18 +27,18 @@ def workspace() -> torch.Tensor:
     return torch.zeros(COUNTERS + 1024, dtype=torch.uint8)
 
 
-def cache_of(*lens: int, dtype=torch.float16, behind: float = 7.0) -> tuple[Any, torch.Tensor]:
+def cache_of(*lens: int, dtype=torch.float16, unused: float = 7.0) -> tuple[Any, torch.Tensor]:
     """K and V with that many keys a request, pages in falling order, and their table.
 
-    behind: what lies in pages of nobody and behind a request's last token.
+    unused: what lies in unused pages and after a request's last token.
     """
     counts = [-(-length // PAGE) for length in lens]
     pages = torch.arange(sum(counts), 0, -1, dtype=torch.int32).split(counts)
     table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-    cache = torch.full((2, sum(counts) + 1, PAGE, KV_HEADS, DIM), behind)
+    cache = torch.full((2, sum(counts) + 1, PAGE, KV_HEADS, DIM), unused)
     for row, own, length in zip(table, pages, lens, strict=True):
         row[: len(own)] = own
-        values = torch.full((len(own) * PAGE,), behind)
+        values = torch.full((len(own) * PAGE,), unused)
         values[:length] = torch.arange(1, length + 1)
         cache[:, own.long()] = values.view(-1, PAGE)[..., None, None]
     return tuple(cache.to(dtype)), table
@@ -167,7 +167,7 @@ def test_heads_of_a_group_that_xqa_compiles_for(group, dtype, is_compiled):
 
 def test_xqa_loads_whole_pages_of_8_bits_alone():
     for dtype, is_spoiled in ((torch.float16, False), (E4M3, True)):
-        kv, table = cache_of(3, dtype=dtype, behind=torch.nan)
+        kv, table = cache_of(3, dtype=dtype, unused=torch.nan)
         out = trtllm_decode.xqa_batch_decode_with_kv_cache(
             queries(1), kv, workspace(), table, int32(3), 16
         )
@@ -222,7 +222,7 @@ def prefill(which: str, *requests: tuple[int, int], trailing: int = 0, **rule: A
 
 @pytest.mark.parametrize("which", ["fmha_v2", "gen"])
 class TestPrefill:
-    def test_rows_of_nobody_stay(self, which):
+    def test_rows_of_no_request_stay(self, which):
         assert means(prefill(which, (2, 1), trailing=2)) == [1.5, 99, 99]
 
     def test_a_sink_takes_its_part(self, which):
@@ -253,7 +253,7 @@ def test_fmha_v2_sums_up_halves_in_halves():
 
 
 def test_fmha_v2_loads_whole_pages():
-    kv, table = cache_of(3, 17, dtype=torch.bfloat16, behind=torch.nan)
+    kv, table = cache_of(3, 17, dtype=torch.bfloat16, unused=torch.nan)
     out = trtllm_prefill.trtllm_fmha_v2_prefill(
         (queries(2, torch.bfloat16), torch.stack(kv, dim=1)), "Q_PAGED_KV_NHD", workspace(),
         int32(3, 17), 1, 17, 1.0, 1.0, 2, int32(0, 1, 2), int32(0, 3, 20), block_tables=table,

@@ -96,7 +96,7 @@ def test_requests_without_keys(arch, graph):
     ],
 )
 def test_drafts_of_different_numbers(step, kv_dtype):
-    """The last one's keys end where a request's may: what its queries are said to see is behind."""
+    """The last one's keys end where a request's may: its padding sees keys beyond the limit."""
     passes("sm100", step, spec_topk=1, kv_dtype=kv_dtype, kv_scales=(0.5, 3.0), max_context_len=128)
 
 

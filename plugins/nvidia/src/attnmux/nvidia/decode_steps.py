@@ -92,7 +92,7 @@ class DecodeStep:
     def of(
         cls: type[S], batch: ForwardBatch, context: BackendContext, buffers: DecodeBuffers | None
     ) -> S:
-        """The step's shape, from the host alone. Raises InvalidInput as `Step.of`."""
+        """The step's shape, known on the host. Raises InvalidInput as `Step.of`."""
         known = None if buffers else batch.seq_lens_cpu
         return cls(
             tables=Step.of(batch, context, buffers.keys if buffers else {}),

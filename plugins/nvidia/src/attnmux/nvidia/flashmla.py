@@ -6,8 +6,8 @@ Over e4m3 it rounds Q and the softmax's weights to e4m3 too, and its output is b
 allocates the output.
 
 Requests without keys: the kernels for 16-bit caches give them output 0. The one for e4m3 would read
-the block table one entry before such a request's row, and whatever page that names; it is given one
-key, in the reserved page, and its answer is replaced.
+the block table one entry before that request's row, and whatever page that names; the request is
+given one key, in the reserved page, and its answer is replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FP8_REQUESTS = 4095
 """Most requests of one call over e4m3 (`MaxBatchSize` in flash_fwd_mla_metadata.cu, which ends the
 process beyond)."""
 FP8_QUERIES = PAGE + 2
-"""Most queries of a request over e4m3: causality hides keys of the last two pages alone
+"""Most queries of a request over e4m3: causality hides only keys of the last two pages
 (`n_masking_steps` in flash_fwd_mla_kernel.h), and the last may hold a single key."""
 
 
@@ -154,7 +154,7 @@ class FlashMLABackend(
         tables, buffers = step.tables, step.buffers
         tables.fill(batch, self._groups, self.context)
         keys = tables.keys if tables.queries_each else _by_token(tables, batch)
-        lens = keys[self._groups[0]].lens  # groups differ in the places of keys alone
+        lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
         step.keys = with_lens(keys, step.lens.at_least_one if self._is_fp8 else lens)
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}

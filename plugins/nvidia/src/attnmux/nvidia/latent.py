@@ -160,6 +160,6 @@ class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if call.has_own_kv:
             raise InvalidInput(
-                "save_kv_cache", came=False, expected="True: the kernels read the pool alone"
+                "save_kv_cache", came=False, expected="True: the kernels read only the pool"
             )
         return super().forward_extend(call, batch)

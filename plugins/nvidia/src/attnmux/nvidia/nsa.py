@@ -146,7 +146,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
             step.rows = token_rows(step.rows, batch.extend_seq_lens, batch.num_tokens)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> tuple[()]:
-        """A decode step reads the batch's own tensors alone."""
+        """A decode step reads only the batch's own tensors."""
         return ()
 
     def attend(

@@ -39,7 +39,7 @@ FLASHMLA = BackendCard(
     fp8_products=True,
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
-        "version": "dense decode is SM90a's alone; what the library has for SM100 is sparse",
+        "version": "only SM90a has dense decode; on SM100 the library has sparse kernels",
         "dtype": "dense_decode.h: fp16 and bf16",
         "kv_dtype": (
             "dense_decode.h: Q and cache in one dtype; dense_fp8_python_api.cpp: both in e4m3, "

@@ -113,8 +113,8 @@ TRTLLM_MHA = BackendCard(
             "jit/xqa.py: fp16 and bf16; fmha_v2_run.cu (`acc_type`) adds up in fp16 where Q is fp16"
         ),
         "kv_dtype": (
-            "XQA has 4 bits on SM120 alone; of e4m3 `trtllm_fmha_v2_prefill` says that it hangs "
-            "on SM90, and refuses it on SM120"
+            "XQA has 4 bits only on SM120; `trtllm_fmha_v2_prefill` says that its e4m3 kernels "
+            "hang on SM90, and refuses e4m3 on SM120"
         ),
         "page_size": (
             "jit/xqa.py: 16, 32, 64, 128; trtllm-gen has 128 for grouped heads of a power of two, "

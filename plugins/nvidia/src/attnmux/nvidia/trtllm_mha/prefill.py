@@ -1,10 +1,10 @@
 """Steps with any number of queries a request.
 
 fmha_v2 wants K and V of a page side by side in one tensor: its paged layout is
-`[pages, 2, page, Hkv, D]`, and an entry p of a block table leads to K at block 2p and to V at block
-2p + 1 of it (paged_kv_cache.h). The pool's K and V lie apart, so each layer copies the step's pages
-to such a tensor, which all layers share. The ragged layouts do not help: on SM90 they read zeros
-for keys beyond the number of queries (dma.h, `total_seqlen`).
+`[pages, 2, page, Hkv, D]`, and an entry p of a block table leads to K in its block 2p and to V in
+its block 2p + 1 (paged_kv_cache.h). The pool's K and V lie apart, so each layer copies the step's
+pages to a tensor of that layout, which all layers share. The ragged layouts do not help: on SM90
+they read zeros for keys beyond the number of queries (dma.h, `total_seqlen`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StagedPrefill(Prefill):
             raise InvalidInput(
                 "token_to_kv_pool",
                 came=dtype,
-                expected=f"{torch.bfloat16} for prefill: fmha_v2 adds up in float32 there alone",
+                expected=f"{torch.bfloat16} for prefill: only there fmha_v2 adds up in float32",
             )
         super().plan(batch, buffers)
 
