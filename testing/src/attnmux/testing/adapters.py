@@ -119,12 +119,9 @@ def outputs(
     step: PreparedStep,
     **more: Any,  # noqa: ANN401  # arguments of `forward`
 ) -> list[torch.Tensor]:
-    """The result of each layer of a step, whose indexer writes its picks first."""
-    results, picks = [], step.batch.topk_indices
-    for given in step.inputs:
-        if given.topk_indices is not None and picks is not None:
-            picks.copy_(given.topk_indices)
-        result = backend.forward(
+    """The result of each layer of a step."""
+    return [
+        backend.forward(
             given.q,
             given.k,
             given.v,
@@ -135,8 +132,8 @@ def outputs(
             k_rope=given.k_rope,
             **more,
         )
-        results.append(result)
-    return results
+        for given in step.inputs
+    ]
 
 
 def misaligned(rows: torch.Tensor) -> torch.Tensor:
