@@ -43,7 +43,7 @@ def inside(module: str, parent: str) -> bool:
     return module == parent or module.startswith(f"{parent}.")
 
 
-WHERE_INSTALLED = {("nsa/factory.py", "attnmux.triton.picks")}
+WHERE_INSTALLED = {("nvidia/nsa.py", "attnmux.triton.picks")}
 """Portable kernels that a plugin takes where they are, and does without where they are not."""
 
 

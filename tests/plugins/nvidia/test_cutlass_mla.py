@@ -8,9 +8,7 @@ import torch
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.core.layer import LayerSpec
-from attnmux.core.rehearsal import rehearse
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.emulators.nvidia import cutlass_mla as emulator
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
 from attnmux.nvidia.cutlass_mla import CutlassMLABackend, CutlassMLAKernels, make
@@ -21,7 +19,13 @@ from attnmux.testing import (
     prepare_step,
     run_case,
 )
-from attnmux.testing.adapters import AdapterTests, AdapterWorld, outputs, recorded
+from attnmux.testing.adapters import (
+    LATENT,
+    AdapterWorld,
+    LatentDecodeTests,
+    outputs,
+    recorded,
+)
 from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = CutlassMLAKernels(
@@ -42,16 +46,7 @@ class TestCutlassMLAEmulated(AttentionBackendTests):
     page_sizes = (128,)
 
 
-LATENT: dict[str, Any] = {
-    "kind": "mla",
-    "num_q_heads": 16,
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "page_size": 128,
-    "max_context_len": 640,
-}
+SETTINGS: dict[str, Any] = {**LATENT, "page_size": 128, "max_context_len": 640}
 CASES = {
     "nothing": ((decode(1, 0, 130), decode(0, 0, 3)), {}),
     "longer": ((decode(640, 639, 256, 128, 129), decode(1, 128)), {}),
@@ -72,24 +67,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_other_steps(name, splits, graph) -> None:
     steps, settings = CASES[name]
-    case = Case(name=name, steps=steps, **{**LATENT, **settings}, graph=graph)
+    case = Case(name=name, steps=steps, **{**SETTINGS, **settings}, graph=graph)
     outcome = run_case(replace(CANDIDATE, options={"num_kv_splits": splits}), case)
     assert outcome.status == "passed", outcome.message
 
 
-def test_parts_of_the_kernel_s_own_choice_run_without_graphs() -> None:
+def test_splits_that_the_kernel_chooses_run_without_graphs() -> None:
     chosen = replace(CANDIDATE, options={"num_kv_splits": -1})
-    case = Case(name="auto", steps=(decode(640, 3), decode(1)), **LATENT)
+    case = Case(name="auto", steps=(decode(640, 3), decode(1)), **SETTINGS)
     assert run_case(chosen, case).status == "passed"
     outcome = run_case(chosen, replace(case, graph=True))
     assert isinstance(outcome.error, GraphUnsupported)
     assert "num_kv_splits" in outcome.message
 
 
-CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=LATENT)
+CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=SETTINGS)
 
 
-class TestCutlassMLAAdapter(AdapterTests):
+class TestCutlassMLAAdapter(LatentDecodeTests):
     adapter = CUTLASS
 
 
@@ -133,7 +128,7 @@ def test_graphs_keep_their_scratch_memory() -> None:
     assert backend._step.workspace is captured
 
 
-def test_a_request_without_keys_is_told_to_have_one() -> None:
+def test_a_request_without_keys_is_given_one() -> None:
     kernels, calls = recorded(EMULATED)
     first, _ = outputs(*CUTLASS.prepared(decode(5, 0), kernels=kernels))
     assert calls[1].args[3].tolist() == [5, 1]
@@ -141,16 +136,11 @@ def test_a_request_without_keys_is_told_to_have_one() -> None:
     assert not first[1].any()
 
 
-@pytest.mark.parametrize(
-    "step", [extend((0, 3)), verify(3, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)]
-)
-def test_steps_that_are_refused(step) -> None:
-    world = CUTLASS.world(step, spec_topk=1, kv_in_pool=True)
-    backend, prepared = CUTLASS.backend(world.context), prepare_step(world, step)
+@pytest.mark.parametrize("step", [verify(3, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)])
+def test_drafts_are_refused(step) -> None:
+    world = CUTLASS.world(step, spec_topk=1)
     with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
-        backend.init_forward_metadata(prepared.batch)
-    with pytest.raises(AttnmuxError, match="no step is prepared"):
-        outputs(backend, prepared)
+        CUTLASS.backend(world.context).init_forward_metadata(prepare_step(world, step).batch)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +151,9 @@ def test_steps_that_are_refused(step) -> None:
         ({"kv_dtype": "fp8_e4m3"}, "token_to_kv_pool"),
         ({"dtype": "float32"}, "token_to_kv_pool"),
         ({"num_q_heads": 144}, "layer 1"),
-        ({"kv_lora_rank": 256}, "layer 1"),
-        ({"logit_cap": 2.0}, "layer 1"),
-        ({"sinks": True}, "layer 1"),
-        ({"kind": "mha", "kv_lora_rank": None, "qk_rope_head_dim": None}, "layers"),
     ],
 )
-def test_pools_and_layers_that_are_refused(settings, argument) -> None:
+def test_pools_and_heads_that_are_refused(settings, argument) -> None:
     world = CUTLASS.world(decode(3), **settings)
     with pytest.raises(InvalidInput) as refusal:
         CUTLASS.backend(world.context)
@@ -187,27 +173,4 @@ def test_there_is_no_lse() -> None:
     with pytest.raises(InvalidInput, match="gives no LSE"):
         backend.forward(
             given.q, None, None, given.layer, prepared.batch, q_rope=given.q_rope, lse=lse
-        )
-
-
-def test_layers_of_the_expanded_prefill_are_left_to_others() -> None:
-    step = decode(3, 70)
-    world = CUTLASS.world(step, kv_in_pool=True)
-    expanded = LayerSpec(
-        layer_id=100,
-        tp_q_head_num=16,
-        tp_k_head_num=16,
-        tp_v_head_num=16,
-        qk_head_dim=192,
-        v_head_dim=128,
-        scaling=1.0,
-    )
-    context = replace(world.context, layers=(expanded, *world.context.layers))
-    rehearse(CUTLASS.backend(context))
-    backend, prepared = CUTLASS.backend(context), prepare_step(world, step)
-    backend.init_forward_metadata(prepared.batch)
-    assert all(out.isfinite().all() for out in outputs(backend, prepared))
-    with pytest.raises(InvalidInput, match=r"serves: \[1, 3\], got mha, id 100"):
-        backend.forward(
-            torch.zeros(2, 16, 192, dtype=torch.bfloat16), None, None, expanded, prepared.batch
         )

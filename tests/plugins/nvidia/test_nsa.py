@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import math
 import sys
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,37 +11,38 @@ import torch
 
 from attnmux.core import indices
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.nsa import Kernels, NSABackend
-from attnmux.nvidia.nsa.factory import lookup, make
-from attnmux.nvidia.nsa.providers import from_flash_mla, from_sgl_kernel
-from attnmux.nvidia.nsa.trial import measured_lse_unit
-from attnmux.testing import (
-    AttentionBackendTests,
-    Candidate,
-    Case,
-    make_world,
-    prepare_step,
-    run_case,
+from attnmux.nvidia.nsa import (
+    NSABackend,
+    NSAKernels,
+    from_flash_mla,
+    from_sgl_kernel,
+    lookup,
+    make,
 )
+from attnmux.testing import AttentionBackendTests, Candidate, Case, run_case
+from attnmux.testing.adapters import LATENT, AdapterTests, AdapterWorld, outputs, recorded
 from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(SglKernel), "flash_mla": from_flash_mla(FlashMLA)}
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 LN2 = math.log(2)
 
 
-def candidate(kernels: Kernels, *, lse_unit: float | None = None) -> Candidate:
+def candidate(kernels: NSAKernels, *, lse_unit: float | None = None) -> Candidate:
     """lse_unit: instead of the measured one."""
 
     def factory(context, options) -> NSABackend:
-        unit = lse_unit or measured_lse_unit(kernels, context)
-        return NSABackend(context, options, kernels, lse_unit=unit)
+        backend = NSABackend(context, options, kernels)
+        backend._lse_unit = lse_unit or backend._lse_unit
+        return backend
 
     return Candidate(
         card=replace(NSA, status="available", requires=()),
-        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        platform=HOPPER,
         device="cpu",
         factory=factory,
     )
@@ -60,13 +55,9 @@ class TestNSA(AttentionBackendTests):
     page_sizes = (64,)
 
 
-LATENT: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
+    **LATENT,
     "kind": "nsa",
-    "num_q_heads": 16,
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
     "page_size": 64,
     "max_context_len": 320,
     "index_topk": 64,
@@ -91,21 +82,44 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_reference(library, name) -> None:
     steps, settings = CASES[name]
-    case = Case(name=name, steps=steps, **{**LATENT, **settings})
+    case = Case(name=name, steps=steps, **{**SETTINGS, **settings})
     outcome = run_case(candidate(EMULATED[library]), case)
     assert outcome.status == "passed", outcome.message
 
 
-def world_of(*steps, **settings):
-    case = Case(name="nsa", steps=steps, **{**LATENT, **settings})
-    return make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+class SparseWorld(AdapterWorld):
+    """The batch has the first layer's picks."""
+
+    def prepared(self, *args, **more):
+        backend, step = super().prepared(*args, **more)
+        step.batch.topk_indices.copy_(step.inputs[0].topk_indices)
+        return backend, step
+
+
+SPARSE = SparseWorld(
+    library=replace(make, backend=NSABackend),
+    kernels=EMULATED["sgl_kernel"],
+    platform=HOPPER,
+    settings=SETTINGS,
+)
+
+
+class TestNSAAdapter(AdapterTests):
+    adapter = SPARSE
+
+    def test_metadata_is_made_once_a_step(self) -> None:
+        """Only the tokens' rows of the request table: picks are looked up in each layer."""
+        backend, prepared = SPARSE.prepared(extend((20, 3), (0, 9)))
+        before = outputs(backend, prepared)
+        prepared.batch.req_pool_indices.zero_()
+        torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("library", "unit"), [("sgl_kernel", LN2), ("flash_mla", 1.0)])
 def test_the_unit_of_lse_is_measured(library, unit) -> None:
     """Whatever a package documents."""
-    world = world_of(decode(3))
-    assert measured_lse_unit(EMULATED[library], world.context) == unit
+    context = SPARSE.world(decode(3)).context
+    assert SPARSE.backend(context, kernels=EMULATED[library])._lse_unit == unit
 
 
 def test_an_lse_of_neither_base_is_refused() -> None:
@@ -115,12 +129,22 @@ def test_an_lse_of_neither_base_is_refused() -> None:
 
     kernels = replace(EMULATED["sgl_kernel"], flash_mla_sparse_fwd=odd)
     with pytest.raises(BackendFailed, match=r"have LSE 3\.0000, neither ln 2 nor log2 2"):
-        measured_lse_unit(kernels, world_of(decode(3)).context)
+        SPARSE.backend(SPARSE.world(decode(3)).context, kernels=kernels)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_the_trial_attends_in_each_phase(kv_dtype) -> None:
+    kernels, calls = recorded(EMULATED["sgl_kernel"])
+    context = SPARSE.world(decode(3), extend((0, 3)), kv_dtype=kv_dtype).context
+    backend = SPARSE.backend(context, kernels=kernels)
+    calls.clear()
+    rehearse(backend)
+    assert [call.name for call in calls] == ["topk_slots", "flash_mla_sparse_fwd"] * 2
 
 
 def test_the_wrong_unit_shows() -> None:
     """The suite's tolerance tells the bases apart."""
-    case = Case(name="lse", steps=(decode(90, 3),), lse=True, **LATENT)
+    case = Case(name="lse", steps=(decode(90, 3),), lse=True, **SETTINGS)
     outcome = run_case(candidate(EMULATED["sgl_kernel"], lse_unit=1.0), case)
     assert outcome.status == "failed"
     assert "LSE" in outcome.message
@@ -139,36 +163,25 @@ def test_the_wrong_unit_shows() -> None:
     ],
 )
 def test_refuses_what_is_not_on_the_card(settings, said) -> None:
-    world = world_of(decode(3), **settings)
     with pytest.raises(InvalidInput, match=said):
-        NSABackend(world.context, {}, EMULATED["sgl_kernel"], lse_unit=1.0)
+        SPARSE.backend(SPARSE.world(decode(3), **settings).context)
 
 
-def test_refuses_what_no_step_prepared() -> None:
-    world = world_of(decode(3), verify(3, 7), spec_topk=4)
-    backend = NSABackend(world.context, {}, EMULATED["sgl_kernel"], lse_unit=1.0)
-    step = prepare_step(world, world.case.steps[0])
-    given = step.inputs[0]
-
-    def call(batch, q=given.q):
-        return backend.forward(
-            q, given.k, None, given.layer, batch, q_rope=given.q_rope, k_rope=given.k_rope
-        )
-
-    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
-        call(step.batch)
-    backend.init_forward_metadata(step.batch)
+def test_steps_that_are_refused() -> None:
+    backend, prepared = SPARSE.prepared(decode(3), spec_topk=4)
+    unpicked = replace(prepared, batch=replace(prepared.batch, topk_indices=None))
     with pytest.raises(InvalidInput, match="topk_indices: expected the keys that the indexer"):
-        call(replace(step.batch, topk_indices=None))
-    extending = prepare_step(world, extend((0, 3))).batch
-    with pytest.raises(GraphUnsupported, match="EXTEND is captured by no graph"):
+        outputs(backend, unpicked)
+    extending = SPARSE.prepared(extend((0, 3)))[1].batch
+    backend.init_cuda_graph_state(4, 4)
+    with pytest.raises(GraphUnsupported, match="EXTEND runs without a graph"):
         backend.init_forward_metadata_out_graph(extending, in_capture=True)
     with pytest.raises(InvalidInput, match="custom_mask"):
-        backend.init_forward_metadata(prepare_step(world, world.case.steps[1]).batch)
+        SPARSE.prepared(verify(3, 7), spec_topk=4)
 
 
 def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
-    world = world_of(decode(3))
+    context = SPARSE.world(decode(3)).context
     monkeypatch.setitem(sys.modules, "attnmux.triton.picks", None)
 
     def broken(*args, **named):
@@ -178,22 +191,22 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
     for name in absent:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendFailed, match=r"flash_mla: .*; sgl_kernel\.flash_mla: "):
-        make(world.context, {})
+        make(context)
     monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=broken))
     with pytest.raises(BackendFailed, match=r"flash_mla: .*no kernel image"):
-        make(world.context, {})
+        make(context)
     # FlashMLA's own build, which has no legacy half
     own = SimpleNamespace(flash_mla_sparse_fwd=SglKernel.flash_mla_sparse_fwd)
     monkeypatch.setitem(sys.modules, "flash_mla", own)
     with pytest.raises(BackendFailed, match=r"flash_mla: .*use_legacy"):
-        make(world.context, {})
+        make(context)
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_mla=SglKernel))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", SglKernel)
-    assert make(world.context, {})._lse_unit == LN2
+    assert make(context)._lse_unit == LN2
 
 
 def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
-    context = world_of(decode(3)).context
+    context = SPARSE.world(decode(3)).context
     triton = "attnmux.triton.picks"
     monkeypatch.setitem(sys.modules, triton, None)
     assert lookup(context) is indices.topk_slots
@@ -213,7 +226,7 @@ def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
 
 
 def test_emulator_by_hand() -> None:
-    """Two keys of the same logit, one that is named twice, an end, and nobody's row."""
+    """Equal logits, a key that is named twice, one beyond the end, a row without keys."""
     kv = torch.zeros(4, 1, 576, dtype=torch.bfloat16)
     kv[0, 0, :512], kv[1, 0, :512], kv[3] = 2, 5, torch.nan
     q = torch.zeros(3, 64, 576, dtype=torch.bfloat16)
@@ -268,42 +281,3 @@ def test_the_emulator_refuses_what_the_library_does(change, said) -> None:
     with pytest.raises(AssertionError, match="legacy"):
         FlashMLA.flash_mla_sparse_fwd(**plain, return_log2_lse=True)
     assert FlashMLA.flash_mla_sparse_fwd(**plain, use_legacy=True, return_log2_lse=False)[1] is None
-
-
-RECORDED = json.loads(
-    (Path(__file__).parent / "data" / "flash_mla_sparse_fwd.json").read_text(encoding="utf-8")
-)
-EMULATORS = {"sglang-kernel": SglKernel, "sgl-flash-mla": FlashMLA}
-BY_DISTRIBUTION = pytest.mark.parametrize(
-    "recorded", RECORDED, ids=lambda record: record["distribution"]
-)
-
-
-@BY_DISTRIBUTION
-def test_emulated_signature(recorded) -> None:
-    signature = inspect.signature(EMULATORS[recorded["distribution"]].flash_mla_sparse_fwd)
-    found = [
-        [each.name, each.kind.name, None if each.default is each.empty else repr(each.default)]
-        for each in signature.parameters.values()
-    ]
-    assert found == recorded["parameters"]
-
-
-@BY_DISTRIBUTION
-def test_installed_signature(recorded) -> None:
-    """Whatever is installed takes what the adapter passes; it imports on its devices alone."""
-    try:
-        version(recorded["distribution"])
-    except PackageNotFoundError:
-        pytest.skip(f"{recorded['distribution']} is not installed")
-    package, _, module = recorded["module"].partition(".")
-    folder = find_spec(package).submodule_search_locations[0]
-    tree = ast.parse(Path(folder, f"{module}.py").read_text(encoding="utf-8"))
-    (function,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "flash_mla_sparse_fwd"
-    )
-    names = [argument.arg for argument in function.args.args]
-    wanted = [name for name, _, _ in recorded["parameters"]]
-    assert [name for name in names if name in wanted] == wanted

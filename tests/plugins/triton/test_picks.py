@@ -13,9 +13,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import topk_slots
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.nsa import NSABackend
-from attnmux.nvidia.nsa.providers import from_flash_mla
-from attnmux.nvidia.nsa.trial import measured_lse_unit
+from attnmux.nvidia.nsa import NSABackend, from_flash_mla
 from attnmux.testing import AttentionBackendTests, Candidate
 
 pytest.importorskip("triton")
@@ -25,7 +23,7 @@ from attnmux.triton.picks import TopkSlots  # where there is a Triton
 
 def sparse(context, options) -> NSABackend:
     kernels = replace(from_flash_mla(FlashMLA), topk_slots=TopkSlots())
-    return NSABackend(context, options, kernels, lse_unit=measured_lse_unit(kernels, context))
+    return NSABackend(context, options, kernels)
 
 
 class TestSparseAttention(AttentionBackendTests):

@@ -8,7 +8,7 @@ What the real functions do with their arguments, as far as an adapter can notice
   gave. Rows of 128 heads are loaded where they are.
 - Rows of the page table are read end to end, whatever its strides; the kernel counts as many keys a
   request as the table has room for.
-- Keys are loaded in tiles of 128. What a tile holds behind a request's end gets weight 0, so that V
+- Keys are loaded in tiles of 128. What a tile holds after a request's end gets weight 0, so that V
   there has to be finite.
 - A request without keys: its output is what the allocator gave.
 - The workspace is not looked at: too small a one is written beyond its end. What it holds before

@@ -59,7 +59,7 @@ def attend(
 
 
 def token_places(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of the packed tokens: its request, B behind the last one's, and its place there.
+    """The request of each packed token, B after the last request's, and its place in the request.
 
     cu_seqlens: [B + 1] int32. Returns two [num_tokens] int64.
     """
@@ -70,7 +70,7 @@ def token_places(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tenso
 
 
 def padded(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """[B, longest, …] of packed [total, …]; what lies behind a request's end is some other row."""
+    """[B, longest, …] of packed [total, …]; after a request's end come other rows."""
     columns = torch.arange(longest, device=packed.device)
     rows = cu_seqlens[:-1].long().unsqueeze(1) + columns
     if not packed.shape[0]:
@@ -81,7 +81,7 @@ def padded(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torc
 def unpadded(batched: torch.Tensor, cu_seqlens: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """The rows of batched [B, longest, …] back in packed order, and `into`'s where there are none.
 
-    into: [total, …]; rows behind the last request's keep what it holds.
+    into: [total, …]; rows after the last request's keep their values.
     """
     request, place = token_places(cu_seqlens, into.shape[0])
     num_requests, longest = batched.shape[:2]

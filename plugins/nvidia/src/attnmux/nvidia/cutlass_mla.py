@@ -2,7 +2,7 @@
 
 The library takes one query a request, its latent and its rotary part apart, and gives no LSE. Rows
 of the page table are contiguous. It leaves the output of a request without keys unwritten, and
-divides by 0 where it merges parts: such a request is given one key, and its output is replaced. It
+divides by 0 where it merges parts: that request is given one key, and its output is replaced. It
 allocates its output; its scratch memory is ours, need not be zeroed, and its size is not checked.
 """
 
@@ -15,18 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, filled, imported
+from attnmux.core.library import KernelLibrary, filled, imported
 from attnmux.core.rehearsal import rehearse
-from attnmux.nvidia.latent import (
-    KeyLens,
-    check_latent,
-    check_plain,
-    latent_layers,
-    latent_pages,
-    rotary,
-)
-from attnmux.nvidia.page_tables import KeyGroup, Keys, Step, fixed_buffers
+from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
+from attnmux.nvidia.latent import LatentDecodeBackend, check_plain, latent_pages, rotary
+from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.pools import check_page_size, check_sixteen_bits
 from attnmux.nvidia.rows import aligned
 
@@ -64,43 +59,37 @@ class CutlassMLALayer:
     scale: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CutlassMLABuffers:
+@dataclass(kw_only=True, slots=True, eq=False)
+class CutlassMLABuffers(DecodeBuffers):
     """What graphs replay with."""
 
-    keys: dict[KeyGroup, Keys]
-    lens: KeyLens
     workspace: torch.Tensor
     """A captured launch has its address, so it stays when the shared workspace grows."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class CutlassMLAStep:
+class CutlassMLAStep(DecodeStep):
     """A decode step."""
 
-    tables: Step
-    workspace: torch.Tensor | None
+    workspace: torch.Tensor | None = None
     """None for a step without requests."""
-    buffers: CutlassMLABuffers | None
-    lens: KeyLens | None = None
-    """Set by `fill_step`."""
 
 
 class CutlassMLABackend(
-    LibraryBackend[CutlassMLAKernels, CutlassMLALayer, CutlassMLAStep, CutlassMLABuffers]
+    LatentDecodeBackend[CutlassMLAKernels, CutlassMLALayer, CutlassMLAStep, CutlassMLABuffers]
 ):
     """Decoding of MLA on SM100; prefill, verification and drafts are another backend's."""
+
+    modes = (ForwardMode.DECODE,)
 
     def __init__(
         self, context: BackendContext, options: Mapping[str, object], kernels: CutlassMLAKernels
     ) -> None:
         """Raises InvalidInput for options, layers and pools that the kernel does not serve."""
-        super().__init__(context, options, kernels, latent_layers(context))
+        super().__init__(context, options, kernels)
         self._num_kv_splits = _read_num_kv_splits(options)
-        self._groups = tuple(dict.fromkeys(layer.group for layer in self._layers.values()))
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
-        check_latent(layer)
         check_plain(layer)
         check_page_size(self.context, PAGE)
         check_sixteen_bits(self.context)
@@ -116,33 +105,21 @@ class CutlassMLABackend(
             scale=layer.scaling,
         )
 
-    def plan_step(self, batch: ForwardBatch, buffers: CutlassMLABuffers | None) -> CutlassMLAStep:
-        if not batch.forward_mode.is_decode():
-            raise InvalidInput(
-                "forward_mode",
-                came=batch.forward_mode.name,
-                expected="DECODE: other steps are for the backends of their phases",
-            )
-        tables = Step.of(batch, self.context, buffers.keys if buffers else {})
-        workspace = buffers.workspace if buffers else None
-        if buffers is None and batch.batch_size:
-            workspace = self._workspace(tables.max_seqlen_k, batch.batch_size)
-        return CutlassMLAStep(tables=tables, workspace=workspace, buffers=buffers)
-
-    def fill_step(self, step: CutlassMLAStep, batch: ForwardBatch) -> None:
-        step.tables.fill(batch, self._groups, self.context)
-        step.lens = KeyLens.of(batch.seq_lens, step.buffers.lens if step.buffers else None)
+    def plan_decode(self, batch: ForwardBatch, buffers: CutlassMLABuffers | None) -> CutlassMLAStep:
+        step = CutlassMLAStep.of(batch, self.context, buffers)
+        if buffers is not None:
+            step.workspace = buffers.workspace
+        elif batch.batch_size:
+            step.workspace = self._workspace(step.tables.max_seqlen_k, batch.batch_size)
+        return step
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> CutlassMLABuffers:
         if self._num_kv_splits < 1:
             raise GraphUnsupported(
                 "a graph cannot hold splits that the kernel chooses: set num_kv_splits to 1 or more"
             )
-        return CutlassMLABuffers(
-            keys=fixed_buffers(self._groups, max_bs, self.context),
-            lens=KeyLens.buffers(max_bs, self.context.device),
-            workspace=self._workspace(self.context.max_context_len, max_bs),
-        )
+        workspace = self._workspace(self.context.max_context_len, max_bs)
+        return CutlassMLABuffers.of(self._groups, max_bs, self.context, workspace=workspace)
 
     def attend(
         self,
@@ -153,18 +130,18 @@ class CutlassMLABackend(
     ) -> torch.Tensor:
         if call.lse is not None:
             raise InvalidInput("lse", came="a tensor", expected="None: the library gives no LSE")
-        lens = filled(step.lens)
+        keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),
             aligned(rotary(call.q_rope)),
             layer.cache,
-            lens.at_least_one,
-            step.tables.keys[layer.group].page_table,
+            keys.lens,
+            keys.page_table,
             step.workspace,
             layer.scale,
             self._num_kv_splits,
         )
-        lens.replace(result, 0)
+        step.replace_empty(result)
         return result
 
     def _workspace(self, max_seqlen_k: int, batch_size: int) -> torch.Tensor:

@@ -1,24 +1,42 @@
-"""Layers of MLA as the kernels see them: a row of the cache is a token's latent and rotary key."""
+"""Layers of MLA as the kernels see them, and the base of the backends that only decode them.
+
+A row of the cache is a token's latent and its rotary key.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.library import LibraryBackend
+from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
+from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.rows import is_aligned
 
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
 RANK = 512
-"""Dim of the latent, which is V too: the one that every kernel for MLA is built for."""
+"""Dim of the latent, which is V too: every kernel for MLA is built for this one."""
 ROPE = 64
-"""Dim of the rotary part beside it."""
+"""Dim of the rotary part, which follows the latent in a row."""
+
+K = TypeVar("K")
+L = TypeVar("L")
+S = TypeVar("S", bound=DecodeStep)
+B = TypeVar("B", bound=DecodeBuffers)
 
 
 def check_latent(layer: LayerSpec) -> None:
-    """Raises InvalidInput for a layer that is not MLA with a latent of 512 and 64 beside it."""
+    """Raises InvalidInput for a layer that is not MLA with a latent of 512 and a rope of 64."""
     if layer.kind != "mla" or (layer.v_head_dim, layer.qk_rope_head_dim) != (RANK, ROPE):
         raise InvalidInput(
             f"layer {layer.layer_id}",
@@ -37,19 +55,19 @@ def check_plain(layer: LayerSpec) -> None:
         f"attention_chunk_size {layer.attention_chunk_size}": layer.attention_chunk_size > 0,
         "sinks": layer.sinks is not None,
     }
-    came = [name for name, is_set in extras.items() if is_set]
-    if came:
+    found = [name for name, is_set in extras.items() if is_set]
+    if found:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=" and ".join(came),
+            came=" and ".join(found),
             expected="causal self-attention without cap, window, chunks and sinks",
         )
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
-    """The context's layers over a latent, at least one.
+    """The context's layers of MLA, at least one, all of which `check_latent` accepts.
 
-    The others are those that the expanded prefill calls, which decoding never does.
+    The others belong to the expanded prefill, which decoding never calls.
     Raises InvalidInput where there is none, and for dims that no kernel is built for.
     """
     layers = tuple(layer for layer in context.layers if layer.kind == "mla")
@@ -78,8 +96,9 @@ def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
 
 
 def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
-    """[T, Hq, 576]: queries of kernels that take both parts as one row. Nothing is copied where
-    they are the parts of one, end to end.
+    """Queries [T, Hq, 576] for kernels that take both parts as one row.
+
+    Nothing is copied where the parts lie end to end in rows that kernels can load.
 
     q: [T, Hq, 512]. q_rope: [T, Hq, 64].
     Raises InvalidInput where q_rope is missing.
@@ -91,7 +110,6 @@ def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
 
 
 def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
-    """Whether the rotary part lies behind the other in memory, in rows that kernels can load."""
     width = RANK + ROPE
     strides = (q.shape[1] * width, width, 1)
     if q.stride() != strides or q_rope.stride() != strides:
@@ -104,35 +122,44 @@ def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeyLens:
-    """Keys a request, for kernels that must not be given a request without any."""
+class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
+    """The base of backends that decode, verify or draft over latents, and never prefill."""
 
-    at_least_one: torch.Tensor
-    """[B] int32. Tables are padded with the reserved page, which may be read: the key that a
-    request without any is said to have lies there."""
-    is_empty: torch.Tensor
-    """[B] bool: requests whose result is to be replaced."""
+    modes: ClassVar[tuple[ForwardMode, ...]]
+    """The steps that the kernels serve."""
 
-    @classmethod
-    def buffers(cls, max_batch_size: int, device: torch.device) -> KeyLens:
-        """What graphs of up to max_batch_size requests are captured with."""
-        return cls(
-            at_least_one=torch.ones(max_batch_size, dtype=torch.int32, device=device),
-            is_empty=torch.zeros(max_batch_size, dtype=torch.bool, device=device),
-        )
+    def __init__(self, context: BackendContext, options: Mapping[str, object], kernels: K) -> None:
+        """Raises InvalidInput for options, layers and pools that the kernels do not serve."""
+        layers = latent_layers(context)
+        super().__init__(context, options, kernels, layers)
+        self._groups = tuple(dict.fromkeys(KeyGroup.of(layer, context) for layer in layers))
 
-    @classmethod
-    def of(cls, lens: torch.Tensor, buffers: KeyLens | None = None) -> KeyLens:
-        """From lens [B] int32, in the front of the buffers where they are given."""
-        if buffers is None:
-            return cls(at_least_one=lens.clamp(min=1), is_empty=lens == 0)
-        size = len(lens)
-        return cls(
-            at_least_one=torch.clamp(lens, min=1, out=buffers.at_least_one[:size]),
-            is_empty=torch.eq(lens, 0, out=buffers.is_empty[:size]),
-        )
+    @abstractmethod
+    def plan_decode(self, batch: ForwardBatch, buffers: B | None) -> S:
+        """As `plan_step`, for a step of one of `modes`."""
 
-    def replace(self, rows: torch.Tensor, value: float) -> None:
-        """Write `value` to the rows [B, …] of requests without keys, whatever they hold."""
-        rows.masked_fill_(self.is_empty.view(-1, *[1] * (rows.dim() - 1)), value)
+    def plan_step(self, batch: ForwardBatch, buffers: B | None) -> S:
+        mode = batch.forward_mode
+        if mode not in self.modes:
+            raise InvalidInput(
+                "forward_mode",
+                came=mode.name,
+                expected=f"{' or '.join(each.name for each in self.modes)}: other steps are for "
+                "the backends of their phases",
+            )
+        if buffers is not None and mode.is_draft_extend():
+            raise GraphUnsupported(
+                "graphs hold steps with the same number of new tokens for every request: run "
+                "DRAFT_EXTEND eagerly"
+            )
+        return self.plan_decode(batch, buffers)
+
+    def fill_step(self, step: S, batch: ForwardBatch) -> None:
+        step.fill(batch, self._groups, self.context)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.has_own_kv:
+            raise InvalidInput(
+                "save_kv_cache", came=False, expected="True: the kernels read only the pool"
+            )
+        return super().forward_extend(call, batch)

@@ -9,7 +9,7 @@ What the real functions do with their arguments, as far as an adapter can notice
   are rounded to float8_e4m3fn, unscaled, and the descales [1] multiply: Q's and K's the logits, K's
   the output too.
 - A query without keys has output 0 and LSE +inf.
-- Over float8_e4m3fn a request of length 0 is an error that nobody reports: the kernel reads the
+- Over float8_e4m3fn a request of length 0 is an error that is not reported: the kernel reads the
   block table before its row, and any page that it finds there. Here every result is NaN then.
 - Over float8_e4m3fn the causal mask is applied in the last two pages of a request's keys alone, so
   that the first of more than 66 queries would see later keys. Here every result is NaN then.
@@ -17,7 +17,7 @@ What the real functions do with their arguments, as far as an adapter can notice
   schedule, and the device traps. Here the schedule is refused.
 - A schedule of other lengths, of other queries or for other dtypes gives wrong results; the library
   checks its shape alone. Here it gives NaN.
-- Keys behind a request's end do not matter, whatever they hold. The page of a table's first entry
+- Keys after a request's end do not matter, whatever they hold. The page of a table's first entry
   is read even for length 0.
 
 Shapes are static and nothing is read on the host.
@@ -47,7 +47,7 @@ def schedule(
     """Which keys each part takes, [parts, 8], and where the parts of requests begin, [B + 1].
 
     lens: [B] int32. num_rows: queries times heads of a request.
-    The real parts follow from the lengths in another way; these can be told apart as well.
+    The real parts follow from the lengths in another way; these differ with the lengths too.
     Raises RuntimeError for what the library refuses.
     """
     check(lens.dtype == torch.int32, "seqlens_k must have dtype int32")

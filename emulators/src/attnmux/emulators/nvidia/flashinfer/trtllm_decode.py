@@ -1,12 +1,11 @@
 """flashinfer 0.6.13's decode over paged KV by TensorRT-LLM's kernels: XQA of SM90, trtllm-gen.
 
-XQA knows no strides of Q, output, tables and mask; one scale serves K and V, and only where they
-are 8-bit floats, whose products it then makes in 8 bits. A request without keys is divided by 0, or
-by its sink, and not written at all in 8 bits. A step of several queries a request sees its own
-tokens by a mask, and of a window skips whole tiles only; a sink goes by the place of a row in its
-block.
-trtllm-gen knows the strides of Q and is causal from the end; it has kernels for Q of the dtype of
-K and V. Neither leaves its counters at other than 0.
+XQA takes no strides of Q, output, tables and mask. One scale serves K and V, and only where they
+are 8-bit floats; products are then made in 8 bits. The row of a request without keys is 0 divided
+by 0, or by its sink; in 8 bits it is not written. In a step of several queries a request, a mask
+says which of them each sees, a window skips only whole tiles, and a row gets the sink of its place
+in its block. trtllm-gen takes the strides of Q and is causal from the end; it has kernels for Q of
+the dtype of K and V. Both expect counters of 0 and leave them so.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """What a kernel that is told an address and no strides takes the tensor for."""
+    """The tensor as a kernel sees it that takes an address and no strides."""
     strides = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, strides)
 
@@ -36,11 +36,11 @@ def int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def paged(
     cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, *, tile: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [B, S, Hkv, D] in float64 behind tables [B, M], and [B, S] which of them are there.
+    """The rows [B, S, Hkv, D] that tables [B, M] lead to, in float64, and [B, S] which are keys.
 
-    tile: rows that are loaded at once: those of the last tile behind the last token have weight 0,
-    which makes no zero of what is not finite. Those behind it are not looked at. A table's entry
-    that is no page is NaN, where a kernel would fault.
+    tile: rows that are loaded at once. After the last token, rows of its tile have weight 0, which
+    makes no zero of values that are not finite; later rows are not loaded. An entry of a table that
+    is no page gives NaN, where a kernel would fault.
     """
     page_size = cache.shape[1]
     is_page = (tables >= 0) & (tables < len(cache))
@@ -74,8 +74,8 @@ def spoiled(
 ) -> torch.Tensor:
     """out [B, Tq, Hq, Dv] with NaN where a kernel gives anything.
 
-    A row without keys is divided by 0. Counters that were not left at 0 tell no block that it is
-    the last, so that nobody writes.
+    A row without keys is divided by 0. Where counters were not left at 0, no block
+    finds that it is the last, and none writes.
     """
     nbytes = workspace.numel() * workspace.element_size()
     if nbytes <= COUNTER_BYTES:

@@ -1,10 +1,10 @@
 """flashinfer 0.6.13's prefill over paged KV by TensorRT-LLM's kernels: trtllm-gen, fmha_v2 of SM90.
 
-fmha_v2 knows no strides. Its paged layouts are one tensor [pages, 2, …]: a table's entry p leads to
-K at block 2p and V at block 2p + 1, counted from K's address; pages are loaded whole. It counts
-tiles at the front of its workspace and leaves the count there. A window of 0 is one only where
-`mask_mode` says so. In float16 it sums up logits and values in float16, the values before they are
-divided. Rows of no request are not written by either.
+fmha_v2 takes no strides. Its paged layouts are one tensor [pages, 2, …]: a table's entry p leads to
+K in block 2p and to V in block 2p + 1, counted from K's address; pages are loaded whole. It counts
+tiles at the front of its workspace and leaves the count there. A window of 0 hides keys only where
+`mask_mode` says so. In float16 it adds up logits and values in float16, the values before they are
+divided. Neither kernel writes rows of no request.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ CUTLASS_MLA = BackendCard(
         "num_q_heads": "`cutlass_mla_decode` pads heads to 128",
         "kv_lora_rank": "`cutlass_mla_decode`: q_nope [B, H, 512], q_pe [B, H, 64]",
         "qk_rope_head_dim": "as kv_lora_rank",
-        "spec_topk": "asked of plain decode too; verify and draft are the companion's",
+        "spec_topk": "declared for plain decode too; verify and draft are the companion's",
     },
     clauses=tuple(map(_clause, ("bfloat16", "float16"))),
-    priors=(Prior(rank=36, source="vLLM 0.33 ranks it behind flashinfer's MLA on SM100"),),
+    priors=(Prior(rank=36, source="vLLM 0.33 ranks it after flashinfer's MLA on SM100"),),
 )

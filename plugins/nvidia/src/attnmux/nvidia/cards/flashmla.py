@@ -31,7 +31,7 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
 FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
-    factory="attnmux.nvidia.flashmla.factory:make",
+    factory="attnmux.nvidia.flashmla:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     companions=("flashinfer_mla",),
@@ -39,7 +39,7 @@ FLASHMLA = BackendCard(
     fp8_products=True,
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
-        "version": "dense decode is SM90a's alone; what the library has for SM100 is sparse",
+        "version": "only SM90a has dense decode; on SM100 the library has sparse kernels",
         "dtype": "dense_decode.h: fp16 and bf16",
         "kv_dtype": (
             "dense_decode.h: Q and cache in one dtype; dense_fp8_python_api.cpp: both in e4m3, "

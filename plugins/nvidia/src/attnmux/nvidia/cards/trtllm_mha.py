@@ -85,7 +85,7 @@ def _tiled(version: Condition, dtype: str, stored: Condition) -> Iterator[Clause
 TRTLLM_MHA = BackendCard(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
-    factory="attnmux.nvidia.trtllm_mha.factory:make",
+    factory="attnmux.nvidia.trtllm_mha:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
@@ -113,8 +113,8 @@ TRTLLM_MHA = BackendCard(
             "jit/xqa.py: fp16 and bf16; fmha_v2_run.cu (`acc_type`) adds up in fp16 where Q is fp16"
         ),
         "kv_dtype": (
-            "XQA has 4 bits on SM120 alone; of e4m3 `trtllm_fmha_v2_prefill` says that it hangs "
-            "on SM90, and refuses it on SM120"
+            "XQA has 4 bits only on SM120; `trtllm_fmha_v2_prefill` says that its e4m3 kernels "
+            "hang on SM90, and refuses e4m3 on SM120"
         ),
         "page_size": (
             "jit/xqa.py: 16, 32, 64, 128; trtllm-gen has 128 for grouped heads of a power of two, "

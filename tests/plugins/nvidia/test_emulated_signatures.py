@@ -1,0 +1,99 @@
+"""The emulators and the real libraries take the same arguments.
+
+Libraries for MLA import on their devices alone, so their signatures are read from their files.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnmux.emulators.nvidia import cutlass_mla
+from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
+from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
+
+EMULATORS: dict[str, tuple[object, ...]] = {
+    "sglang-kernel-flash_mla-0.4.5": (sgl_kernel, SglKernel),
+    "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
+    "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
+    "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
+}
+DATA = Path(__file__).parent / "data"
+RECORDED = {name: json.loads((DATA / f"{name}.json").read_text()) for name in EMULATORS}
+FUNCTIONS = [
+    (library, module, name)
+    for library, record in RECORDED.items()
+    for module, signatures in record["modules"].items()
+    for name in signatures
+]
+
+Parameters = list[list[str | None]]
+
+
+def parameters(function: Callable[..., Any]) -> Parameters:
+    """Name, kind and default of each, as recorded."""
+    return [
+        [found.name, found.kind.name, None if found.default is found.empty else repr(found.default)]
+        for found in inspect.signature(function).parameters.values()
+    ]
+
+
+def parsed(source: str, name: str) -> Parameters:
+    """The same for a function that is not imported, without its body and types."""
+    found = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    bare = ast.FunctionDef(
+        name=name, args=found.args, body=[ast.Pass()], decorator_list=[], returns=None
+    )
+    for argument in ast.walk(bare):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    module = ast.fix_missing_locations(ast.Module(body=[bare], type_ignores=[]))
+    scope: dict[str, Any] = {}
+    exec(compile(module, name, "exec"), scope)  # a signature without its body
+    return parameters(scope[name])
+
+
+def installed(module: str, name: str) -> Parameters:
+    package, _, rest = module.partition(".")
+    if package == "flashinfer":
+        return parameters(getattr(importlib.import_module(module), name))
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return parsed(Path(spec.submodule_search_locations[0], f"{rest}.py").read_text(), name)
+
+
+@pytest.mark.parametrize(("library", "module", "name"), FUNCTIONS)
+def test_emulated_signature(library, module, name) -> None:
+    (function,) = (
+        getattr(emulator, name) for emulator in EMULATORS[library] if hasattr(emulator, name)
+    )
+    assert parameters(function) == RECORDED[library]["modules"][module][name]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "module", "name"), FUNCTIONS)
+def test_installed_signature(library, module, name) -> None:
+    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
+    distribution = RECORDED[library]["distribution"]
+    try:
+        # Two distributions share the name of a package.
+        version(distribution)
+    except PackageNotFoundError:
+        pytest.skip(f"{distribution} is not installed")
+    wanted = RECORDED[library]["modules"][module][name]
+    assert [each for each in installed(module, name) if each in wanted] == wanted
