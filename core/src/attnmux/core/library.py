@@ -79,7 +79,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
 
     @abstractmethod
     def plan_step(self, batch: ForwardBatch, buffers: B | None) -> S:
-        """Decide a step's shape on the host; launch nothing.
+        """Decide a step's shape on the host, outside of graphs. A library's `plan()` runs here.
 
         buffers: what the step is captured with; None for an eager step and before a replay.
         Raises InvalidInput for a step that the kernels do not serve.

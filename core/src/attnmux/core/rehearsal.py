@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.spec import SpecInput
@@ -30,9 +31,9 @@ MODES = {
 def rehearse(backend: AttentionBackend) -> None:
     """Attend to one token in each phase of the request, once for each kind of layer.
 
-    Keys are read from the reserved page, or given with the call for layers that the pool does not
-    store; nothing is written to the pool. Phases and layers that the backend refuses are left
-    out: another backend serves them. Raises what the library raises.
+    K and V come with the call, as a model's do, and are written to the reserved page. Phases and
+    layers that the backend refuses are left out: another backend serves them. Raises what the
+    library raises.
     """
     context = backend.context
     for batch in smallest_batches(context):
@@ -48,7 +49,7 @@ def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
     """One request of one token, or of its drafts, in each phase of the request.
 
     It is row 0 of the request table, whose slots are padding's. Where layers hold no keys in the
-    pool, an extend step without a prefix follows.
+    pool, an extend step without a prefix follows; where the request has many items, one with items.
     """
     drafts = context.request.spec_draft_tokens or 1
     for phase in context.request.phases:
@@ -57,6 +58,12 @@ def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
         yield _batch(context, mode, cached=0 if phase == "encoder" else 1, new=new)
         if phase == "extend" and any(_brings_keys(layer, context) for layer in context.layers):
             yield _batch(context, mode, cached=0, new=new)
+        if phase == "extend" and context.request.multi_item:
+            batch = _batch(context, mode, cached=1, new=new)
+            items = MultiItem(
+                prefix_lens=batch.seq_lens - new, token_pos_in_items=batch.seq_lens.new_zeros(new)
+            )
+            yield replace(batch, multi_item=items)
 
 
 def _batch(context: BackendContext, mode: ForwardMode, *, cached: int, new: int) -> ForwardBatch:
@@ -131,7 +138,7 @@ def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) ->
         return torch.zeros((rows, heads, dim), dtype=dtype, device=context.device)
 
     q, k, v, k_rope = zeros(layer.tp_q_head_num, layer.query_dim), None, None, None
-    if brings_keys:
+    if not layer.is_cross_attention:
         k = zeros(layer.tp_k_head_num, layer.qk_head_dim - rope)
         v = None if rope else zeros(layer.tp_v_head_num, layer.v_head_dim)
         k_rope = zeros(1, rope) if rope else None
