@@ -190,9 +190,9 @@ class KernelLibrary(Generic[K]):
             except (ImportError, OSError, AttributeError) as error:  # the last: another version
                 reasons.append(f"{package}: {in_brief(error)}")
                 continue
-            backend = self.backend(context, options, kernels)
             try:
                 with trying(self.address, context.device, hint=self.hint):
+                    backend = self.backend(context, options, kernels)
                     self.trial(backend)
             except BackendFailed as error:
                 reasons.append(f"{package}: {error.reason}")
