@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -17,13 +18,30 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported
+from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.layer import LayerSpec
 from attnmux.core.library import KernelLibrary
+from attnmux.core.rehearsal import rehearse
 from attnmux.testing.builders import PreparedStep, prepare_step
-from attnmux.testing.cases import Case, Step, decode
+from attnmux.testing.cases import Case, Step, decode, extend
+from attnmux.testing.placement import buffers
+from attnmux.testing.recording import RecordingGraphs
 from attnmux.testing.world import World, make_world
 
 K = TypeVar("K")
+
+LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "kind": "mla",
+        "num_q_heads": 16,
+        "num_kv_heads": 1,
+        "head_dim": 192,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+)
+"""Fields of `Case` for layers of MLA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,22 +102,83 @@ class AdapterWorld:
         *,
         kernels: Any = None,  # noqa: ANN401  # the adapter's
         options: Mapping[str, object] | None = None,
+        host_lens: bool = False,
         **settings: Any,  # noqa: ANN401  # fields of Case
     ) -> tuple[Any, PreparedStep]:
-        """An adapter with the step's metadata made, and the step; its K and V are in the pool."""
+        """An adapter with the step's metadata made, and the step; by default K and V are in the
+        pool."""
         world = self.world(step, **{"kv_in_pool": True, **settings})
         backend = self.backend(world.context, options, kernels)
-        prepared = prepare_step(world, step)
+        prepared = prepare_step(world, step, host_lens=host_lens)
         backend.init_forward_metadata(prepared.batch)
         return backend, prepared
 
 
-def outputs(backend: AttentionBackend, step: PreparedStep) -> list[torch.Tensor]:
-    """The result of each layer of a step whose K and V are in the pool."""
+def outputs(
+    backend: AttentionBackend,
+    step: PreparedStep,
+    **more: Any,  # noqa: ANN401  # arguments of `forward`
+) -> list[torch.Tensor]:
+    """The result of each layer of a step."""
     return [
-        backend.forward(given.q, None, None, given.layer, step.batch, q_rope=given.q_rope)
+        backend.forward(
+            given.q,
+            given.k,
+            given.v,
+            given.layer,
+            step.batch,
+            step.save_kv_cache,
+            q_rope=given.q_rope,
+            k_rope=given.k_rope,
+            **more,
+        )
         for given in step.inputs
     ]
+
+
+def misaligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows [T, H, D] at addresses where a load of 16 bytes faults."""
+    width = rows[0].numel()
+    return rows.new_empty(len(rows), width + 3)[:, 1 : width + 1].view(rows.shape).copy_(rows)
+
+
+def check_graphs_side_by_side(
+    adapter: AdapterWorld,
+    small: Step,
+    large: Step,
+    **settings: Any,  # noqa: ANN401  # fields of Case
+) -> None:
+    """Capture the first layer of a small step, then that of a large one, which needs larger
+    buffers. The first graph must give the same result as before."""
+    world = adapter.world(small, large, **{"kv_in_pool": True, **settings})
+    backend, context = adapter.backend(world.context), world.context
+    kept = []  # graphs read a batch where it was captured
+
+    def captured(step: Step) -> CapturedGraph:
+        kept.append(made := prepare_step(world, step))
+        batch, first = made.batch, replace(made, inputs=made.inputs[:1])
+        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        with torch.no_grad():
+            return RecordingGraphs().capture(
+                GraphStep(
+                    prepare=lambda: backend.init_forward_metadata_in_graph(batch),
+                    forward=lambda: outputs(backend, first)[0],
+                )
+            )
+
+    graph = captured(small)
+    graph.replay()
+    expected = graph.outputs.clone()
+    layer_id = context.layers[0].layer_id
+    read = [*buffers(world, layer_id), context.req_to_token_pool.req_to_token]
+    before = [tensor.clone() for tensor in read]
+    captured(large).replay()
+    for tensor, values in zip(read, before, strict=True):
+        tensor.copy_(values)
+    graph.outputs.zero_()
+    graph.replay()
+    assert torch.equal(graph.outputs, expected)
 
 
 class AdapterTests:
@@ -119,7 +198,6 @@ class AdapterTests:
         backend, prepared = self.adapter.prepared(self.step)
         before = outputs(backend, prepared)
         backend.context.req_to_token_pool.req_to_token.zero_()
-        prepared.batch.seq_lens.zero_()
         torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
 
     def test_an_idle_step_prepares_nothing(self) -> None:
@@ -140,20 +218,18 @@ class AdapterTests:
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def test_a_step_without_requests(self) -> None:
-        backend, prepared = self.adapter.prepared(decode())
+        backend, prepared = self.adapter.prepared(replace(self.step, lens=(), new=()))
         for given, out in zip(prepared.inputs, outputs(backend, prepared), strict=True):
             assert out.shape == (0, given.layer.tp_q_head_num, given.layer.v_head_dim)
 
-    def test_rows_that_kernels_cannot_load_are_copied(self) -> None:
-        """Rows of Q that begin where a load of 16 bytes faults."""
+    def test_rows_that_kernels_cannot_load_or_store(self) -> None:
         backend, prepared = self.adapter.prepared(self.step)
         given = prepared.inputs[0]
-        tokens, *row = given.q.shape
-        length = row[0] * row[1]
-        rows = torch.empty(tokens, length + 3, dtype=given.q.dtype)
-        odd = rows[:, 1 : length + 1].view(given.q.shape).copy_(given.q)
-        expected = outputs(backend, prepared)[0]
-        out = backend.forward(odd, None, None, given.layer, prepared.batch, q_rope=given.q_rope)
+        (expected, *_) = outputs(backend, prepared)
+        out = misaligned(torch.full_like(expected, 7))
+        q_rope = None if given.q_rope is None else misaligned(given.q_rope)
+        odd = replace(prepared, inputs=(replace(given, q=misaligned(given.q), q_rope=q_rope),))
+        assert outputs(backend, odd, out=out)[0] is out
         assert torch.equal(out, expected)
 
     def test_a_library_that_does_not_run_is_a_reason(self) -> None:
@@ -174,3 +250,57 @@ class AdapterTests:
         library = replace(self.adapter.library, providers={"ours": lambda: self.adapter.kernels})
         backend = library(self.adapter.world(self.step).context, {})
         assert isinstance(backend, AttentionBackend)
+
+
+class LatentDecodeTests(AdapterTests):
+    """Those of adapters that decode over latents and leave prefill to another backend."""
+
+    def test_layers_of_the_expanded_prefill_are_left_to_others(self) -> None:
+        world = self.adapter.world(self.step, kv_in_pool=True)
+        heads = world.context.layers[0].tp_q_head_num
+        expanded = LayerSpec(
+            layer_id=100,
+            tp_q_head_num=heads,
+            tp_k_head_num=heads,
+            tp_v_head_num=heads,
+            qk_head_dim=192,
+            v_head_dim=128,
+            scaling=1.0,
+        )
+        context = replace(world.context, layers=(expanded, *world.context.layers))
+        backend, prepared = self.adapter.backend(context), prepare_step(world, self.step)
+        rehearse(backend)
+        backend.init_forward_metadata(prepared.batch)
+        assert all(out.isfinite().all() for out in outputs(backend, prepared))
+        q = torch.zeros(prepared.batch.num_tokens, heads, 192, dtype=torch.bfloat16)
+        with pytest.raises(InvalidInput, match=r"serves: \[1, 3\], got mha, id 100"):
+            backend.forward(q, None, None, expanded, prepared.batch)
+
+    @pytest.mark.parametrize(
+        "step", [extend((0, 3)), extend((0, 3), (4, 1), mode=ForwardMode.MIXED)]
+    )
+    def test_prefill_is_refused(self, step: Step) -> None:
+        world = self.adapter.world(step, spec_topk=1, kv_in_pool=True)
+        backend, prepared = self.adapter.backend(world.context), prepare_step(world, step)
+        with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+            backend.init_forward_metadata(prepared.batch)
+        with pytest.raises(AttnmuxError, match="no step is prepared"):
+            outputs(backend, prepared)
+
+    @pytest.mark.parametrize(
+        ("settings", "argument"),
+        [
+            ({"kv_lora_rank": 256}, "layer 1"),
+            ({"qk_rope_head_dim": 32}, "layer 1"),
+            ({"logit_cap": 2.0}, "layer 1"),
+            ({"windows": (8, None)}, "layer 1"),
+            ({"attention_chunk": 16}, "layer 1"),
+            ({"sinks": True}, "layer 1"),
+            ({"kind": "mha", "kv_lora_rank": None, "qk_rope_head_dim": None}, "layers"),
+        ],
+    )
+    def test_layers_that_are_refused(self, settings: dict[str, Any], argument: str) -> None:
+        world = self.adapter.world(decode(3), **settings)
+        with pytest.raises(InvalidInput) as refusal:
+            self.adapter.backend(world.context)
+        assert refusal.value.argument == argument
