@@ -54,7 +54,10 @@ class KernelCall:
 
 
 def recorded(kernels: K) -> tuple[K, list[KernelCall]]:
-    """The kernels dataclass with every function wrapped, and the list that its calls go to."""
+    """The kernels dataclass with every function wrapped, and the list that its calls go to.
+
+    Of a class `name`, calls are `name`, and `name.plan` and `name.run` of its instances.
+    """
     calls: list[KernelCall] = []
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,8 +67,18 @@ def recorded(kernels: K) -> tuple[K, list[KernelCall]]:
 
         return call
 
+    def wrap_class(name: str, wrapper: type) -> Callable[..., Any]:
+        def method(of: str) -> Callable[..., Any]:
+            def call(self: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the library's
+                calls.append(KernelCall(name=f"{name}.{of}", args=args, kwargs=kwargs))
+                return getattr(wrapper, of)(self, *args, **kwargs)
+
+            return call
+
+        return wrap(name, type(name, (wrapper,), {of: method(of) for of in ("plan", "run")}))
+
     wrapped = {
-        each.name: wrap(each.name, function)
+        each.name: (wrap_class if isinstance(function, type) else wrap)(each.name, function)
         for each in fields(kernels)  # type: ignore[arg-type]  # a dataclass
         if callable(function := getattr(kernels, each.name))
     }
@@ -80,6 +93,8 @@ class AdapterWorld:
     kernels: Any
     """Emulated: an instance of the adapter's kernels dataclass."""
     platform: Platform
+    host_lens: bool = False
+    """Whether batches have host mirrors, for adapters that plan with them."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Case` that hold unless a test gives others."""
 
@@ -96,6 +111,10 @@ class AdapterWorld:
         """The adapter itself, without the trial of its library."""
         return self.library.backend(context, options or {}, kernels or self.kernels)
 
+    def prepare(self, world: World, step: Step) -> PreparedStep:
+        """The step, with host mirrors where the adapter needs them."""
+        return prepare_step(world, step, host_lens=self.host_lens)
+
     def prepared(
         self,
         step: Step,
@@ -109,7 +128,7 @@ class AdapterWorld:
         pool."""
         world = self.world(step, **{"kv_in_pool": True, **settings})
         backend = self.backend(world.context, options, kernels)
-        prepared = prepare_step(world, step, host_lens=host_lens)
+        prepared = prepare_step(world, step, host_lens=host_lens or self.host_lens)
         backend.init_forward_metadata(prepared.batch)
         return backend, prepared
 
@@ -155,7 +174,7 @@ def check_graphs_side_by_side(
     kept = []  # graphs read a batch where it was captured
 
     def captured(step: Step) -> CapturedGraph:
-        kept.append(made := prepare_step(world, step))
+        kept.append(made := adapter.prepare(world, step))
         batch, first = made.batch, replace(made, inputs=made.inputs[:1])
         backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -192,7 +211,7 @@ class AdapterTests:
         world = self.adapter.world(self.step, kv_in_pool=True)
         backend = self.adapter.backend(world.context)
         with pytest.raises(AttnmuxError, match="init_forward_metadata"):
-            outputs(backend, prepare_step(world, self.step))
+            outputs(backend, self.adapter.prepare(world, self.step))
 
     def test_metadata_is_made_once_a_step(self) -> None:
         backend, prepared = self.adapter.prepared(self.step)
@@ -213,7 +232,7 @@ class AdapterTests:
         backend = self.adapter.backend(world.context)
         if max_batch_size:
             backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-        batch = prepare_step(world, self.step).batch
+        batch = self.adapter.prepare(world, self.step).batch
         with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
@@ -268,7 +287,7 @@ class LatentDecodeTests(AdapterTests):
             scaling=1.0,
         )
         context = replace(world.context, layers=(expanded, *world.context.layers))
-        backend, prepared = self.adapter.backend(context), prepare_step(world, self.step)
+        backend, prepared = self.adapter.backend(context), self.adapter.prepare(world, self.step)
         rehearse(backend)
         backend.init_forward_metadata(prepared.batch)
         assert all(out.isfinite().all() for out in outputs(backend, prepared))
