@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,59 +12,56 @@ import torch
 
 from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.solver import Policy, solve
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.emulators.nvidia import flashinfer as emulator
+from attnmux.core.library import imported
+from attnmux.core.rehearsal import rehearse
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
-from attnmux.nvidia.flashinfer.backend import FlashInferBackend
-from attnmux.nvidia.flashinfer.groups import plan_groups
-from attnmux.nvidia.flashinfer.items import LONGEST, lay_out
-from attnmux.nvidia.flashinfer.kernels import Kernels, SinkVariant
-from attnmux.nvidia.flashinfer.settings import (
-    MIB,
-    graph_plan_bytes,
-    graph_workspace_bytes,
-    read_settings,
-)
-from attnmux.nvidia.flashinfer.staging import Staging
+from attnmux.nvidia.flashinfer.backend import FlashInferBackend, make
+from attnmux.nvidia.flashinfer.layers import PlanGroup
+from attnmux.nvidia.flashinfer.planning import FlashInferKernels
+from attnmux.nvidia.flashinfer.settings import graph_plan_bytes, graph_workspace_bytes
+from attnmux.nvidia.flashinfer.shared import MIB, Staging
+from attnmux.nvidia.flashinfer.step import LONGEST, Items
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
-    World,
     make_world,
     prepare_step,
     reference,
     run_case,
 )
+from attnmux.testing.adapters import (
+    AdapterTests,
+    AdapterWorld,
+    KernelCall,
+    misaligned,
+    outputs,
+    recorded,
+)
 from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.recording import RecordingGraphs
 
-EMULATED = Kernels(
-    decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
-    paged=emulator.BatchPrefillWithPagedKVCacheWrapper,
-    ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state_in_place=emulator.merge_state_in_place,
-    fast_decode_plan=emulator.fast_decode_plan,
-    sinks=SinkVariant(
-        source=emulator.attention_sink_decl["fa2"],
-        module_name=emulator.get_batch_prefill_attention_sink_uri,
-    ),
-)
-
+EMULATED = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
     card=replace(FLASHINFER, requires=()),
-    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    platform=HOPPER,
     device="cpu",
     factory=lambda context, options: FlashInferBackend(context, options, EMULATED),
 )
-
-
+ADAPTER = AdapterWorld(
+    library=make,
+    kernels=EMULATED,
+    platform=HOPPER,
+    host_lens=True,
+    settings={"max_context_len": 64},
+)
 UNEVEN = extend((0, 7), (9, 3))
 
 
@@ -73,159 +70,118 @@ class TestFlashInferEmulated(AttentionBackendTests):
     page_sizes = (1, 16)
 
 
-@dataclass
-class Spy:
-    """The emulator, with a list of what was made, planned and run."""
-
-    calls: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def kernels(self) -> Kernels:
-        return Kernels(
-            decode=self._spied("decode", EMULATED.decode),
-            paged=self._spied("paged", EMULATED.paged),
-            ragged=self._spied("ragged", EMULATED.ragged),
-            merge_state_in_place=self._noted("merge", EMULATED.merge_state_in_place),
-            fast_decode_plan=self._noted("fast", EMULATED.fast_decode_plan),
-            sinks=EMULATED.sinks,
-        )
-
-    def clear(self) -> None:
-        self.calls.clear()
-
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter(f"{kind}.{method}" for kind, method, _ in self.calls)
-
-    def keywords(self, kind: str, method: str, name: str) -> list[Any]:
-        return [given[name] for k, m, given in self.calls if (k, m) == (kind, method)]
-
-    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append((name, "call", kwargs))
-            return function(*args, **kwargs)
-
-        return noted
-
-    def _spied(self, kind: str, wrapper: type) -> Callable[..., Any]:
-        calls = self.calls
-
-        class Spied(wrapper):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                calls.append((kind, "make", kwargs))
-                super().__init__(*args, **kwargs)
-
-            def plan(self, *args: Any, **kwargs: Any) -> None:
-                calls.append((kind, "plan", kwargs))
-                super().plan(*args, **kwargs)
-
-            def run(self, *args: Any, **kwargs: Any) -> Any:
-                calls.append((kind, "run", kwargs))
-                return super().run(*args, **kwargs)
-
-        return Spied
+class TestFlashInferAdapter(AdapterTests):
+    adapter = ADAPTER
 
 
-@pytest.fixture
-def spy() -> Spy:
-    return Spy()
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+PAGED = "BatchPrefillWithPagedKVCacheWrapper"
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-def world_of(*steps: Step, **settings: Any) -> World:
-    case = Case(name="of-this-test", steps=steps, max_context_len=64, **settings)
-    return make_world(case, CANDIDATE.platform, "cpu")
+def counts(calls: list[KernelCall]) -> Counter[str]:
+    """How often each function is called, but for the making of wrappers."""
+    return Counter(call.name for call in calls if call.name not in (DECODE, PAGED, RAGGED))
 
 
-def options(**given: Any) -> Any:
-    return complete(FLASHINFER, given)
+def given(calls: list[KernelCall], name: str, keyword: str) -> list[Any]:
+    return [call.kwargs[keyword] for call in calls if call.name == name]
 
 
-def run_steps(spy: Spy, *steps: Step, **settings: Any) -> None:
-    """Run eagerly, as the suite would; only what the steps call is in the spy afterwards."""
-    world = world_of(*steps, **settings)
-    backend = FlashInferBackend(world.context, options(), spy.kernels)
-    spy.clear()
+def run_steps(*steps: Step, **settings: Any) -> list[KernelCall]:
+    """The calls of the steps, run eagerly as the suite would."""
+    kernels, calls = recorded(EMULATED)
+    world = ADAPTER.world(*steps, **settings)
+    backend = ADAPTER.backend(world.context, kernels=kernels)
     for step in steps:
-        prepared = prepare_step(world, step, host_lens=True)
+        prepared = ADAPTER.prepare(world, step)
         backend.init_forward_metadata(prepared.batch)
-        for given in prepared.inputs:
-            backend.forward(
-                given.q, given.k, given.v, given.layer, prepared.batch, prepared.save_kv_cache
-            )
+        outputs(backend, prepared)
+    return calls
 
 
-def test_extend_without_a_prefix_reads_the_calls_keys(spy) -> None:
-    run_steps(spy, extend((0, 7), (0, 3)))
-    assert spy.counts == {"ragged.plan": 1, "ragged.run": 2}
-    assert spy.keywords("ragged", "plan", "causal") == [True]
+def rehearsed(step: Step, options: Any = None, **settings: Any) -> list[KernelCall]:
+    """The calls of the trial of a backend for the step's phase."""
+    kernels, calls = recorded(EMULATED)
+    rehearse(ADAPTER.backend(ADAPTER.world(step, **settings).context, options, kernels))
+    return calls
 
 
-def test_a_prefix_is_merged_by_lse(spy) -> None:
-    run_steps(spy, UNEVEN)
-    assert spy.counts["merge.call"] == spy.counts["ragged.run"] == spy.counts["paged.run"] == 2
-    assert spy.keywords("paged", "plan", "causal") == [False]
-    assert spy.keywords("ragged", "plan", "causal") == [True]
+def passes(*steps: Step, **settings: Any) -> None:
+    outcome = run_case(CANDIDATE, Case(name="of-this-test", steps=steps, **settings))
+    assert outcome.status == "passed", outcome.message
+
+
+def groups_of(**settings: Any) -> tuple[PlanGroup, ...]:
+    context = ADAPTER.world(decode(1), **settings).context
+    return tuple(dict.fromkeys(PlanGroup.of(layer, context) for layer in context.layers))
+
+
+def test_extend_without_a_prefix_reads_the_calls_keys() -> None:
+    calls = run_steps(extend((0, 7), (0, 3)))
+    assert counts(calls) == {f"{RAGGED}.plan": 1, f"{RAGGED}.run": 2}
+    assert given(calls, f"{RAGGED}.plan", "causal") == [True]
+
+
+def test_a_prefix_is_merged_by_lse() -> None:
+    calls = run_steps(UNEVEN)
+    for name in ("merge_state_in_place", f"{RAGGED}.run", f"{PAGED}.run"):
+        assert counts(calls)[name] == 2
+    assert given(calls, f"{PAGED}.plan", "causal") == [False]
+    assert given(calls, f"{RAGGED}.plan", "causal") == [True]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"windows": (8, None)},
-        {"kv_dtype": "fp8_e4m3"},
-        {"kv_in_pool": True},
-    ],
+    [{"windows": (8, None)}, {"kv_dtype": "fp8_e4m3"}, {"kv_in_pool": True}],
     ids=["window", "quantised", "nothing-given"],
 )
-def test_other_extends_read_the_pool(spy, settings) -> None:
-    run_steps(spy, UNEVEN, **settings)
-    assert spy.counts["paged.run"] == 2
-    assert not spy.counts["ragged.run"]
-    assert not spy.counts["merge.call"]
+def test_other_extends_read_the_pool(settings) -> None:
+    calls = run_steps(UNEVEN, **settings)
+    assert counts(calls)[f"{PAGED}.run"] == 2
+    assert not counts(calls)[f"{RAGGED}.run"]
+    assert not counts(calls)["merge_state_in_place"]
 
 
-def test_cross_attention_reads_the_pool_and_is_not_causal(spy) -> None:
-    run_steps(spy, extend((0, 5), (0, 3), encoder=(12, 4)))
-    assert spy.counts["paged.plan"] == 2
-    assert spy.keywords("paged", "plan", "causal") == [True, False]
-    assert not spy.counts["ragged.run"]
+def test_cross_attention_reads_the_pool_and_is_not_causal() -> None:
+    calls = run_steps(extend((0, 5), (0, 3), encoder=(12, 4)))
+    assert given(calls, f"{PAGED}.plan", "causal") == [True, False]
+    assert not counts(calls)[f"{RAGGED}.run"]
 
 
-def test_cross_attention_has_no_window(spy) -> None:
+def test_cross_attention_has_no_window() -> None:
     step = extend((0, 5), (0, 3), encoder=(12, 4))
-    run_steps(spy, step, windows=(4, 4))
-    assert spy.keywords("paged", "plan", "window_left") == [4, -1]
-    outcome = run_case(CANDIDATE, Case(name="window", steps=(step,), windows=(4, 4)))
-    assert outcome.status == "passed", outcome.message
+    calls = run_steps(step, windows=(4, 4))
+    assert given(calls, f"{PAGED}.plan", "window_left") == [4, -1]
+    passes(step, windows=(4, 4))
 
 
-def test_windows_have_a_plan_each_and_layers_share_it(spy) -> None:
-    run_steps(spy, decode(5, 30), windows=(8, None, 21, 8))
-    assert spy.counts == {"decode.plan": 3, "decode.run": 4}
-    assert spy.keywords("decode", "plan", "window_left") == [8, -1, 21]
+def test_windows_have_a_plan_each_and_layers_share_it() -> None:
+    calls = run_steps(decode(5, 30), windows=(8, None, 21, 8))
+    assert counts(calls) == {f"{DECODE}.plan": 3, f"{DECODE}.run": 4}
+    assert given(calls, f"{DECODE}.plan", "window_left") == [8, -1, 21]
 
 
-def test_layers_of_another_scale_or_cap_have_a_plan_of_their_own(spy) -> None:
-    run_steps(spy, decode(5, 30), scaling=0.3, logit_cap=2.0)
-    assert spy.keywords("decode", "plan", "sm_scale") == [0.3, 0.6]
-    assert spy.keywords("decode", "plan", "logits_soft_cap") == [2.0, 4.0]
+def test_layers_of_another_scale_or_cap_have_a_plan_of_their_own() -> None:
+    calls = run_steps(decode(5, 30), scaling=0.3, logit_cap=2.0)
+    assert given(calls, f"{DECODE}.plan", "sm_scale") == [0.3, 0.6]
+    assert given(calls, f"{DECODE}.plan", "logits_soft_cap") == [2.0, 4.0]
 
 
-def test_scales_of_quantised_pools_are_numbers(spy) -> None:
-    run_steps(spy, decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
-    assert spy.keywords("decode", "run", "k_scale") == [0.5, None]
-    assert spy.keywords("decode", "run", "v_scale") == [3.0, 6.0]
+def test_scales_of_quantised_pools_are_numbers() -> None:
+    calls = run_steps(decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
+    assert given(calls, f"{DECODE}.run", "k_scale") == [0.5, None]
+    assert given(calls, f"{DECODE}.run", "v_scale") == [3.0, 6.0]
 
 
-def test_steps_plan_once_and_layers_do_not(spy) -> None:
-    run_steps(spy, decode(5, 30), decode(6, 31), windows=(None,) * 5)
-    assert spy.counts["decode.plan"] == 2
-    assert spy.counts["decode.run"] == 10
+def test_steps_plan_once_and_layers_do_not() -> None:
+    calls = run_steps(decode(5, 30), decode(6, 31), windows=(None,) * 5)
+    assert counts(calls) == {f"{DECODE}.plan": 2, f"{DECODE}.run": 10}
 
 
-def test_only_replays_of_decode_take_the_fast_plan(spy) -> None:
-    world = world_of(decode(5, 30))
-    backend = FlashInferBackend(world.context, options(), spy.kernels)
-    prepared = prepare_step(world, decode(5, 30), host_lens=True)
+def test_only_replays_of_decode_take_the_fast_plan() -> None:
+    kernels, calls = recorded(EMULATED)
+    backend, prepared = ADAPTER.prepared(decode(5, 30), kernels=kernels)
     runner = GraphRunner(
         backend,
         lambda batch, inputs: batch.positions + 1,
@@ -233,26 +189,22 @@ def test_only_replays_of_decode_take_the_fast_plan(spy) -> None:
         devices=RecordingGraphs(),
         progress=iter,
     )
-    spy.clear()
+    calls.clear()
     runner.capture(prepared.batch)
-    assert spy.counts["decode.plan"] == 2
-    spy.clear()
+    assert counts(calls) == {f"{DECODE}.plan": 2}
+    calls.clear()
     runner.replay(prepared.batch)
-    assert spy.counts == {"fast.call": 1}
-    spy.clear()
+    assert counts(calls) == {"fast_decode_plan": 1}
+    calls.clear()
     backend.init_forward_metadata(prepared.batch)
-    assert spy.counts == {"decode.plan": 1}
+    assert counts(calls) == {f"{DECODE}.plan": 1}
 
 
-def test_keys_of_another_dtype_are_read_as_the_pool_casts_them(spy) -> None:
-    world = world_of(extend((0, 9), (0, 4)))
-    backend = FlashInferBackend(world.context, options(), spy.kernels)
-    prepared = prepare_step(world, extend((0, 9), (0, 4)), host_lens=True)
-    given, batch = prepared.inputs[0], prepared.batch
-    backend.init_forward_metadata(batch)
-    found = backend.forward(given.q, given.k.float(), given.v.float(), given.layer, batch)
-    expected = backend.forward(given.q, given.k, given.v, given.layer, batch)
-    assert torch.equal(found, expected)
+def test_keys_of_another_dtype_are_read_as_the_pool_casts_them() -> None:
+    backend, prepared = ADAPTER.prepared(extend((0, 9), (0, 4)), kv_in_pool=False)
+    wide = [replace(each, k=each.k.float(), v=each.v.float()) for each in prepared.inputs]
+    found = outputs(backend, replace(prepared, inputs=tuple(wide)))
+    torch.testing.assert_close(found, outputs(backend, prepared), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -264,19 +216,16 @@ def test_keys_of_another_dtype_are_read_as_the_pool_casts_them(spy) -> None:
         ({"num_q_heads": 2, "num_kv_heads": 2, "deterministic": True}, True),
     ],
 )
-def test_tensor_cores_from_four_heads_on_and_with_fp8(spy, settings, expected) -> None:
-    run_steps(spy, decode(5), decode(7), **settings)
-    world = world_of(decode(5), **settings)
-    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
-    assert read_settings(world.context, options(), groups).tensor_cores is expected
-    for asked, forced in (("on", True), ("off", expected and bool(settings.get("deterministic")))):
-        read = read_settings(world.context, options(use_tensor_cores=asked), groups)
-        assert read.tensor_cores is forced
+def test_tensor_cores_from_four_heads_on_and_with_fp8(settings, expected) -> None:
+    off = expected and bool(settings.get("deterministic"))
+    for option, used in (("auto", expected), ("on", True), ("off", off)):
+        calls = rehearsed(decode(5), {"use_tensor_cores": option}, **settings)
+        assert given(calls, DECODE, "use_tensor_cores") == [used]
 
 
-def test_deterministic_decode_does_not_split_keys(spy) -> None:
-    run_steps(spy, decode(5, 30), deterministic=True, kv_in_pool=True)
-    assert spy.keywords("decode", "plan", "disable_split_kv") == [True]
+def test_deterministic_decode_does_not_split_keys() -> None:
+    calls = run_steps(decode(5, 30), deterministic=True, kv_in_pool=True)
+    assert given(calls, f"{DECODE}.plan", "disable_split_kv") == [True]
 
 
 @pytest.mark.parametrize(
@@ -284,17 +233,11 @@ def test_deterministic_decode_does_not_split_keys(spy) -> None:
     [((32, 8), 128, 256), ((28, 4), 128, 256), ((64, 4), 128, 512), ((32, 2), 256, 512)],
 )
 def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
-    world = world_of(
-        decode(1),
-        num_q_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-    )
-    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
-    assert read_settings(world.context, options(), groups).workspace_bytes == mib * MIB
-    given = read_settings(world.context, options(workspace_bytes=64 * MIB), groups)
-    assert given.workspace_bytes == 64 * MIB
+    dims = {"head_dim": head_dim, "v_head_dim": head_dim}
+    for options, expected in (({}, mib), ({"workspace_bytes": 64 * MIB}, 64)):
+        world = ADAPTER.world(decode(1), num_q_heads=heads[0], num_kv_heads=heads[1], **dims)
+        ADAPTER.backend(world.context, options)
+        assert world.context.workspace.nbytes == expected * MIB
 
 
 @pytest.mark.parametrize(
@@ -308,8 +251,7 @@ def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
 )
 def test_workspace_of_graphs(sizes, tiles, rows) -> None:
     """32 query heads over 8 of 128, so 4 rows a token; a partial output and its LSE in float32."""
-    world = world_of(decode(1), num_q_heads=32, num_kv_heads=8)
-    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    groups = groups_of(num_q_heads=32, num_kv_heads=8)
     assert graph_workspace_bytes(groups, *sizes) == 32 * tiles * rows * (128 + 1) * 4
 
 
@@ -324,172 +266,142 @@ def test_workspace_of_graphs(sizes, tiles, rows) -> None:
     ],
 )
 def test_plans_of_graphs_fit_their_memory(heads, sizes, lists) -> None:
-    world = world_of(decode(1), num_q_heads=heads[0], num_kv_heads=heads[1])
-    groups = tuple(plan_groups(world.context.layers, world.context.token_to_kv_pool).values())
+    (group, *_) = groups_of(num_q_heads=heads[0], num_kv_heads=heads[1])
     tiles, of_tile, others = lists
-    needed = tiles * of_tile + 4 * others
-    assert needed < graph_plan_bytes(groups[0], *sizes) < 2 * MIB
+    assert tiles * of_tile + 4 * others < graph_plan_bytes(group, *sizes) < 2 * MIB
 
 
 def test_deterministic_decode_is_not_captured() -> None:
     """Whatever the engine asked the selector for: padded blocks would read beyond the plan."""
-    world = world_of(decode(5), deterministic=True)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
+    backend = ADAPTER.backend(ADAPTER.world(decode(5), deterministic=True).context)
     with pytest.raises(GraphUnsupported, match="deterministic"):
         backend.init_cuda_graph_state(2, 2)
 
 
 def test_a_batch_without_host_lengths_is_refused() -> None:
-    world = world_of(decode(5))
-    backend = FlashInferBackend(world.context, options(), EMULATED)
+    world = ADAPTER.world(decode(5))
     with pytest.raises(InvalidInput, match="seq_lens_cpu"):
-        backend.init_forward_metadata(prepare_step(world, decode(5)).batch)
+        ADAPTER.backend(world.context).init_forward_metadata(prepare_step(world, decode(5)).batch)
 
 
 @pytest.mark.parametrize(
     ("step", "num_tokens"), [(decode(5, 6), 3), (decode(5, 6), 1), (extend((0, 5)), 4)]
 )
-def test_tokens_that_lengths_do_not_explain_are_refused(step, num_tokens) -> None:
-    world = world_of(step)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
+def test_tokens_that_are_not_the_requests_are_refused(step, num_tokens) -> None:
+    backend, prepared = ADAPTER.prepared(step)
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    batch = prepare_step(world, step, host_lens=True).batch
+    extends = {} if step.mode.is_decode() else {"extend_num_tokens": num_tokens}
+    batch = replace(prepared.batch, out_cache_loc=tokens, positions=tokens, **extends)
     with pytest.raises(InvalidInput, match="out_cache_loc"):
-        backend.init_forward_metadata(replace(batch, out_cache_loc=tokens, positions=tokens))
+        backend.init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "option"),
+    ("settings", "options", "option"),
     [
         ({"kv_dtype": "fp8_e4m3"}, {"prefill_backend": "fa3"}, "prefill_backend"),
         ({"kv_dtype": "fp8_e5m2"}, {"decode_backend": "fa3"}, "decode_backend"),
         ({"num_q_heads": 14}, {"use_tensor_cores": "off"}, "use_tensor_cores"),
     ],
 )
-def test_options_that_no_kernel_serves(settings, given, option) -> None:
-    world = world_of(decode(5), **settings)
+def test_options_that_no_kernel_serves(settings, options, option) -> None:
     with pytest.raises(InvalidInput, match=option):
-        FlashInferBackend(world.context, options(**given), EMULATED)
+        ADAPTER.backend(ADAPTER.world(decode(5), **settings).context, options)
 
 
-def test_drafts_and_masks_are_not_given_to_fa3(spy) -> None:
-    """The library keeps what "auto" came to, and fa3 would drop the mask."""
-    for settings in ({"spec_topk": 1}, {"spec_topk": 4}):
-        run_steps(spy, verify(4, 9, 20), **settings)
-        world = world_of(verify(4, 9, 20), **settings)
-        spy.clear()
-        FlashInferBackend(world.context, options(prefill_backend="fa3"), spy.kernels)
-        assert spy.keywords("paged", "make", "backend") == ["fa2"]
+@pytest.mark.parametrize("settings", [{"spec_topk": 1}, {"spec_topk": 4}])
+def test_drafts_and_masks_are_not_given_to_fa3(settings) -> None:
+    """The library keeps its first choice for "auto", and fa3 would drop the mask."""
+    calls = rehearsed(verify(4, 9, 20), {"prefill_backend": "fa3"}, **settings)
+    assert given(calls, PAGED, "backend") == ["fa2"]
 
 
-def test_a_kernel_that_does_not_compile_fails_the_constructor() -> None:
+def test_a_kernel_that_does_not_compile_is_a_reason_with_a_hint() -> None:
     def no_compiler(*args: object, **kwargs: object) -> object:
         raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
 
-    world = world_of(decode(5))
+    kernels = replace(EMULATED, **{DECODE: no_compiler})
+    library = replace(make, providers={"flashinfer": lambda: kernels})
     with pytest.raises(BackendFailed, match="Could not find nvcc") as failed:
-        FlashInferBackend(world.context, options(), replace(EMULATED, decode=no_compiler))
+        library(ADAPTER.world(decode(5)).context)
     assert failed.value.address == "nvidia/flashinfer"
     assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed.value)
     assert "more" not in str(failed.value)
 
 
 @pytest.mark.parametrize(
-    ("step", "settings", "made"),
+    ("step", "settings", "expected"),
     [
-        (decode(5), {}, {"decode"}),
-        (extend((3, 5)), {}, {"ragged", "paged"}),
-        (extend((3, 5)), {"windows": (4,)}, {"paged"}),
-        (verify(4, 9), {"spec_topk": 4}, {"paged"}),
-        (extend((0, 5)), {"is_encoder": True, "save_kv_cache": False}, {"ragged"}),
+        (decode(5), {}, {DECODE}),
+        (extend((3, 5)), {}, {RAGGED, PAGED, "merge_state_in_place"}),
+        (extend((3, 5)), {"windows": (4,)}, {PAGED}),
+        (extend((0, 5), encoder=(12,)), {}, {PAGED}),
+        (verify(4, 9), {"spec_topk": 4}, {PAGED}),
+        (extend((0, 5)), {"is_encoder": True, "save_kv_cache": False}, {RAGGED}),
     ],
 )
-def test_the_constructor_plans_what_steps_will(spy, step, settings, made) -> None:
+def test_the_trial_runs_the_kernels_of_the_steps(step, settings, expected) -> None:
     """Each phase that the request asks for, so that no step compiles anything."""
-    world = world_of(step, **settings)
-    FlashInferBackend(world.context, options(), spy.kernels)
-    assert {kind for kind, method, _ in spy.calls if method == "plan"} == made
+    calls = rehearsed(step, **settings)
+    assert {call.name.removesuffix(".run") for call in calls if "plan" not in call.name} == expected
+    kernels, calls = recorded(EMULATED)
+    world = ADAPTER.world(step, **settings)
+    backend = ADAPTER.backend(world.context, kernels=kernels)
+    rehearse(backend)
+    calls.clear()
+    prepared = ADAPTER.prepare(world, step)
+    backend.init_forward_metadata(prepared.batch)
+    outputs(backend, prepared)
+    assert not {call.name for call in calls} & {DECODE, PAGED, RAGGED}
 
 
 def test_more_heads_than_a_block_of_the_merge_holds() -> None:
-    case = Case(
-        name="many-heads", steps=(UNEVEN,), num_q_heads=72, num_kv_heads=8, lse=True, head_dim=128
-    )
-    outcome = run_case(CANDIDATE, case)
-    assert outcome.status == "passed", outcome.message
+    passes(UNEVEN, num_q_heads=72, num_kv_heads=8, lse=True, head_dim=128)
 
 
 @pytest.mark.parametrize("step", [extend((0, 9), (0, 4)), UNEVEN, decode(9, 4)])
 def test_rows_that_the_kernels_cannot_load_are_copied(step) -> None:
-    world = world_of(step)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
-
-    def odd(rows: torch.Tensor) -> torch.Tensor:
-        wide = torch.zeros(len(rows), rows[0].numel() + 3, dtype=rows.dtype)
-        return wide[:, 1 : rows[0].numel() + 1].view(rows.shape).copy_(rows)
-
-    def forward(q: Any, k: Any, v: Any, **into: torch.Tensor) -> torch.Tensor:
-        return backend.forward(q, k, v, given.layer, prepared.batch, **into)
-
-    lse = torch.zeros(given.q.shape[:2])
-    expected = forward(given.q, given.k, given.v, lse=lse)
-    out, apart = odd(torch.full_like(given.q, 7)), torch.zeros_like(lse.t()).t()
-    assert forward(odd(given.q), odd(given.k), odd(given.v), out=out, lse=apart) is out
+    backend, prepared = ADAPTER.prepared(step, kv_in_pool=False)
+    first = prepared.inputs[0]
+    lse = torch.zeros(first.q.shape[:2])
+    expected = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
+    odd = replace(first, q=misaligned(first.q), k=misaligned(first.k), v=misaligned(first.v))
+    out, apart = misaligned(torch.full_like(first.q, 7)), torch.zeros_like(lse.t()).t()
+    found = outputs(backend, replace(prepared, inputs=(odd,)), out=out, lse=apart)[0]
+    assert found is out
     assert torch.equal(out, expected)
     assert torch.equal(apart, lse)
 
 
-def test_a_merge_writes_where_the_caller_wants(spy) -> None:
+def test_a_merge_writes_where_the_caller_wants() -> None:
     """Neither out nor LSE is copied: the second part is merged into the first in place."""
-    world = world_of(UNEVEN)
-    backend = FlashInferBackend(world.context, options(), spy.kernels)
-    prepared = prepare_step(world, UNEVEN, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
-    out, lse = torch.empty_like(given.q), torch.zeros(given.q.shape[:2])
-    spy.clear()
-    backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, out=out, lse=lse)
-    assert spy.keywords("ragged", "run", "out") == [out]
-    assert spy.keywords("ragged", "run", "lse") == [lse]
+    kernels, calls = recorded(EMULATED)
+    backend, prepared = ADAPTER.prepared(UNEVEN, kernels=kernels, kv_in_pool=False)
+    first = prepared.inputs[0]
+    out, lse = torch.empty_like(first.q), torch.zeros(first.q.shape[:2])
+    outputs(backend, replace(prepared, inputs=(first,)), out=out, lse=lse)
+    assert given(calls, f"{RAGGED}.run", "out") == [out]
+    assert given(calls, f"{RAGGED}.run", "lse") == [lse]
 
 
-@pytest.mark.parametrize("step", [decode(5), extend((0, 5))])
-def test_forward_needs_a_prepared_step(step) -> None:
-    world = world_of(step)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata_out_graph(
-        prepare_step(world, extend(mode=ForwardMode.IDLE), host_lens=True).batch
-    )
-    given = prepared.inputs[0]
-    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
-        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
+def test_plans_are_made_when_those_of_the_step_before_were_copied(monkeypatch) -> None:
+    order: list[str] = []
 
-
-@pytest.mark.parametrize("max_batch_size", [0, 1])
-def test_a_capture_without_room_is_refused(max_batch_size) -> None:
-    world = world_of(decode(5, 6))
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    if max_batch_size:
-        backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-    batch = prepare_step(world, decode(5, 6), host_lens=True).batch
-    with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
-
-
-def test_plans_are_made_when_those_of_the_step_before_were_copied(spy, monkeypatch) -> None:
-    def noted(name: str) -> Callable[[object], None]:
-        return lambda staging: spy.calls.append(("staging", name, {}))
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: order.append(name)
 
     for name in ("wait", "mark"):
         monkeypatch.setattr(Staging, name, noted(name))
-    run_steps(spy, UNEVEN, decode(5), kv_in_pool=True)
-    order = [method for _, method, _ in spy.calls if method in ("wait", "plan", "mark")]
+    planner = "attnmux.nvidia.flashinfer.planning.Planner.plan_eager"
+    monkeypatch.setattr(planner, lambda *_: order.append("plan") or Stub())
+    run_steps(UNEVEN, decode(5), kv_in_pool=True)
     eager, lazy = ["wait", "plan", "plan", "mark"], ["plan", "mark"]
     assert order == [*eager, *lazy, "wait", "plan", "mark"]
+
+
+class Stub:
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 ITEMS = extend((9, 13), (0, 30), (21, 9), items=((6, 7), (3, 5, 2, 11), (1, 14, 5)))
@@ -507,78 +419,73 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=lambda m: m.name)
-def test_many_items_beside(mode, settings) -> None:
-    steps = (replace(ITEMS, mode=mode), replace(ITEMS, mode=mode, trailing=4))
-    case = Case(name="items", steps=steps, page_size=3, **settings)
-    outcome = run_case(CANDIDATE, case)
-    assert outcome.status == "passed", outcome.message
+def test_many_items_with(mode, settings) -> None:
+    passes(
+        replace(ITEMS, mode=mode), replace(ITEMS, mode=mode, trailing=4), page_size=3, **settings
+    )
 
 
-def test_the_last_of_many_short_items_load_no_value_behind_the_keys() -> None:
-    """What lies in the reserved slot is then multiplied by 0, and here it is NaN."""
-    step = extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24))
-    outcome = run_case(CANDIDATE, Case(name="short items", steps=(step,), page_size=1))
-    assert outcome.status == "passed", outcome.message
+def test_the_last_of_many_short_items_load_no_value_after_the_keys() -> None:
+    """The reserved slot's value is then multiplied by 0, and here it is NaN."""
+    passes(extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24)), page_size=1)
 
 
-def test_items_are_planned_once_a_step_and_for_fa2(spy) -> None:
-    run_steps(spy, ITEMS, extend((0, 7)), windows=(8, None))
-    plans = [given for kind, method, given in spy.calls if (kind, method) == ("paged", "plan")]
-    first, second, *others = [given.get("prefix_len_ptr") for given in plans]
+def test_items_are_planned_once_a_step_and_for_fa2() -> None:
+    calls = run_steps(ITEMS, extend((0, 7)), windows=(8, None))
+    plans = [call.kwargs for call in calls if call.name == f"{PAGED}.plan"]
+    first, second, *others = [plan.get("prefix_len_ptr") for plan in plans]
     assert first is second
     assert first.tolist() == [9, 9, 10]
     assert others == [None, None]
     assert plans[0]["token_pos_in_items_len"] == 31
     assert plans[0]["max_item_len_ptr"].tolist() == [128, 128, 128]
-    assert "ragged" not in {kind for kind, _, _ in spy.calls}
-    FlashInferBackend(world_of(ITEMS).context, options(prefill_backend="fa3"), spy.kernels)
-    assert spy.keywords("paged", "make", "backend") == ["fa3", "fa2"]
+    assert RAGGED not in {call.name for call in calls}
+    calls = rehearsed(ITEMS, {"prefill_backend": "fa3"})
+    assert given(calls, PAGED, "backend") == ["fa3", "fa2"]
 
 
-def with_items(step: Step, **settings: Any) -> tuple[FlashInferBackend, Any, Any]:
-    """A backend with a step of many items that was not made for them."""
-    world = world_of(step, **settings)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    prepared = prepare_step(world, step, host_lens=True)
+def with_items(step: Step, **settings: Any) -> tuple[Any, Any, Any]:
+    """A backend and a step, and the step's batch with items, which the backend was not made for."""
+    world = ADAPTER.world(step, **settings)
+    prepared = ADAPTER.prepare(world, step)
     lens, tokens = prepared.batch.seq_lens, prepared.batch.num_tokens
     items = MultiItem(
         prefix_lens=torch.zeros_like(lens),
         token_pos_in_items=torch.zeros(tokens, dtype=torch.int32),
     )
+    backend = ADAPTER.backend(world.context)
     return backend, prepared, replace(prepared.batch, multi_item=items)
 
 
 @pytest.mark.parametrize(
-    ("step", "settings", "came"),
+    ("step", "settings", "mode"),
     [
         (decode(5), {}, "DECODE"),
         (verify(4, 9), {"spec_topk": 1}, "TARGET_VERIFY"),
         (extend((2, 3), mode=ForwardMode.DRAFT_EXTEND), {"spec_topk": 1}, "DRAFT_EXTEND"),
     ],
 )
-def test_items_are_refused_where_no_kernel_masks_by_them(step, settings, came) -> None:
+def test_items_are_refused_where_no_kernel_masks_by_them(step, settings, mode) -> None:
     backend, _, batch = with_items(step, **settings)
-    with pytest.raises(InvalidInput, match=f"multi_item.*{came}"):
+    with pytest.raises(InvalidInput, match=f"multi_item.*{mode}"):
         backend.init_forward_metadata(batch)
 
 
 def test_items_over_the_calls_keys_are_refused() -> None:
     backend, prepared, batch = with_items(extend((0, 5)))
     backend.init_forward_metadata(batch)
-    given = prepared.inputs[0]
     with pytest.raises(InvalidInput, match=r"multi_item.*save_kv_cache=True"):
-        backend.forward(given.q, given.k, given.v, given.layer, batch, False)
+        outputs(backend, replace(prepared, batch=batch, save_kv_cache=False))
 
 
 def test_an_item_beyond_16_bits_is_refused() -> None:
     _, _, batch = with_items(extend((0, 5)))
-    assert batch.multi_item is not None
-    batch.multi_item.token_pos_in_items[3] = LONGEST
-    lens = torch.tensor([LONGEST + 5], dtype=torch.int32)
+    items, lens = batch.multi_item, torch.tensor([LONGEST + 5], dtype=torch.int32)
+    items.token_pos_in_items[3] = LONGEST
     with pytest.raises(InvalidInput, match=f"an item of {LONGEST + 1} tokens"):
-        lay_out(batch.multi_item, batch.positions, batch.extend_seq_lens_cpu, lens)
-    batch.multi_item.token_pos_in_items[3] = LONGEST - 1
-    laid = lay_out(batch.multi_item, batch.positions, batch.extend_seq_lens_cpu, lens)
+        Items.of(items, batch.positions, batch.extend_seq_lens_cpu, lens)
+    items.token_pos_in_items[3] = LONGEST - 1
+    laid = Items.of(items, batch.positions, batch.extend_seq_lens_cpu, lens)
     assert laid.longest.tolist() == [LONGEST]
 
 
@@ -596,24 +503,22 @@ SUNK: dict[str, tuple[Step, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("step", "settings"), SUNK.values(), ids=SUNK)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_sinks_beside(step, settings, graph) -> None:
+def test_sinks_with(step, settings, graph) -> None:
     if graph and (settings.get("deterministic") or not step.can_be_captured):
         pytest.skip("no graph serves it")
-    case = Case(name="sinks", steps=(step,), sinks=True, lse=True, graph=graph, **settings)
-    outcome = run_case(CANDIDATE, case)
-    assert outcome.status == "passed", outcome.message
+    passes(step, sinks=True, lse=True, graph=graph, **settings)
 
 
-def test_sinks_are_compiled_into_the_paged_kernels(spy) -> None:
-    run_steps(spy, decode(5, 30), windows=(8, None), sinks=True)
-    assert spy.counts == {"paged.plan": 2, "paged.run": 2}
-    spy.clear()
-    world = world_of(extend((3, 5)), windows=(8, None), sinks=True)
-    FlashInferBackend(world.context, options(prefill_backend="auto"), spy.kernels)
-    assert spy.keywords("paged", "make", "backend") == ["fa2", "fa2"]
-    windowed, full = spy.keywords("paged", "make", "jit_args")
+def test_sinks_are_compiled_into_the_paged_kernels() -> None:
+    calls = run_steps(decode(5, 30), windows=(8, None), sinks=True)
+    assert counts(calls) == {
+        "get_batch_prefill_attention_sink_uri": 2, f"{PAGED}.plan": 2, f"{PAGED}.run": 2,
+    }  # fmt: skip
+    calls = rehearsed(extend((3, 5)), windows=(8, None), sinks=True)
+    assert given(calls, PAGED, "backend") == ["fa2", "fa2"]
+    windowed, full = given(calls, PAGED, "jit_args")
     assert windowed[0] != full[0]
-    assert spy.keywords("paged", "make", "jit_kwargs") == [
+    assert given(calls, PAGED, "jit_kwargs") == [
         {"use_sliding_window": True},
         {"use_sliding_window": False},
     ]
@@ -622,104 +527,80 @@ def test_sinks_are_compiled_into_the_paged_kernels(spy) -> None:
 @pytest.mark.parametrize("sink", [-torch.inf, 3e4])
 @pytest.mark.parametrize("step", [decode(0, 5), extend((0, 9), (4, 2))])
 def test_sinks_of_any_size(step, sink) -> None:
-    world = world_of(step, sinks=True)
-    for layer in world.context.layers:
-        assert layer.sinks is not None
+    backend, prepared = ADAPTER.prepared(step, sinks=True)
+    context, first = backend.context, prepared.inputs[0]
+    for layer in context.layers:
         layer.sinks[:2] = sink
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
-    lse = torch.zeros(given.q.shape[:2])
-    out = backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, lse=lse)
-    expected, expected_lse = reference.attention(
-        given.q,
-        given.layer,
-        prepared.batch,
-        world.context.req_to_token_pool.req_to_token,
-        world.context.token_to_kv_pool,
-    )
-    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
+    lse = torch.zeros(first.q.shape[:2])
+    out = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
+    table, pool = context.req_to_token_pool.req_to_token, context.token_to_kv_pool
+    expected = reference.attention(first.q, first.layer, prepared.batch, table, pool)
+    torch.testing.assert_close(out.double(), expected[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), expected[1], atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("step", "settings", "argument"),
     [
-        (decode(5), {"logit_cap": 2.0}, "logit_cap.*2 beside sinks"),
+        (decode(5), {"logit_cap": 2.0}, "logit_cap.*2 and sinks"),
         (verify(4, 9), {"spec_topk": 4}, "sinks.*custom mask"),
         (ITEMS, {}, "sinks.*many items"),
         (extend((0, 5)), {"is_encoder": True, "save_kv_cache": False}, "sinks.*of the call"),
     ],
 )
 def test_sinks_that_no_kernel_looks_at_are_refused(step, settings, argument) -> None:
-    world = world_of(step, sinks=True, **settings)
     with pytest.raises(InvalidInput, match=argument):
-        FlashInferBackend(world.context, options(), EMULATED)
+        ADAPTER.backend(ADAPTER.world(step, sinks=True, **settings).context)
 
 
 def test_sinks_over_the_calls_keys_are_refused() -> None:
-    world = world_of(extend((0, 5)), sinks=True)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
-    prepared = prepare_step(world, extend((0, 5)), host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
+    backend, prepared = ADAPTER.prepared(extend((0, 5)), sinks=True, kv_in_pool=False)
     with pytest.raises(InvalidInput, match=r"sinks.*of the call"):
-        backend.forward(given.q, given.k, given.v, given.layer, prepared.batch, False)
-
-
-def test_kernels_without_sinks_refuse_them() -> None:
-    world = world_of(decode(5), sinks=True)
-    with pytest.raises(InvalidInput, match="sinks"):
-        FlashInferBackend(world.context, options(), replace(EMULATED, sinks=None))
+        outputs(backend, replace(prepared, save_kv_cache=False))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")
 def test_steps_that_are_prepared_while_the_device_is_behind() -> None:
     """Plans of later steps must not reach the device in place of an earlier one's."""
-    library = pytest.importorskip("attnmux.nvidia.flashinfer.factory", exc_type=ImportError)
+    pytest.importorskip("flashinfer", exc_type=ImportError)
     steps = [decode(*lens) for lens in ((700, 3), (5, 900), (64, 64), (1, 1000))]
     case = Case(name="behind", steps=steps, max_context_len=1024, page_size=1, kv_in_pool=True)
-    world = make_world(case, CANDIDATE.platform, "cuda")
-    backend = library.make(world.context, options())
+    world = make_world(case, HOPPER, "cuda")
+    backend = make(world.context)
     prepared = [prepare_step(world, step, host_lens=True) for step in steps]
-    # What a step put into the pool, the next one's took the place of.
+    # Each step wrote to the pool in place of the one before.
     buffers = world.context.token_to_kv_pool.get_kv_buffer(prepared[0].inputs[0].layer.layer_id)
     for buffer in buffers:
         buffer.normal_()
     world.context.req_to_token_pool.req_to_token.random_(1, len(buffers[0]))
 
-    def outputs(behind: bool) -> list[torch.Tensor]:
-        results = []
+    def results(behind: bool) -> list[torch.Tensor]:
+        made = []
         if behind:
             torch.cuda._sleep(500_000_000)
         for each in prepared:
             backend.init_forward_metadata(each.batch)
-            given = each.inputs[0]
-            results.append(backend.forward(given.q, None, None, given.layer, each.batch))
+            made += outputs(backend, replace(each, inputs=each.inputs[:1]))
             if not behind:
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        return results
+        return made
 
-    torch.testing.assert_close(outputs(behind=True), outputs(behind=False), rtol=0, atol=0)
+    torch.testing.assert_close(results(behind=True), results(behind=False), rtol=0, atol=0)
 
 
 def test_graphs_of_two_modes_on_one_backend() -> None:
     """The second runner's sizes do not take the buffers of the first."""
     steps = (decode(5, 30), verify(4, 9, 20))
-    world = world_of(*steps, spec_topk=1)
-    backend = FlashInferBackend(world.context, options(), EMULATED)
+    world = ADAPTER.world(*steps, spec_topk=1, kv_in_pool=True)
+    backend = ADAPTER.backend(world.context)
 
     def runner(step: Step, mode: ForwardMode, tokens: int) -> tuple[GraphRunner, Any]:
-        prepared = prepare_step(world, step, host_lens=True)
+        prepared = ADAPTER.prepare(world, step)
 
         def forward(batch: Any, inputs: Any) -> list[torch.Tensor]:
-            return [
-                backend.forward(given.q, None, None, given.layer, batch)
-                for given in prepared.inputs
-            ]
+            return outputs(backend, replace(prepared, batch=batch))
 
         config = GraphConfig(
             batch_sizes=(2,), forward_mode=mode, tokens_per_request=tokens, host_lens=True
@@ -735,9 +616,7 @@ def test_graphs_of_two_modes_on_one_backend() -> None:
     for made, prepared in runners:
         replayed = [out.clone() for out in made.replay(prepared.batch)]
         backend.init_forward_metadata(prepared.batch)
-        for out, given in zip(replayed, prepared.inputs, strict=True):
-            eager = backend.forward(given.q, None, None, given.layer, prepared.batch)
-            torch.testing.assert_close(out, eager, equal_nan=True)
+        torch.testing.assert_close(replayed, outputs(backend, prepared), equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -748,11 +627,10 @@ def test_graphs_of_two_modes_on_one_backend() -> None:
         ("dtype=bf16,spec_topk=1,page_size=64", "flashinfer"),
     ],
 )
-def test_rank_beside_fa3(asked, chosen) -> None:
+def test_rank_next_to_fa3(asked, chosen) -> None:
     from_plugin = pytest.importorskip("attnmux.nvidia.plugin").attnmux_cards()
     offers = [Offer(card=card, plugin="nvidia") for card in from_plugin]
-    platform = Platform.parse("nvidia:sm90,cuda=13.0")
-    decision = solve(Request.parse(asked), platform, offers, Policy(hypothetical=True))
+    decision = solve(Request.parse(asked), HOPPER, offers, Policy(hypothetical=True))
     assert {choice.backend for choice in decision.phases.values()} == {chosen}
 
 

@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 
+from attnmux.core.library import imported
 from attnmux.emulators.nvidia import flashinfer as emulator
-from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.states import merge, store_natural, writable_lse
+from attnmux.nvidia.flashinfer.backend import merge, store_natural
+from attnmux.nvidia.flashinfer.layers import merged_heads
+from attnmux.nvidia.flashinfer.planning import FlashInferKernels
+from attnmux.nvidia.flashinfer.shared import writable_lse
 
-KERNELS = Kernels(
-    decode=emulator.BatchDecodeWithPagedKVCacheWrapper,
-    paged=emulator.BatchPrefillWithPagedKVCacheWrapper,
-    ragged=emulator.BatchPrefillWithRaggedKVCacheWrapper,
-    merge_state_in_place=emulator.merge_state_in_place,
-    fast_decode_plan=emulator.fast_decode_plan,
-)
+KERNELS = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
+DECODE = emulator.BatchDecodeWithPagedKVCacheWrapper
+PAGED = emulator.BatchPrefillWithPagedKVCacheWrapper
 
 HEADS = {
     "num_qo_heads": 4,
@@ -26,6 +25,9 @@ HEADS = {
     "page_size": 4,
     "q_data_type": torch.float32,
 }
+
+
+PAGED_HEADS = {name.replace("head_dim", "head_dim_qk"): value for name, value in HEADS.items()}
 
 
 def workspace() -> torch.Tensor:
@@ -45,7 +47,7 @@ def copied(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torc
 
 
 def decode_in_graph(size: int = 2) -> emulator.BatchDecodeWithPagedKVCacheWrapper:
-    return KERNELS.decode(
+    return DECODE(
         workspace(),
         use_cuda_graph=True,
         paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32),
@@ -55,7 +57,7 @@ def decode_in_graph(size: int = 2) -> emulator.BatchDecodeWithPagedKVCacheWrappe
 
 
 def test_lse_is_in_base_2_and_empty_rows_are_finite() -> None:
-    wrapper = KERNELS.decode(workspace())
+    wrapper = DECODE(workspace())
     wrapper.plan(ints(0, 1, 1), ints(3), ints(2, 0), **HEADS)
     q, (keys, values) = torch.randn(2, 4, 64), cache()
     out, lse = wrapper.run(q, (keys, values), return_lse=True)
@@ -75,7 +77,7 @@ def test_lse_becomes_natural_and_minus_infinity() -> None:
 
 def test_a_plan_with_host_lengths_keeps_the_length_of_empty_requests() -> None:
     """Pages count from indptr, so an empty request's last page has to hold 0."""
-    wrapper = KERNELS.decode(workspace())
+    wrapper = DECODE(workspace())
     wrapper.plan(ints(0, 0, 1), ints(5), ints(0, 4), **HEADS)
     out = wrapper.run(torch.randn(2, 4, 64), cache())
     assert not out[0].any()
@@ -84,7 +86,7 @@ def test_a_plan_with_host_lengths_keeps_the_length_of_empty_requests() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_window_left_counts_the_keys_before(window) -> None:
-    wrapper = KERNELS.decode(workspace())
+    wrapper = DECODE(workspace())
     wrapper.plan(ints(0, 2), ints(1, 6), ints(3), window_left=window, **HEADS)
     q, (keys, values) = torch.randn(1, 4, 64), cache()
     out = wrapper.run(q, (keys, values))
@@ -97,25 +99,19 @@ def test_window_left_counts_the_keys_before(window) -> None:
 
 
 def test_custom_mask_keeps_where_true() -> None:
-    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    wrapper = PAGED(workspace(), backend="fa2")
     mask = torch.tensor([True, False, True, False, True, True, False, True, True])
-    heads = {**HEADS, "head_dim_qk": HEADS["head_dim"]}
-    heads.pop("head_dim")
     # 3 tokens on 3 keys, then 1 token on 5: the second request begins in a byte of its own.
     mask = torch.cat([mask, torch.tensor([True, False, False, False, True])])
-    wrapper.plan(ints(0, 3, 4), ints(0, 1, 3), ints(2, 4, 7), ints(3, 1), custom_mask=mask, **heads)
+    wrapper.plan(
+        ints(0, 3, 4), ints(0, 1, 3), ints(2, 4, 7), ints(3, 1), custom_mask=mask, **PAGED_HEADS
+    )
     keys, values = cache()
     values[:] = 0
     values[2, :3, :, 0] = torch.tensor([[1.0], [10.0], [100.0]])
     values[4, 0, :, 0], values[7, 0, :, 0], values[4, 1:, :, 0] = 4, 6, 1000
     out = wrapper.run(torch.zeros(4, 4, 64), (keys, values))
     assert out[:, 0, 0].tolist() == pytest.approx([50.5, 55, 55, 5])
-
-
-def paged_heads() -> dict[str, object]:
-    heads: dict[str, object] = {**HEADS, "head_dim_qk": HEADS["head_dim"]}
-    heads.pop("head_dim")
-    return heads
 
 
 def plan_items(wrapper, places, prefix_lens=(2,), longest=(9,), width=None, **kwargs) -> None:
@@ -126,7 +122,7 @@ def plan_items(wrapper, places, prefix_lens=(2,), longest=(9,), width=None, **kw
         token_pos_in_items_ptr=ints(*places).to(torch.uint16),
         token_pos_in_items_len=len(places) if width is None else width,
         max_item_len_ptr=ints(*longest).to(torch.uint16),
-        **paged_heads(), **kwargs,
+        **PAGED_HEADS, **kwargs,
     )  # fmt: skip
 
 
@@ -143,7 +139,7 @@ def seen(wrapper) -> list[list[int]]:
 
 def test_items_begin_with_a_delimiter_that_they_do_not_see() -> None:
     """Two items of a delimiter and a token behind a prefix of two; their places count from 0."""
-    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    wrapper = PAGED(workspace(), backend="fa2")
     plan_items(wrapper, (0, 1, 0, 1))
     assert seen(wrapper) == [[0], [0, 1], [0, 1], [0, 1, 3], [0, 1], [0, 1, 5]]
     # One more, and each item has its delimiter in it.
@@ -155,19 +151,19 @@ def test_items_begin_with_a_delimiter_that_they_do_not_see() -> None:
 
 
 def test_items_stand_above_causality_and_windows_hold() -> None:
-    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    wrapper = PAGED(workspace(), backend="fa2")
     plan_items(wrapper, (1, 2, 1, 2), causal=False, window_left=3)
     assert seen(wrapper) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 4], [4, 5]]
 
 
 def test_places_of_items_are_read_by_address() -> None:
-    wrapper = KERNELS.paged(workspace(), backend="fa2")
+    wrapper = PAGED(workspace(), backend="fa2")
     for given in ({"width": 3}, {"prefix_lens": (2, 3)}, {"longest": ()}):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             plan_items(wrapper, (1, 2, 1, 2), **given)
     with pytest.raises(RuntimeError, match="illegal memory access: prefix_len_ptr"):
         wrapper.plan(
-            ints(0, 6), ints(0, 2), ints(3, 5), ints(2), prefix_len_ptr=ints(2), **paged_heads()
+            ints(0, 6), ints(0, 2), ints(3, 5), ints(2), prefix_len_ptr=ints(2), **PAGED_HEADS
         )
 
 
@@ -176,12 +172,12 @@ def with_sinks(**kwargs) -> emulator.BatchPrefillWithPagedKVCacheWrapper:
     built_for = torch.float32, torch.float32, torch.float32, torch.int32, 64, 64
     softmax = ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", source
     made = {"backend": "fa2", "jit_args": ["name", *built_for, *softmax], **kwargs}
-    return KERNELS.paged(workspace(), **made)
+    return PAGED(workspace(), **made)
 
 
 def test_sinks_are_in_the_lse_and_scale_comes_with_each_run() -> None:
     wrapper = with_sinks()
-    wrapper.plan(ints(0, 1, 2), ints(0, 1, 1), ints(3), ints(2, 0), sm_scale=7.0, **paged_heads())
+    wrapper.plan(ints(0, 1, 2), ints(0, 1, 1), ints(3), ints(2, 0), sm_scale=7.0, **PAGED_HEADS)
     q, (keys, values), sinks = torch.randn(2, 4, 64), cache(), torch.randn(4)
     given = {"return_lse": True, "k_scale": 5.0}
     out, lse = wrapper.run(q, (keys, values), sinks, 0.125, **given)
@@ -202,8 +198,8 @@ def test_what_is_compiled_with_sinks() -> None:
     plan = ints(0, 1), ints(0, 1), ints(3), ints(2)
     for other in ({"window_left": 3}, {"head_dim_qk": 128}, {"q_data_type": torch.float16}):
         with pytest.raises(ValueError, match="compiled for"):
-            wrapper.plan(*plan, **{**paged_heads(), **other})
-    with_sinks(jit_kwargs={"use_sliding_window": True}).plan(*plan, window_left=3, **paged_heads())
+            wrapper.plan(*plan, **{**PAGED_HEADS, **other})
+    with_sinks(jit_kwargs={"use_sliding_window": True}).plan(*plan, window_left=3, **PAGED_HEADS)
     names = {
         emulator.get_batch_prefill_attention_sink_uri(
             "fa2", torch.float16, kv_dtype, torch.float16, torch.int32, dim, dim, 0, windowed
@@ -236,7 +232,7 @@ def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
         for _ in range(2)
     )
     out, lse = copied(one)
-    merge(KERNELS, (out, lse), other)
+    merge(KERNELS, merged_heads(num_heads, head_dim, 2), (out, lse), other)
     both = torch.stack([one[1], other[1]]).double() * math.log(2)
     weights = both.softmax(0).unsqueeze(-1)
     expected = weights[0] * one[0] + weights[1] * other[0]
@@ -251,13 +247,13 @@ def test_merge_of_nothing_is_nothing() -> None:
     empty = torch.zeros(3, 4, 64), torch.full((3, 4), -5e4)
     full = torch.randn(3, 4, 64), torch.randn(3, 4)
     out, lse = copied(empty)
-    merge(KERNELS, (out, lse), empty)
+    merge(KERNELS, 4, (out, lse), empty)
     store_natural(lse, lse)
     assert not out.any()
     assert lse.isneginf().all()
     for one, other in ((empty, full), (full, empty)):
         out, lse = copied(one)
-        merge(KERNELS, (out, lse), other)
+        merge(KERNELS, 4, (out, lse), other)
         torch.testing.assert_close(out, full[0])
         torch.testing.assert_close(lse, full[1])
 
@@ -269,7 +265,7 @@ def test_the_merge_kernel_has_a_limit() -> None:
 
 
 def test_run_obeys_the_plan() -> None:
-    wrapper = KERNELS.decode(workspace())
+    wrapper = DECODE(workspace())
     with pytest.raises(RuntimeError, match="before plan"):
         wrapper.run(torch.randn(1, 4, 64), cache())
     wrapper.plan(ints(0, 1), ints(3), ints(2), **HEADS)
@@ -297,7 +293,7 @@ def test_a_graph_wrapper_is_of_one_batch_size_and_its_buffers() -> None:
 
 
 def test_a_graph_wrapper_splits_keys() -> None:
-    wrapper = KERNELS.paged(
+    wrapper = PAGED(
         workspace(),
         use_cuda_graph=True,
         qo_indptr_buf=torch.zeros(2, dtype=torch.int32),
@@ -305,10 +301,8 @@ def test_a_graph_wrapper_splits_keys() -> None:
         paged_kv_indices_buf=torch.zeros(4, dtype=torch.int32),
         paged_kv_last_page_len_buf=torch.zeros(1, dtype=torch.int32),
     )
-    heads = {**HEADS, "head_dim_qk": HEADS["head_dim"], "disable_split_kv": True}
-    heads.pop("head_dim")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        wrapper.plan(ints(0, 1), ints(0, 1), ints(3), ints(2), **heads)
+        wrapper.plan(ints(0, 1), ints(0, 1), ints(3), ints(2), disable_split_kv=True, **PAGED_HEADS)
 
 
 def test_fast_plan_copies_nothing() -> None:
@@ -333,16 +327,18 @@ def test_plans_that_share_an_int_workspace_overwrite_each_other() -> None:
 
 def test_workspace_is_aligned() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        KERNELS.decode(workspace()[1:])
+        DECODE(workspace()[1:])
 
 
 def test_no_rows_cannot_be_launched() -> None:
     with pytest.raises(RuntimeError, match="no blocks"):
-        KERNELS.ragged(workspace()).plan(ints(0, 0), ints(0, 0), 4, 2, 64)
+        emulator.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
+            ints(0, 0), ints(0, 0), 4, 2, 64
+        )
 
 
 def test_without_tensor_cores_groups_are_few() -> None:
     heads = {**HEADS, "num_qo_heads": 14}
     with pytest.raises(RuntimeError, match="group_size"):
-        KERNELS.decode(workspace()).plan(ints(0, 1), ints(3), ints(2), **heads)
-    KERNELS.decode(workspace(), use_tensor_cores=True).plan(ints(0, 1), ints(3), ints(2), **heads)
+        DECODE(workspace()).plan(ints(0, 1), ints(3), ints(2), **heads)
+    DECODE(workspace(), use_tensor_cores=True).plan(ints(0, 1), ints(3), ints(2), **heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,50 +10,54 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.choosing.options import complete
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.library import imported
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
-from attnmux.nvidia.flashinfer.staging import Staging
+from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer_mla import planning
 from attnmux.nvidia.flashinfer_mla import step as steps_module
-from attnmux.nvidia.flashinfer_mla.backend import FlashInferMLABackend
-from attnmux.nvidia.flashinfer_mla.kernels import Kernels
-from attnmux.nvidia.flashinfer_mla.settings import LEAST_WORKSPACE_BYTES, MIB
+from attnmux.nvidia.flashinfer_mla.backend import (
+    LEAST_WORKSPACE_BYTES,
+    FlashInferMLABackend,
+    make,
+)
+from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
-    World,
-    make_world,
     prepare_step,
     reference,
     run_case,
 )
+from attnmux.testing.adapters import (
+    LATENT,
+    AdapterTests,
+    AdapterWorld,
+    KernelCall,
+    misaligned,
+    outputs,
+    recorded,
+)
 from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.recording import RecordingGraphs
 
-EMULATED = Kernels(paged=emulator.BatchMLAPagedAttentionWrapper)
-
+EMULATED = imported(FlashInferMLAKernels, "attnmux.emulators.nvidia.flashinfer")
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
     card=replace(FLASHINFER_MLA, status="available", requires=()),
-    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    platform=HOPPER,
     device="cpu",
     factory=lambda context, options: FlashInferMLABackend(context, options, EMULATED),
 )
-
-LATENT: dict[str, Any] = {
-    "kind": "mla",
-    "num_q_heads": 16,
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "page_size": 16,
-}
+SETTINGS = {**LATENT, "page_size": 16}
+ADAPTER = AdapterWorld(
+    library=make, kernels=EMULATED, platform=HOPPER, host_lens=True, settings=SETTINGS
+)
 
 
 class TestFlashInferMLAEmulated(AttentionBackendTests):
@@ -62,16 +65,12 @@ class TestFlashInferMLAEmulated(AttentionBackendTests):
     page_sizes = (1, 64)
 
 
+class TestFlashInferMLAAdapter(AdapterTests):
+    adapter = ADAPTER
+
+
 def case_of(*steps: Step, **settings: Any) -> Case:
-    return Case(name="of-this-test", steps=steps, **{**LATENT, **settings})
-
-
-def world_of(*steps: Step, **settings: Any) -> World:
-    return make_world(case_of(*steps, **settings), CANDIDATE.platform, "cpu")
-
-
-def backend_of(world: World, kernels: Kernels = EMULATED, **given: Any) -> FlashInferMLABackend:
-    return FlashInferMLABackend(world.context, complete(FLASHINFER_MLA, given), kernels)
+    return Case(name="of-this-test", steps=steps, **{**SETTINGS, **settings})
 
 
 def assert_agrees(*steps: Step, **settings: Any) -> None:
@@ -79,87 +78,47 @@ def assert_agrees(*steps: Step, **settings: Any) -> None:
     assert outcome.status == "passed", outcome.message
 
 
-class Spy:
-    """The emulator, with a list of what was made, planned and run."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    @property
-    def kernels(self) -> Kernels:
-        calls = self.calls
-
-        class Spied(EMULATED.paged):  # type: ignore[name-defined,misc]  # a class
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                calls.append(("make", kwargs))
-                super().__init__(*args, **kwargs)
-
-            def plan(self, *args: Any) -> None:
-                names = (
-                    "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads",
-                    "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale",
-                )  # fmt: skip
-                calls.append(("plan", dict(zip(names, args, strict=False))))
-                super().plan(*args)
-
-            def run(self, q_nope: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                cache = tuple(args[1].shape)
-                calls.append(("run", {"q_nope": q_nope, "ckv_cache": cache, **kwargs}))
-                return super().run(q_nope, *args, **kwargs)
-
-        return Kernels(paged=Spied)
-
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter(method for method, _ in self.calls)
-
-    def arguments(self, method: str, name: str) -> list[Any]:
-        return [given[name] for called, given in self.calls if called == method]
-
-    def run_steps(self, *steps: Step, **settings: Any) -> None:
-        """Run eagerly, as the suite would; only what the steps call is noted."""
-        save = settings.get("save_kv_cache", True)
-        world = world_of(*steps, **settings)
-        backend = backend_of(world, self.kernels)
-        self.calls.clear()
-        for step in steps:
-            prepared = prepare_step(world, step, host_lens=True)
-            backend.init_forward_metadata(prepared.batch)
-            for given in prepared.inputs:
-                forward(backend, given, prepared.batch, save_kv_cache=save)
+def run_steps(*steps: Step, **settings: Any) -> list[KernelCall]:
+    """The calls of the steps, run eagerly as the suite would."""
+    kernels, calls = recorded(EMULATED)
+    world = ADAPTER.world(*steps, **settings)
+    backend = ADAPTER.backend(world.context, kernels=kernels)
+    for step in steps:
+        prepared = ADAPTER.prepare(world, step)
+        backend.init_forward_metadata(prepared.batch)
+        outputs(backend, prepared)
+    return calls
 
 
-def forward(
-    backend: FlashInferMLABackend, given: Any, batch: ForwardBatch, **others: Any
-) -> torch.Tensor:
-    ropes = {"q_rope": given.q_rope, "k_rope": given.k_rope}
-    return backend.forward(given.q, given.k, given.v, given.layer, batch, **{**ropes, **others})
+def arguments(calls: list[KernelCall], method: str, name: int | str) -> list[Any]:
+    """An argument of every call of a wrapper's method, by place or by name."""
+    return [
+        call.args[name] if isinstance(name, int) else call.kwargs[name]
+        for call in calls
+        if call.name == f"BatchMLAPagedAttentionWrapper.{method}"
+    ]
 
 
-@pytest.fixture
-def spy() -> Spy:
-    return Spy()
+def test_layers_share_a_plan_a_step() -> None:
+    calls = run_steps(decode(5, 30), decode(6, 31), windows=(None,) * 5)
+    assert len(arguments(calls, "plan", "causal")) == 2
+    assert len(arguments(calls, "run", "out")) == 10
 
 
-def test_layers_share_a_plan_a_step(spy) -> None:
-    spy.run_steps(decode(5, 30), decode(6, 31), windows=(None,) * 5)
-    assert spy.counts == {"plan": 2, "run": 10}
-
-
-def test_layers_of_another_scale_have_a_plan_of_their_own(spy) -> None:
-    spy.run_steps(decode(5, 30), scaling=0.3)
-    assert spy.arguments("plan", "sm_scale") == [0.3, 0.6]
+def test_layers_of_another_scale_have_a_plan_of_their_own() -> None:
+    calls = run_steps(decode(5, 30), scaling=0.3)
+    assert arguments(calls, "plan", "sm_scale") == [0.3, 0.6]
     assert_agrees(decode(5, 30), extend((0, 9), (17, 4)), scaling=0.3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_the_pools_pages_are_the_kernels(spy, page_size) -> None:
-    spy.run_steps(decode(5, 30), page_size=page_size)
-    assert spy.arguments("plan", "page_size") == [page_size]
+def test_the_pools_pages_are_the_kernels(page_size) -> None:
+    calls = run_steps(decode(5, 30), page_size=page_size)
+    assert arguments(calls, "plan", "page_size") == [page_size]
     pages = [-(-length // page_size) for length in (5, 30)]
-    (indices,) = spy.arguments("plan", "kv_indices")
+    (indices,) = arguments(calls, "plan", "kv_indices")
     assert len(indices) == sum(pages)
-    assert spy.arguments("plan", "kv_indptr")[0].tolist() == [0, pages[0], sum(pages)]
+    assert arguments(calls, "plan", "kv_indptr")[0].tolist() == [0, pages[0], sum(pages)]
 
 
 @pytest.mark.parametrize("page_size", [3, 48])
@@ -170,17 +129,17 @@ def test_pages_of_any_size(page_size) -> None:
     assert_agrees(*steps, page_size=page_size, lse=True)
 
 
-def test_only_steps_of_several_rows_are_causal(spy) -> None:
-    spy.run_steps(decode(5), extend((9, 1), (4, 1)), extend((9, 1), (4, 2)), verify(3, 9),
+def test_only_steps_of_several_rows_are_causal() -> None:
+    calls = run_steps(decode(5), extend((9, 1), (4, 1)), extend((9, 1), (4, 2)), verify(3, 9),
                   spec_topk=1)  # fmt: skip
-    assert spy.arguments("plan", "causal") == [False, False, True, True]
+    assert arguments(calls, "plan", "causal") == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(20, 32), (48, 64), (96, 128), (64, 64), (128, 128)])
-def test_heads_are_padded_for_causal_kernels_alone(spy, heads, padded) -> None:
-    spy.run_steps(decode(5), extend((3, 4)), num_q_heads=heads)
-    assert spy.arguments("plan", "num_heads") == [heads, padded]
-    assert {q.shape[1] for q in spy.arguments("run", "q_nope")} == {heads, padded}
+def test_heads_are_padded_for_causal_kernels_alone(heads, padded) -> None:
+    calls = run_steps(decode(5), extend((3, 4)), num_q_heads=heads)
+    assert arguments(calls, "plan", "num_heads") == [heads, padded]
+    assert {q.shape[1] for q in arguments(calls, "run", 0)} == {heads, padded}
 
 
 @pytest.mark.parametrize("heads", [20, 96])
@@ -194,26 +153,26 @@ def test_tiles_that_end_within_a_token(monkeypatch, heads) -> None:
     assert "values differ" in outcome.message
 
 
-def test_requests_without_rows_are_left_out(spy) -> None:
+def test_requests_without_rows_are_left_out() -> None:
     """They would make the tiles of 128 heads end within a token."""
     step = extend((5, 0), (64, 2), (7, 0), (30, 0), (17, 0), (0, 3), (9, 0), (3, 0))
     assert_agrees(step, num_q_heads=128)
-    spy.run_steps(step, num_q_heads=128)
-    assert spy.arguments("plan", "qo_indptr")[0].tolist() == [0, 2, 5]
-    assert spy.arguments("plan", "kv_len_arr")[0].tolist() == [66, 3]
-    assert len(spy.arguments("plan", "kv_indices")[0]) == 5 + 1
+    calls = run_steps(step, num_q_heads=128)
+    assert arguments(calls, "plan", "qo_indptr")[0].tolist() == [0, 2, 5]
+    assert arguments(calls, "plan", "kv_len_arr")[0].tolist() == [66, 3]
+    assert len(arguments(calls, "plan", "kv_indices")[0]) == 5 + 1
 
 
-def test_nothing_is_planned_for_a_step_without_rows(spy) -> None:
-    spy.run_steps(extend((17, 0), (3, 0)), extend(mode=ForwardMode.IDLE))
-    assert not spy.calls
+def test_nothing_is_planned_for_a_step_without_rows() -> None:
+    calls = run_steps(extend((17, 0), (3, 0)), extend(mode=ForwardMode.IDLE))
+    assert not calls
 
 
-def test_keys_of_the_call_are_planned_when_they_come(spy) -> None:
-    spy.run_steps(extend((0, 7), (0, 3)), save_kv_cache=False)
-    assert spy.counts == {"make": 1, "plan": 2, "run": 2}
-    assert spy.arguments("plan", "page_size") == [16, 1]
-    assert spy.arguments("plan", "kv_indices")[1].tolist() == list(range(10))
+def test_keys_of_the_call_are_planned_when_they_come() -> None:
+    calls = run_steps(extend((0, 7), (0, 3)), save_kv_cache=False)
+    assert len(arguments(calls, "run", "out")) == 2
+    assert arguments(calls, "plan", "page_size") == [16, 1]
+    assert arguments(calls, "plan", "kv_indices")[1].tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("room", [4, 7, 20])
@@ -239,11 +198,12 @@ def test_a_step_that_no_plan_holds_is_cut(monkeypatch, room, settings) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "parts"), [(15800, 1), (16400, 2)])
-def test_tiles_of_a_plan(spy, monkeypatch, num_tokens, parts) -> None:
+def test_tiles_of_a_plan(monkeypatch, num_tokens, parts) -> None:
     """128 heads of a token are one, and the library would write beyond its lists."""
-    world = world_of(extend((1, 1)), num_q_heads=128, max_context_len=16640)
-    backend = backend_of(world, spy.kernels)
-    batch = prepare_step(world, extend((1, 1)), host_lens=True).batch
+    world = ADAPTER.world(extend((1, 1)), num_q_heads=128, max_context_len=16640)
+    kernels, calls = recorded(EMULATED)
+    backend = ADAPTER.backend(world.context, kernels=kernels)
+    batch = ADAPTER.prepare(world, extend((1, 1))).batch
     lens = torch.tensor([num_tokens], dtype=torch.int32)
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     longer = replace(
@@ -256,58 +216,39 @@ def test_tiles_of_a_plan(spy, monkeypatch, num_tokens, parts) -> None:
         extend_seq_lens_cpu=lens,
         extend_num_tokens=num_tokens,
     )
-    spy.calls.clear()
     backend.init_forward_metadata(longer)
-    planned = [int(bounds[-1]) for bounds in spy.arguments("plan", "qo_indptr")]
+    planned = [int(bounds[-1]) for bounds in arguments(calls, "plan", "qo_indptr")]
     assert len(planned) == parts
     assert sum(planned) == num_tokens
-    assert [int(lens[-1]) for lens in spy.arguments("plan", "kv_len_arr")][-1] == num_tokens + 1
+    assert [int(lens[-1]) for lens in arguments(calls, "plan", "kv_len_arr")][-1] == num_tokens + 1
     if parts > 1:
         monkeypatch.setattr(steps_module, "PLAN_TILES", 1 << 20)
         with pytest.raises(RuntimeError, match="works"):
             backend.init_forward_metadata(longer)
 
 
-def test_results_go_where_the_caller_wants(spy) -> None:
-    step = extend((0, 7), (9, 3))
-    world = world_of(step)
-    backend = backend_of(world, spy.kernels)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
-    out, lse = torch.empty_like(given.q), torch.zeros(given.q.shape[:2])
-    spy.calls.clear()
-    assert forward(backend, given, prepared.batch, out=out, lse=lse) is out
-    assert spy.arguments("run", "out") == [out]
-    assert spy.arguments("run", "lse") == [lse]
-    assert spy.arguments("run", "return_lse_base_on_e") == [True]
+def test_results_go_where_the_caller_wants() -> None:
+    kernels, calls = recorded(EMULATED)
+    backend, prepared = ADAPTER.prepared(extend((0, 7), (9, 3)), kernels=kernels)
+    first = replace(prepared, inputs=prepared.inputs[:1])
+    out, lse = torch.empty_like(first.inputs[0].q), torch.zeros(first.inputs[0].q.shape[:2])
+    assert outputs(backend, first, out=out, lse=lse)[0] is out
+    assert arguments(calls, "run", "out") == [out]
+    assert arguments(calls, "run", "lse") == [lse]
+    assert arguments(calls, "run", "return_lse_base_on_e") == [True]
 
 
 @pytest.mark.parametrize("save", [True, False])
 def test_rows_that_the_kernels_cannot_load_are_copied(save) -> None:
-    step = extend((0, 9), (0, 4))
-    world = world_of(step)
-    backend = backend_of(world)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = prepared.inputs[0]
-
-    def odd(rows: torch.Tensor) -> torch.Tensor:
-        wide = torch.zeros(len(rows), rows[0].numel() + 3, dtype=rows.dtype)
-        return wide[:, 1 : rows[0].numel() + 1].view(rows.shape).copy_(rows)
-
-    lse = torch.zeros(given.q.shape[:2])
-    expected = forward(backend, given, prepared.batch, save_kv_cache=save, lse=lse)
-    moved = replace(
-        given,
-        q=odd(given.q),
-        q_rope=odd(given.q_rope),
-        k=odd(given.k),
-        k_rope=odd(given.k_rope),
-    )
-    out, apart = odd(torch.full_like(given.q, 7)), torch.zeros_like(lse.t()).t()
-    into = {"out": out, "lse": apart}
-    assert forward(backend, moved, prepared.batch, save_kv_cache=save, **into) is out
+    settings = {"kv_in_pool": False, "save_kv_cache": save}
+    backend, prepared = ADAPTER.prepared(extend((0, 9), (0, 4)), **settings)
+    first = prepared.inputs[0]
+    lse = torch.zeros(first.q.shape[:2])
+    expected = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
+    names = ("q", "q_rope", "k", "k_rope")
+    moved = replace(first, **{name: misaligned(getattr(first, name)) for name in names})
+    out, apart = misaligned(torch.full_like(first.q, 7)), torch.zeros_like(lse.t()).t()
+    assert outputs(backend, replace(prepared, inputs=(moved,)), out=out, lse=apart)[0] is out
     assert torch.equal(out, expected)
     assert torch.equal(apart, lse)
 
@@ -324,30 +265,24 @@ def test_powers_of_2_are_no_loss(scale, dtype) -> None:
 
 @pytest.mark.parametrize("scale", [2 / 448, 0.37, 5.9])
 def test_other_scales_round_queries_and_output_once_more(scale) -> None:
-    step = extend((0, 9), (17, 4))
-    world = world_of(step, kv_scales=(scale, 2.0), **WIDENED)
-    backend = backend_of(world)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
+    settings = {"kv_scales": (scale, 2.0), **WIDENED}
+    backend, prepared = ADAPTER.prepared(extend((0, 9), (17, 4)), **settings)
+    pools = backend.context.req_to_token_pool.req_to_token, backend.context.token_to_kv_pool
     for given in prepared.inputs:
         lse = torch.zeros(given.q.shape[:2])
-        out = forward(backend, given, prepared.batch, lse=lse)
+        out = outputs(backend, replace(prepared, inputs=(given,)), lse=lse)[0]
         expected = reference.attention(
-            given.q,
-            given.layer,
-            prepared.batch,
-            world.context.req_to_token_pool.req_to_token,
-            world.context.token_to_kv_pool,
-            q_rope=given.q_rope,
+            given.q, given.layer, prepared.batch, *pools, q_rope=given.q_rope
         )
         torch.testing.assert_close(out, expected[0].to(out.dtype), atol=1.6e-2, rtol=3.2e-2)
         torch.testing.assert_close(lse, expected[1].float(), atol=1.6e-2, rtol=4e-3)
 
 
-def test_the_steps_rows_alone_are_widened(spy) -> None:
-    spy.run_steps(decode(5, 30), extend((0, 9), (17, 4)), kv_dtype="fp8_e4m3")
-    assert spy.counts == {"plan": 2, "run": 4}
-    assert spy.arguments("run", "ckv_cache") == [(35, 1, 512)] * 2 + [(30, 1, 512)] * 2
+def test_the_steps_rows_alone_are_widened() -> None:
+    calls = run_steps(decode(5, 30), extend((0, 9), (17, 4)), kv_dtype="fp8_e4m3")
+    assert len(arguments(calls, "plan", "causal")) == 2
+    shapes = [tuple(latents.shape) for latents in arguments(calls, "run", 2)]
+    assert shapes == [(35, 1, 512)] * 2 + [(30, 1, 512)] * 2
 
 
 def test_a_length_of_0_and_rows_behind_the_requests() -> None:
@@ -359,11 +294,11 @@ def test_a_length_of_0_and_rows_behind_the_requests() -> None:
 def test_graphs_of_two_modes_on_one_backend(sizes) -> None:
     """What the second runner allocates does not take the place of what the first one captured."""
     steps = (decode(5, 30), verify(4, 9, 20))
-    world = world_of(*steps, spec_topk=1, page_size=1)
-    backend = backend_of(world)
+    world = ADAPTER.world(*steps, spec_topk=1, page_size=1)
+    backend = ADAPTER.backend(world.context)
 
     def runner(step: Step, mode: ForwardMode, tokens: int, size: int) -> tuple[GraphRunner, Any]:
-        prepared = prepare_step(world, step, host_lens=True)
+        prepared = ADAPTER.prepare(world, step)
         queries = [
             [torch.nn.functional.pad(q, (0, 0, 0, 0, 0, size * tokens)) for q in (x.q, x.q_rope)]
             for x in prepared.inputs
@@ -408,42 +343,29 @@ def test_graphs_of_padded_heads_and_of_steps_that_are_cut(monkeypatch, heads, ro
     assert_agrees(*steps, spec_topk=1, num_q_heads=heads, lse=True, graph=True)
 
 
-def test_one_wrapper_serves_all_captured_sizes(spy) -> None:
-    world = world_of(decode(5, 30))
-    backend = backend_of(world, spy.kernels)
+def test_one_wrapper_serves_all_captured_sizes() -> None:
+    world = ADAPTER.world(decode(5, 30))
+    kernels, calls = recorded(EMULATED)
+    backend = ADAPTER.backend(world.context, kernels=kernels)
     backend.init_cuda_graph_state(8, 8)
     for lens in ((5,), (5, 30), (5, 30, 3)):
-        batch = prepare_step(world, decode(*lens), host_lens=True).batch
+        batch = ADAPTER.prepare(world, decode(*lens)).batch
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    assert spy.counts["make"] == 1
-    indices = spy.arguments("plan", "kv_indices")[-3:]
+    assert [call.name for call in calls].count("BatchMLAPagedAttentionWrapper") == 1
+    indices = arguments(calls, "plan", "kv_indices")[-3:]
     assert len({(each.data_ptr(), len(each)) for each in indices}) == 1
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND])
 def test_steps_of_requests_of_many_lengths_are_in_no_graph(mode) -> None:
-    step = extend((9, 3), (5, 1), mode=mode)
-    world = world_of(step)
-    backend = backend_of(world)
+    backend, prepared = ADAPTER.prepared(extend((9, 3), (5, 1), mode=mode))
     backend.init_cuda_graph_state(2, 8)
-    batch = prepare_step(world, step, host_lens=True).batch
     with pytest.raises(GraphUnsupported, match=f"{mode.name}.*eagerly"):
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
-
-
-@pytest.mark.parametrize("max_batch_size", [0, 1])
-def test_a_capture_without_room_is_refused(max_batch_size) -> None:
-    world = world_of(decode(5, 6))
-    backend = backend_of(world)
-    if max_batch_size:
-        backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-    batch = prepare_step(world, decode(5, 6), host_lens=True).batch
-    with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_out_graph(prepared.batch, in_capture=True)
 
 
 def test_widened_keys_are_in_no_graph() -> None:
-    backend = backend_of(world_of(decode(5), kv_dtype="fp8_e4m3"))
+    backend = ADAPTER.backend(ADAPTER.world(decode(5), kv_dtype="fp8_e4m3").context)
     with pytest.raises(GraphUnsupported, match="without graphs"):
         backend.init_cuda_graph_state(2, 2)
     request = case_of(decode(5), kv_dtype="fp8_e4m3").request
@@ -479,18 +401,16 @@ def refused_batches(batch: ForwardBatch) -> dict[str, ForwardBatch]:
     ],
 )
 def test_steps_that_are_refused(field) -> None:
-    step = verify(4, 5, 6)
-    world = world_of(step, spec_topk=1)
-    backend = backend_of(world)
-    batch = refused_batches(prepare_step(world, step, host_lens=True).batch)[field]
+    backend, prepared = ADAPTER.prepared(verify(4, 5, 6), spec_topk=1)
     with pytest.raises(InvalidInput, match=field):
-        backend.init_forward_metadata_out_graph(batch)
+        backend.init_forward_metadata_out_graph(refused_batches(prepared.batch)[field])
 
 
 def test_decode_needs_lengths_on_the_host() -> None:
-    world = world_of(decode(5))
+    world = ADAPTER.world(decode(5))
+    batch = prepare_step(world, decode(5)).batch
     with pytest.raises(InvalidInput, match="seq_lens_cpu"):
-        backend_of(world).init_forward_metadata(prepare_step(world, decode(5)).batch)
+        ADAPTER.backend(world.context).init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize(
@@ -506,77 +426,65 @@ def test_decode_needs_lengths_on_the_host() -> None:
     ],
 )
 def test_layers_that_are_refused(changes, says) -> None:
-    context = world_of(decode(5)).context
+    context = ADAPTER.world(decode(5)).context
     layers = (replace(context.layers[0], **changes),)
-    world = World(
-        case=case_of(decode(5)), context=replace(context, layers=layers),
-        generator=torch.Generator(),
-    )  # fmt: skip
     with pytest.raises(InvalidInput, match=says):
-        backend_of(world)
+        ADAPTER.backend(replace(context, layers=layers))
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"kv_dtype": "fp8_e5m2"}])
 def test_dtypes_that_are_refused(settings) -> None:
     with pytest.raises(InvalidInput, match=r"dtype|token_to_kv_pool"):
-        backend_of(world_of(decode(5), **settings))
+        ADAPTER.backend(ADAPTER.world(decode(5), **settings).context)
 
 
 def test_keys_of_another_dtype_are_refused() -> None:
-    step = extend((0, 5))
-    world = world_of(step)
-    backend = backend_of(world)
-    prepared = prepare_step(world, step, host_lens=True)
-    backend.init_forward_metadata(prepared.batch)
-    given = replace(prepared.inputs[0], k=prepared.inputs[0].k.float())
+    settings = {"kv_in_pool": False, "save_kv_cache": False}
+    backend, prepared = ADAPTER.prepared(extend((0, 5)), **settings)
+    wide = [replace(given, k=given.k.float()) for given in prepared.inputs]
     with pytest.raises(InvalidInput, match="float32"):
-        forward(backend, given, prepared.batch, save_kv_cache=False)
+        outputs(backend, replace(prepared, inputs=tuple(wide)))
 
 
 def test_workspace_bytes() -> None:
-    world = world_of(decode(5))
-    backend_of(world, workspace_bytes=LEAST_WORKSPACE_BYTES)
-    assert world.context.workspace.nbytes == LEAST_WORKSPACE_BYTES
-    backend_of(world)
-    assert world.context.workspace.nbytes == 256 * MIB
+    context = ADAPTER.world(decode(5)).context
+    ADAPTER.backend(context, {"workspace_bytes": LEAST_WORKSPACE_BYTES})
+    assert context.workspace.nbytes == LEAST_WORKSPACE_BYTES
+    ADAPTER.backend(context)
+    assert context.workspace.nbytes == 256 * MIB
     with pytest.raises(InvalidInput, match="16 bytes more"):
-        backend_of(world, workspace_bytes=LEAST_WORKSPACE_BYTES - 16)
+        ADAPTER.backend(context, {"workspace_bytes": LEAST_WORKSPACE_BYTES - 16})
 
 
-def test_the_option_names_the_kernels(spy) -> None:
-    for name in ("auto", "fa2", "fa3"):
-        backend_of(world_of(decode(5)), spy.kernels, backend=name)
-    assert spy.arguments("make", "backend") == ["auto", "fa2", "fa3"]
+@pytest.mark.parametrize("name", ["auto", "fa2", "fa3"])
+def test_the_option_names_the_kernels(name) -> None:
+    kernels, calls = recorded(EMULATED)
+    ADAPTER.prepared(decode(5), kernels=kernels, options={"backend": name})
+    assert calls[0].kwargs == {"backend": name}
 
 
 @pytest.mark.parametrize("fails", ["plan", "run"])
-def test_a_kernel_that_does_not_run_fails_the_constructor(monkeypatch, fails) -> None:
+def test_a_kernel_that_does_not_run_is_a_reason_with_a_hint(monkeypatch, fails) -> None:
     def failing(*args: object, **kwargs: object) -> object:
         raise RuntimeError("no kernel image is available for execution on the device\nmore")
 
-    monkeypatch.setattr(EMULATED.paged, fails, failing)
+    monkeypatch.setattr(emulator.BatchMLAPagedAttentionWrapper, fails, failing)
+    library = replace(make, providers={"flashinfer": lambda: EMULATED})
     with pytest.raises(BackendFailed, match="no kernel image") as failed:
-        backend_of(world_of(decode(5)))
+        library(ADAPTER.world(decode(5)).context)
     assert failed.value.address == "nvidia/flashinfer_mla"
     assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed.value)
     assert "more" not in str(failed.value)
 
 
-@pytest.mark.parametrize("step", [decode(5), extend((0, 5))])
-def test_forward_needs_a_prepared_step(step) -> None:
-    world = world_of(step)
-    backend = backend_of(world)
-    prepared = prepare_step(world, step, host_lens=True)
-    with pytest.raises(AttnmuxError, match="init_forward_metadata"):
-        forward(backend, prepared.inputs[0], prepared.batch)
+def test_plans_are_made_when_those_of_the_step_before_were_copied(monkeypatch) -> None:
+    order: list[str] = []
 
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: order.append(name)
 
-def test_plans_are_made_when_those_of_the_step_before_were_copied(spy, monkeypatch) -> None:
-    def noted(name: str) -> Callable[[object], None]:
-        return lambda staging: spy.calls.append((name, {}))
-
-    for name in ("wait", "mark"):
-        monkeypatch.setattr(Staging, name, noted(name))
-    spy.run_steps(extend((0, 4)), save_kv_cache=False)
-    order = [method for method, _ in spy.calls if method in ("wait", "plan", "mark")]
-    assert order == ["wait", "plan", "mark", "plan", "mark"]
+    wrapper = emulator.BatchMLAPagedAttentionWrapper
+    for owner, name in ((Staging, "wait"), (Staging, "mark"), (wrapper, "plan"), (wrapper, "run")):
+        monkeypatch.setattr(owner, name, noted(name))
+    run_steps(extend((0, 4)), save_kv_cache=False)
+    assert order[:6] == ["wait", "plan", "mark", "plan", "mark", "run"]

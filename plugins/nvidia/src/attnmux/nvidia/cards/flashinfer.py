@@ -43,7 +43,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
 FLASHINFER = BackendCard(
     name="flashinfer",
     summary="flashinfer's paged and ragged MHA and GQA kernels, compiled on this machine",
-    factory="attnmux.nvidia.flashinfer.factory:make",
+    factory="attnmux.nvidia.flashinfer.backend:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,

@@ -46,7 +46,7 @@ FLASHINFER_MLA = BackendCard(
     # What users of other engines type; the request's kind says which card is meant.
     aliases=("flashinfer",),
     summary="flashinfer's MLA kernels: absorbed, over the pool's pages; prefill for others",
-    factory="attnmux.nvidia.flashinfer_mla.factory:make",
+    factory="attnmux.nvidia.flashinfer_mla.backend:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,

@@ -1,187 +1,170 @@
-"""The contract, served by flashinfer's wrappers."""
+"""MHA and GQA on flashinfer's wrappers: steps, calls, and the merge of two partial results.
+
+flashinfer's LSE is in base 2, and a row without keys has one near -5e4 and output 0.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported
-from attnmux.nvidia.flashinfer.caches import Cache, layer_cache
-from attnmux.nvidia.flashinfer.compiling import compile_kernels
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.library import KernelLibrary, LibraryBackend, imported
+from attnmux.core.rehearsal import rehearse, smallest_batches
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
-from attnmux.nvidia.flashinfer.groups import PlanGroup, plan_groups
-from attnmux.nvidia.flashinfer.kernels import Kernels
-from attnmux.nvidia.flashinfer.planning import EagerPlans, Role, pool_role
+from attnmux.nvidia.flashinfer.layers import FlashInferLayer, PlanGroup
+from attnmux.nvidia.flashinfer.planning import (
+    FlashInferKernels,
+    Planner,
+    check_served,
+)
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
-from attnmux.nvidia.flashinfer.sinks import check_sinks
-from attnmux.nvidia.flashinfer.staging import Staging
-from attnmux.nvidia.flashinfer.states import merge, store_natural, try_merge, writable_lse
-from attnmux.nvidia.flashinfer.step import Step
+from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
+from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
 from attnmux.nvidia.rows import aligned, is_writable
-from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
 
-ADDRESS = "nvidia/flashinfer"
+LN_2 = math.log(2)
+
+NO_KEYS = -4e4
+"""The LSE of a row without keys lies below: `math.cuh` starts from -5e4, not from -inf, and adds
+log2 of the number of masked keys. No row with keys comes near."""
+
+State = tuple[torch.Tensor, torch.Tensor]
+"""Output [T, H, D] and base-2 LSE [T, H] of a part of the keys."""
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(
+    LibraryBackend[FlashInferKernels, FlashInferLayer, FlashInferStep, GraphPlans]
+):
     """MHA and GQA through flashinfer, eager and in graphs.
 
-    Extend attends to the call's own K and V, and merges that with attention over the cached prefix
-    where there is one. Where layers have windows, sinks or cross attention, with a quantised pool,
-    for drafts, for many items and in graphs it reads all keys from the pool.
+    Extend attends to the call's own K and V, and merges the result with attention over the cached
+    prefix where there is one. It reads all keys from the pool where layers have windows, sinks or
+    cross attention, with a quantised pool, for drafts, for many items and in graphs.
     """
 
     def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+        self, context: BackendContext, options: Mapping[str, object], kernels: FlashInferKernels
     ) -> None:
-        """Compiles the kernels of every phase that the request asks for.
-
-        Raises InvalidInput for options that no kernel serves, BackendFailed where a kernel does not
-        compile.
-        """
-        super().__init__(context, options)
-        self._kernels = kernels
-        self._groups = plan_groups(context.layers, context.token_to_kv_pool)
-        self._distinct = tuple(dict.fromkeys(self._groups.values()))
-        self._settings = read_settings(context, options, self._distinct)
-        check_sinks(kernels, self._distinct)
+        """Raises InvalidInput for options, layers and phases that no kernel serves."""
+        groups = [PlanGroup.of(layer, context) for layer in context.layers]
+        self._groups = tuple(dict.fromkeys(groups))
+        self._settings = read_settings(context, options, self._groups)
+        super().__init__(context, options, kernels)
         self._is_encoder = not any(layer.is_causal for layer in context.layers)
         self._reads_calls = self._settings.kv_dtype == self._settings.dtype and not any(
-            group.window >= 0 or group.view.cross or group.has_sinks for group in self._distinct
+            group.window >= 0 or group.view.cross or group.has_sinks for group in self._groups
         )
-        self._eager = self._eager_plans(self._settings.workspace_bytes)
-        self._graphs: list[GraphPlans] = []
-        self._caches: dict[int, Cache] = {}
+        self._planner = self._make_planner(self._settings.workspace_bytes)
         self._staging = Staging(context.device)
-        self._step: Step | None = None
-        self._roles: tuple[Role, ...] = ()
-        self._planned: dict[tuple[Role, PlanGroup], Any] = {}
-        compile_kernels(ADDRESS, context, self._try_step)
+        for batch in smallest_batches(context):
+            role = Role.RAGGED if self._is_encoder else pool_role(batch)
+            for group in self._groups:
+                check_served(role, group, batch)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Plan the step for every group of layers."""
-        self._planned = {}
-        self._step = None
-        if batch.forward_mode is ForwardMode.IDLE:
-            return
-        step = self._step = Step(batch, self.context, self._settings.page_size)
-        if step.num_rows == 0:
-            return
-        role = pool_role(batch)
+    def prepare_layer(self, layer: LayerSpec) -> FlashInferLayer:
+        return FlashInferLayer.of(
+            layer,
+            self._groups.index(PlanGroup.of(layer, self.context)),
+            self.context,
+            self._settings.page_size,
+            self._settings.dtype.itemsize,
+        )
+
+    def plan_step(self, batch: ForwardBatch, buffers: GraphPlans | None) -> FlashInferStep:
+        """Plan every group of layers. A batch that was captured is recognised by its address."""
+        step = FlashInferStep(batch, self.context, self._settings.page_size)
+        if not step.num_rows:
+            return step
         self._staging.wait()
-        wrappers = self._graph_wrappers(batch, step, role, in_capture)
-        if wrappers is not None:
-            self._roles = (role,)
-            self._planned = {(role, group): wrapper for group, wrapper in wrappers.items()}
+        # The latest buffers first: a batch may have been captured again.
+        replayed = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+        if buffers is not None:
+            step.wrappers = _from_pool(step, buffers.capture(step))
+        elif replayed is not None:
+            step.wrappers = _from_pool(step, replayed.replan(step))
         else:
-            self._roles = self._eager_roles(step, role)
-            for group in self._distinct:
-                for each in self._roles:
-                    self._planned[each, group] = self._eager.plan(each, group, step)
+            step.new = self._roles(step)
+            for number, group in enumerate(self._groups):
+                for role in step.new:
+                    step.wrappers[role, number] = self._planner.plan_eager(role, group, step)
         self._staging.mark()
+        return step
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+    def fill_step(self, step: FlashInferStep, batch: ForwardBatch) -> None:
+        """Nothing is left to do: plans are made outside of graphs."""
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> GraphPlans:
         if self._settings.deterministic:
             raise GraphUnsupported(
                 "flashinfer captures no decode that keeps keys whole, as deterministic does: run "
                 "without graphs, or choose another backend"
             )
-        if any(graphs.has_room(max_bs, max_num_tokens) for graphs in self._graphs):
-            return
         nbytes = self._settings.workspace_bytes
-        if not self.options["workspace_bytes"]:
-            nbytes = max(nbytes, graph_workspace_bytes(self._distinct, max_bs, max_num_tokens))
+        if not self.options.get("workspace_bytes"):
+            nbytes = max(nbytes, graph_workspace_bytes(self._groups, max_bs, max_num_tokens))
         if nbytes > self._settings.workspace_bytes:
             self._staging.wait()
-            self._eager = self._eager_plans(nbytes)
-        # Graphs that were captured before go on with their own buffers.
-        self._graphs.append(
-            GraphPlans(
-                self._kernels,
-                self._settings,
-                self.context,
-                self._distinct,
-                workspace=self._workspace(nbytes),
-                max_batch_size=max_bs,
-                max_num_tokens=max_num_tokens,
-            )
+            self._planner = self._make_planner(nbytes)
+        return GraphPlans(
+            self._planner,
+            self.context,
+            self._groups,
+            max_batch_size=max_bs,
+            max_num_tokens=max_num_tokens,
         )
 
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        prepared(self._step)
-        out = call.out
+    def attend(
+        self,
+        call: AttentionCall,
+        layer: FlashInferLayer,
+        step: FlashInferStep,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        q, k, v, out = call.q, call.k, call.v, call.out
+        num_rows = step.num_rows
+        if not num_rows:
+            return call.empty_result()
+        tokens, num_heads, _ = q.shape
         if out is None or not is_writable(out):
-            out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
-        if not len(call.q):
-            return out
+            out = q.new_empty((tokens, num_heads, call.layer.v_head_dim))
         base_2 = writable_lse(call.lse)
-        self._attend(Role.DECODE, call.layer, aligned(call.q), None, None, out, base_2)
-        store_natural(base_2, call.lse)
-        return out
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        step, q, k, v, out = prepared(self._step), call.q, call.k, call.v, call.out
-        if out is None or not is_writable(out):
-            out = q.new_empty((*q.shape[:2], call.layer.v_head_dim))
-        if step.num_rows == 0:
-            if call.lse is not None:
-                call.lse.fill_(-torch.inf)
-            return out.zero_()
-        roles = self._call_roles(k, call.layer, batch, call.save_kv_cache)
-        base_2 = writable_lse(call.lse)
-        of_rows, into = base_2, out
-        if step.num_rows < len(q):
-            rows = slice(step.num_rows)
-            q, into, of_rows = q[rows], out[rows], None if base_2 is None else base_2[rows]
-            out[step.num_rows :].zero_()
+        into, lse = out, base_2
+        if num_rows < tokens:
+            rows = slice(num_rows)
+            q, into, lse = q[rows], out[rows], None if base_2 is None else base_2[rows]
+            out[num_rows:].zero_()
             if k is not None and v is not None and not call.layer.is_cross_attention:
                 k, v = k[rows], v[rows]
-        if len(roles) > 1 and of_rows is None:
-            of_rows = q.new_empty(q.shape[:2], dtype=torch.float32)
+        roles = step.in_pool if k is None else step.new if call.save_kv_cache else step.own
         q = aligned(q)
-        self._attend(roles[0], call.layer, q, k, v, into, of_rows)
-        for role in roles[1:]:
-            self._merge_part(role, call.layer, q, into, of_rows)
+        if len(roles) == 1:
+            self._run(roles[0], layer, step, q, k, v, into, lse)
+        else:
+            if lse is None:
+                lse = q.new_empty((num_rows, num_heads), dtype=torch.float32)
+            self._run(roles[0], layer, step, q, k, v, into, lse)
+            part = torch.empty_like(into), torch.empty_like(lse)
+            self._run(roles[1], layer, step, q, None, None, *part)
+            merge(self.kernels, layer.merged_heads, (into, lse), part)
         store_natural(base_2, call.lse)
         return out
 
-    def _call_roles(
-        self, k: torch.Tensor | None, layer: LayerSpec, batch: ForwardBatch, save_kv_cache: bool
-    ) -> tuple[Role, ...]:
-        """The parts of the keys that a call attends to."""
-        if k is None:
-            return (pool_role(batch),)
-        return self._roles if save_kv_cache else (Role.RAGGED,)
-
-    def _merge_part(
+    def _run(
         self,
         role: Role,
-        layer: LayerSpec,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        base_2: torch.Tensor | None,
-    ) -> None:
-        """Attend to a part of the pool's keys too: out and LSE become those over both parts."""
-        assert base_2 is not None  # which several roles need
-        part = torch.empty_like(out), torch.empty_like(base_2)
-        self._attend(role, layer, q, None, None, *part)
-        merge(self._kernels, (out, base_2), part)
-
-    def _attend(
-        self,
-        role: Role,
-        layer: LayerSpec,
+        layer: FlashInferLayer,
+        step: FlashInferStep,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
@@ -189,74 +172,86 @@ class FlashInferBackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> None:
         """Attention over one part of the keys; `lse` in base 2."""
-        wrapper = self._wrapper(role, self._groups[layer.layer_id])
-        if k is not None and v is not None and role is Role.RAGGED:
-            # As the pool would have cast them.
-            k, v = aligned(k.to(q.dtype)), aligned(v.to(q.dtype))
-            wrapper.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
+        wrapper = step.wrappers.get((role, layer.group))
+        if wrapper is None:
+            # A call of another kind than most.
+            wrapper = self._planner.plan_eager(role, self._groups[layer.group], step)
+            step.wrappers[role, layer.group] = wrapper
+            self._staging.mark()
+        if role is Role.RAGGED and k is not None and v is not None:
+            if k.dtype != q.dtype or v.dtype != q.dtype:  # as the pool would have cast them
+                k, v = k.to(q.dtype), v.to(q.dtype)
+            wrapper.run(q, aligned(k), aligned(v), out=out, lse=lse, return_lse=lse is not None)
             return
-        cache = self._cache(layer)
+        if layer.kv is None:
+            raise InvalidInput(
+                "k", came=None, expected="K and V: the pool does not store the layer"
+            )
         wrapper.run(
-            cache.queries(q),
-            cache.kv,
-            *cache.of_sinks,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
+            q if layer.q_factor is None else q * layer.q_factor,
+            layer.kv,
+            *layer.of_sinks,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
             out=out,
             lse=lse,
             return_lse=lse is not None,
         )
 
-    def _wrapper(self, role: Role, group: PlanGroup) -> Any:  # noqa: ANN401  # the library's class
-        """Planned for this step, now where a call wants what most calls do not."""
-        wrapper = self._planned.get((role, group))
-        if wrapper is None:
-            wrapper = self._eager.plan(role, group, prepared(self._step))
-            self._planned[role, group] = wrapper
-            self._staging.mark()
-        return wrapper
-
-    def _cache(self, layer: LayerSpec) -> Cache:
-        cache = self._caches.get(layer.layer_id)
-        if cache is None:
-            cache = layer_cache(layer, self.context.token_to_kv_pool, self._settings.page_size)
-            self._caches[layer.layer_id] = cache
-        return cache
-
-    def _graph_wrappers(
-        self, batch: ForwardBatch, step: Step, role: Role, in_capture: bool
-    ) -> Mapping[PlanGroup, Any] | None:
-        """Planned wrappers of a batch that is captured now or was before."""
-        if in_capture:
-            size = (batch.batch_size, batch.num_tokens)
-            for graphs in self._graphs:
-                if graphs.has_room(*size):
-                    return graphs.prepare(batch, step, role)
-            raise GraphUnsupported(
-                f"no buffers for a captured batch of {size[0]} requests with {size[1]} tokens: "
-                "call init_cuda_graph_state with the largest first"
-            )
-        replanned = (graphs.replan(batch, step) for graphs in self._graphs)
-        return next((wrappers for wrappers in replanned if wrappers is not None), None)
-
-    def _eager_roles(self, step: Step, from_pool: Role) -> tuple[Role, ...]:
-        """The parts of the keys that most calls of the step attend to."""
+    def _roles(self, step: FlashInferStep) -> tuple[Role, ...]:
+        """The parts of the keys that calls with new K and V attend to, in an eager step."""
         if self._is_encoder:
             return (Role.RAGGED,)
-        if from_pool is not Role.PAGED or not self._reads_calls:
-            return (from_pool,)
+        if Role.PAGED not in step.in_pool or not self._reads_calls:
+            return step.in_pool
         return (Role.RAGGED, Role.PREFIX) if step.has_prefix else (Role.RAGGED,)
 
-    def _eager_plans(self, workspace_bytes: int) -> EagerPlans:
-        return EagerPlans(self._kernels, self._settings, self._workspace(workspace_bytes))
+    def _make_planner(self, workspace_bytes: int) -> Planner:
+        return Planner(self.kernels, self._settings, workspace(self.context, workspace_bytes))
 
-    def _workspace(self, nbytes: int) -> torch.Tensor:
-        """Scratch of the kernels. They run one after another, so all wrappers share it."""
-        return self.context.workspace.get("flashinfer", nbytes)
 
-    def _try_step(self, batch: ForwardBatch) -> None:
-        self.init_forward_metadata_out_graph(batch)
-        if len(self._roles) > 1:
-            group = self._distinct[0]
-            shape = (1, group.num_q_heads, group.v_head_dim)
-            try_merge(self._kernels, shape, self._settings.dtype, self.context.device)
+def _from_pool(step: FlashInferStep, wrappers: list[Any]) -> dict[tuple[Role, int], Any]:
+    (role,) = step.in_pool
+    return {(role, number): wrapper for number, wrapper in enumerate(wrappers)}
+
+
+def store_natural(base_2: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Turn base-2 LSE into the contract's in place, and copy it to `lse` if that is another."""
+    if base_2 is None or lse is None:
+        return
+    base_2.masked_fill_(base_2 < NO_KEYS, -torch.inf).mul_(LN_2)
+    if base_2 is not lse:
+        lse.copy_(base_2)
+
+
+def merge(kernels: FlashInferKernels, heads: int, state: State, other: State) -> None:
+    """Make `state` attention over both parts' keys, `heads` heads of a token at once.
+
+    Merging goes head by head, so more heads than a block holds are merged as more tokens of fewer
+    heads. LSE stays in base 2 and -5e4 stays as it is: the kernel subtracts maxima, and
+    -inf - -inf would be NaN.
+    """
+    _, num_heads, head_dim = state[0].shape
+    if heads < num_heads:
+        state, other = (
+            (out.view(-1, heads, head_dim), lse.view(-1, heads)) for out, lse in (state, other)
+        )
+    kernels.merge_state_in_place(*state, *other)
+
+
+make = KernelLibrary(
+    address="nvidia/flashinfer",
+    backend=FlashInferBackend,
+    providers={
+        "flashinfer": partial(
+            imported,
+            FlashInferKernels,
+            "flashinfer",
+            "flashinfer.decode",
+            "flashinfer.jit.attention",
+            "flashinfer.jit.attention.variants",
+        )
+    },
+    trial=rehearse,
+    hint=HINT,
+)

@@ -1,56 +1,46 @@
-"""The library's wrappers, and how each is planned for a step."""
+"""The library's wrappers: what each is for, and how it is made and planned."""
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
-from attnmux.nvidia.flashinfer.groups import PlanGroup, View
-from attnmux.nvidia.flashinfer.kernels import Kernels
+from attnmux.nvidia.flashinfer.layers import PlanGroup, View
 from attnmux.nvidia.flashinfer.settings import Settings
-from attnmux.nvidia.flashinfer.sinks import BACKEND as OF_SINKS
-from attnmux.nvidia.flashinfer.sinks import jit_arguments
-from attnmux.nvidia.flashinfer.step import Keys, Step
+from attnmux.nvidia.flashinfer.step import FlashInferStep, Keys, Role
 
 LAYOUT = "NHD"
-"""[pages, page_size, heads, dim]: how pools lie."""
+"""[pages, page_size, heads, dim], as in the pools."""
+
+SINKS_BACKEND = "fa2"
+"""The kernels that are compiled with sinks."""
+
+NO_POSITIONS = 0
+"""`PosEncodingMode.NONE`."""
 
 
-class Role(Enum):
-    """What a wrapper is planned for. Those of one step keep their plans side by side."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashInferKernels:
+    """Classes, functions and sources of flashinfer 0.6, by the library's names."""
 
-    DECODE = auto()
-    """One new token a request, keys in the pool."""
-    PAGED = auto()
-    """Many new tokens, all keys in the pool."""
-    DRAFT = auto()
-    """The same for a few draft tokens behind long prefixes: fa2, which splits the keys."""
-    MASKED = auto()
-    """The same with a custom mask."""
-    ITEMS = auto()
-    """The same where tokens see a prefix and their own item alone."""
-    PREFIX = auto()
-    """Many new tokens against the keys before them, in the pool."""
-    RAGGED = auto()
-    """Many new tokens against K and V of the call, in cross attention those of the encoder."""
-
-
-def pool_role(batch: ForwardBatch) -> Role:
-    """How a step reads all of its keys from the pool."""
-    mode, spec = batch.forward_mode, batch.spec_info
-    if mode.is_decode():
-        return Role.DECODE
-    if spec is not None and spec.custom_mask is not None:
-        return Role.MASKED
-    if batch.multi_item is not None:
-        return Role.ITEMS
-    if mode.is_target_verify() or mode.is_draft_extend():
-        return Role.DRAFT
-    return Role.PAGED
+    BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
+    BatchPrefillWithPagedKVCacheWrapper: Callable[..., Any]
+    BatchPrefillWithRaggedKVCacheWrapper: Callable[..., Any]
+    merge_state_in_place: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(v, s, v_other, s_other): (v, s) becomes the state of both, with base-2 LSE."""
+    fast_decode_plan: Callable[..., None]
+    """`plan` of a decode wrapper over fixed buffers that the caller fills."""
+    attention_sink_decl: Mapping[str, str]
+    """By backend, the source of a softmax with sinks. fa2's adds the sink to a row's sum in the
+    first part of the keys alone, and to LSE with it; a row without keys has output 0 and the sink
+    as LSE. It looks at windows and causality, not at custom masks, items or the logit cap."""
+    get_batch_prefill_attention_sink_uri: Callable[..., str]
+    """The name of the compiled module, one for each dtype, dim and kind of window."""
 
 
 WITHOUT_SINKS = {
@@ -62,7 +52,13 @@ WITHOUT_SINKS = {
 
 
 def check_served(role: Role, group: PlanGroup, batch: ForwardBatch) -> None:
-    """Raises InvalidInput for what the kernels of a role do not look at."""
+    """Raises InvalidInput for features that the kernels of a role ignore."""
+    if group.has_sinks and group.logit_cap > 0:
+        raise InvalidInput(
+            "layer.logit_cap",
+            came=f"{group.logit_cap:g} and sinks",
+            expected="0: flashinfer's softmax with sinks has no cap",
+        )
     if group.has_sinks and role in WITHOUT_SINKS:
         raise InvalidInput(
             "layer.sinks",
@@ -78,154 +74,172 @@ def check_served(role: Role, group: PlanGroup, batch: ForwardBatch) -> None:
 
 
 def has_decode_kernel(role: Role, group: PlanGroup) -> bool:
-    """Whether the library's decode wrapper serves; sinks are the prefill wrapper's alone."""
+    """Whether the library's decode wrapper serves; only the prefill wrapper knows sinks."""
     return role is Role.DECODE and not group.has_sinks
-
-
-def constants(group: PlanGroup, settings: Settings, window: int) -> dict[str, Any]:
-    """Arguments of `plan` that every wrapper takes."""
-    return {
-        "window_left": window,
-        "logits_soft_cap": group.logit_cap,
-        "sm_scale": group.scaling,
-        "q_data_type": settings.dtype,
-    }
-
-
-def plan_decode(wrapper: Any, group: PlanGroup, settings: Settings, keys: Keys) -> None:  # noqa: ANN401  # the library's class
-    """Plan a decode wrapper; one over fixed buffers is given their contents too."""
-    wrapper.plan(
-        keys.indptr,
-        keys.indices,
-        keys.last_page_len,
-        group.num_q_heads,
-        group.num_kv_heads,
-        group.head_dim,
-        settings.page_size,
-        kv_data_type=settings.kv_dtype,
-        disable_split_kv=settings.deterministic,
-        **constants(group, settings, group.window),
-    )
-
-
-def plan_paged(
-    wrapper: Any,  # noqa: ANN401  # the library's class
-    role: Role,
-    group: PlanGroup,
-    settings: Settings,
-    step: Step,
-    keys: Keys,
-) -> None:
-    """Plan a prefill wrapper over the pool.
-
-    A custom mask is packed on the device by offsets on the device, which the library computes from
-    the lengths where they lie; so these go there too, and it synchronises to get them back.
-    """
-    lens = [step.qo_indptr, keys.indptr, keys.indices, keys.last_page_len]
-    masked = role is Role.MASKED
-    if masked:
-        lens = [values.to(keys.indices.device, non_blocking=True) for values in lens]
-    wrapper.plan(
-        *lens,
-        group.num_q_heads,
-        group.num_kv_heads,
-        group.head_dim,
-        settings.page_size,
-        head_dim_vo=group.v_head_dim,
-        custom_mask=step.custom_mask if masked else None,
-        causal=group.is_causal and role not in (Role.DECODE, Role.PREFIX, Role.MASKED),
-        disable_split_kv=role is Role.DECODE and settings.deterministic,
-        kv_data_type=settings.kv_dtype,
-        **_items(role, group, step),
-        **constants(group, settings, group.window),
-    )
-
-
-def _items(role: Role, group: PlanGroup, step: Step) -> dict[str, Any]:
-    """Arguments of `plan` for many items. In cross attention each token sees all of the encoder."""
-    items = step.items() if role is Role.ITEMS and not group.view.cross else None
-    if items is None:
-        return {}
-    return {
-        "prefix_len_ptr": items.prefix_lens,
-        "token_pos_in_items_ptr": items.places.view(-1),
-        "token_pos_in_items_len": items.places.shape[1],
-        "max_item_len_ptr": items.longest,
-    }
-
-
-class EagerPlans:
-    """One wrapper for each role and group, made when first planned."""
-
-    def __init__(self, kernels: Kernels, settings: Settings, workspace: torch.Tensor) -> None:
-        self._kernels = kernels
-        self._settings = settings
-        self._workspace = workspace
-        self._wrappers: dict[tuple[Role, PlanGroup], Any] = {}
-
-    def plan(self, role: Role, group: PlanGroup, step: Step) -> Any:  # noqa: ANN401  # the library's class
-        """The wrapper of a role and group, planned for the step."""
-        check_served(role, group, step.batch)
-        wrapper = self._wrappers.get((role, group))
-        if wrapper is None:
-            wrapper = self._wrappers[role, group] = self._make(role, group)
-        if has_decode_kernel(role, group):
-            plan_decode(wrapper, group, self._settings, step.keys(group.view))
-        elif role is Role.RAGGED:
-            self._plan_ragged(wrapper, group, step)
-        else:
-            keys = step.keys(keys_view(role, group))
-            plan_paged(wrapper, role, group, self._settings, step, keys)
-        return wrapper
-
-    def _make(self, role: Role, group: PlanGroup) -> Any:  # noqa: ANN401  # the library's class
-        if has_decode_kernel(role, group):
-            return self._kernels.decode(
-                self._workspace,
-                LAYOUT,
-                use_tensor_cores=self._settings.tensor_cores,
-                backend=self._settings.decode_backend,
-            )
-        make = self._kernels.ragged if role is Role.RAGGED else self._kernels.paged
-        return make(
-            self._workspace,
-            LAYOUT,
-            backend=prefill_backend(role, group, self._settings),
-            **jit_arguments(self._kernels, group, self._settings),
-        )
-
-    def _plan_ragged(
-        self,
-        wrapper: Any,  # noqa: ANN401  # the library's class
-        group: PlanGroup,
-        step: Step,
-    ) -> None:
-        wrapper.plan(
-            step.qo_indptr,
-            step.encoder_indptr() if group.view.cross else step.qo_indptr,
-            group.num_q_heads,
-            group.num_kv_heads,
-            group.head_dim,
-            head_dim_vo=group.v_head_dim,
-            causal=group.is_causal,
-            kv_data_type=self._settings.dtype,
-            **constants(group, self._settings, group.window),
-        )
 
 
 def keys_view(role: Role, group: PlanGroup) -> View:
     """The keys that a plan over the pool reads."""
     if role in (Role.MASKED, Role.ITEMS):
         return group.all_keys
-    return group.prefix if role is Role.PREFIX else group.view
+    return replace(group.view, prefix=True) if role is Role.PREFIX else group.view
 
 
-def prefill_backend(role: Role, group: PlanGroup, settings: Settings) -> str:
-    """fa3 knows no custom mask, does not split keys and, where a window begins, looks at no items
-    (`mma_f16` in mainloop_mma.cuh). The library keeps what "auto" came to, so a wrapper must
-    not be planned with a mask in one step and without in another."""
-    if group.has_sinks:
-        return OF_SINKS
-    if role in (Role.DRAFT, Role.MASKED, Role.ITEMS):
-        return "fa2"
-    return settings.prefill_backend
+class Planner:
+    """Makes wrappers, over one scratch memory, and plans them."""
+
+    def __init__(
+        self, kernels: FlashInferKernels, settings: Settings, workspace: torch.Tensor
+    ) -> None:
+        self.kernels = kernels
+        self.settings = settings
+        self.workspace = workspace
+        self._eager: dict[tuple[Role, PlanGroup], Any] = {}
+
+    def plan_eager(self, role: Role, group: PlanGroup, step: FlashInferStep) -> Any:  # noqa: ANN401  # the library's class
+        """The role's wrapper for eager steps, planned for this one. The first plan makes it."""
+        check_served(role, group, step.batch)
+        wrapper = self._eager.get((role, group))
+        if wrapper is None:
+            wrapper = self._eager[role, group] = self.make(role, group)
+        self.plan(wrapper, role, group, step)
+        return wrapper
+
+    def make(self, role: Role, group: PlanGroup, **buffers: Any) -> Any:  # noqa: ANN401  # the library's class
+        """buffers: arguments of a wrapper for graphs."""
+        kernels, settings = self.kernels, self.settings
+        if has_decode_kernel(role, group):
+            return kernels.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace,
+                LAYOUT,
+                use_tensor_cores=settings.tensor_cores,
+                backend=settings.decode_backend,
+                **buffers,
+            )
+        if role is Role.RAGGED:
+            make = kernels.BatchPrefillWithRaggedKVCacheWrapper
+        else:
+            make = kernels.BatchPrefillWithPagedKVCacheWrapper
+        backend, jit = self._prefill_backend(role, group), self._jit_arguments(group)
+        return make(self.workspace, LAYOUT, backend=backend, **jit, **buffers)
+
+    def plan(
+        self,
+        wrapper: Any,  # noqa: ANN401  # the library's class
+        role: Role,
+        group: PlanGroup,
+        step: FlashInferStep,
+        buffers: Mapping[View, torch.Tensor] | None = None,
+    ) -> None:
+        """buffers: where the indices of each view go, for graphs."""
+        if role is Role.RAGGED:
+            wrapper.plan(
+                step.qo_indptr,
+                step.encoder_indptr() if group.view.cross else step.qo_indptr,
+                *_heads(group),
+                head_dim_vo=group.v_head_dim,
+                causal=group.is_causal,
+                kv_data_type=self.settings.dtype,
+                **self._constants(group),
+            )
+            return
+        keys = step.keys(keys_view(role, group), buffers)
+        lens = [keys.indptr, keys.indices, keys.last_page_len]
+        if has_decode_kernel(role, group):
+            wrapper.plan(
+                *lens,
+                *_heads(group),
+                self.settings.page_size,
+                kv_data_type=self.settings.kv_dtype,
+                disable_split_kv=self.settings.deterministic,
+                **self._constants(group),
+            )
+            return
+        # In cross attention each token sees all of the encoder.
+        items = step.items() if role is Role.ITEMS and not group.view.cross else {}
+        lens.insert(0, step.qo_indptr)
+        masked = role is Role.MASKED
+        if masked:
+            # The library packs a mask on the device, by offsets that it computes from the lengths
+            # where they are; it synchronises to get them back.
+            lens = [values.to(keys.indices.device, non_blocking=True) for values in lens]
+        wrapper.plan(
+            *lens,
+            *_heads(group),
+            self.settings.page_size,
+            head_dim_vo=group.v_head_dim,
+            custom_mask=step.custom_mask if masked else None,
+            causal=group.is_causal and role not in (Role.DECODE, Role.PREFIX, Role.MASKED),
+            disable_split_kv=role is Role.DECODE and self.settings.deterministic,
+            kv_data_type=self.settings.kv_dtype,
+            **items,
+            **self._constants(group),
+        )
+
+    def replan_decode(
+        self,
+        wrapper: Any,  # noqa: ANN401  # the library's class
+        group: PlanGroup,
+        indptr: torch.Tensor,
+        keys: Keys,
+    ) -> None:
+        """Run the planner alone on a captured decode wrapper, whose buffers are filled.
+
+        indptr: [B + 1] int32, its buffer. last_page_len stays on the host: the library reads it
+        there and nowhere else.
+        """
+        self.kernels.fast_decode_plan(
+            wrapper,
+            indptr,
+            keys.indices,
+            keys.last_page_len,
+            *_heads(group),
+            self.settings.page_size,
+            kv_data_type=self.settings.kv_dtype,
+            global_override_indptr_cpu=keys.indptr,
+            **self._constants(group),
+        )
+
+    def _constants(self, group: PlanGroup) -> dict[str, Any]:
+        """Arguments of `plan` that every wrapper takes."""
+        return {
+            "window_left": group.window,
+            "logits_soft_cap": group.logit_cap,
+            "sm_scale": group.scaling,
+            "q_data_type": self.settings.dtype,
+        }
+
+    def _prefill_backend(self, role: Role, group: PlanGroup) -> str:
+        """fa3 knows no custom mask, does not split keys and, where a window begins, looks at no
+        items (`mma_f16` in mainloop_mma.cuh). The library keeps its first choice for "auto", so a
+        wrapper must not be planned with a mask in one step and without in another."""
+        if group.has_sinks:
+            return SINKS_BACKEND
+        if role in (Role.DRAFT, Role.MASKED, Role.ITEMS):
+            return "fa2"
+        return self.settings.prefill_backend
+
+    def _jit_arguments(self, group: PlanGroup) -> dict[str, Any]:
+        """Arguments that compile a paged wrapper with sinks.
+
+        `BatchAttentionWithAttentionSinkWrapper` does the same, but its name for the compiled module
+        has neither head dims nor the dtype of K and V: two models would compile over each other.
+        """
+        if not group.has_sinks:
+            return {}
+        kernels, dtype, windowed = self.kernels, self.settings.dtype, group.window >= 0
+        dims = group.head_dim, group.v_head_dim
+        built_for = dtype, self.settings.kv_dtype, dtype, torch.int32, *dims
+        name = kernels.get_batch_prefill_attention_sink_uri(
+            SINKS_BACKEND, *built_for, NO_POSITIONS, windowed
+        )
+        source = kernels.attention_sink_decl[SINKS_BACKEND]
+        softmax = ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", source
+        return {
+            "jit_args": [name, *built_for, *softmax],
+            "jit_kwargs": {"use_sliding_window": windowed},
+        }
+
+
+def _heads(group: PlanGroup) -> tuple[int, int, int]:
+    return group.num_q_heads, group.num_kv_heads, group.head_dim

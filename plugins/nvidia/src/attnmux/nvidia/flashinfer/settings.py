@@ -10,9 +10,8 @@ import torch
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
-from attnmux.nvidia.flashinfer.groups import PlanGroup
-
-MIB = 1 << 20
+from attnmux.nvidia.flashinfer.layers import PlanGroup
+from attnmux.nvidia.flashinfer.shared import MIB
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Query heads a KV head that decode kernels without tensor cores are made for
@@ -52,13 +51,13 @@ class Settings:
 def read_settings(
     context: BackendContext, options: Mapping[str, object], groups: Sequence[PlanGroup]
 ) -> Settings:
-    """Raises InvalidInput for what no kernel serves."""
+    """Raises InvalidInput for settings that no kernel serves."""
     request, pool = context.request, context.token_to_kv_pool
     if request.dtype is None:
         raise InvalidInput("request.dtype", came=None, expected="the dtype of Q, for the plans")
     dtype = torch_dtype(request.dtype)
-    prefill = str(options["prefill_backend"])
-    decode = str(options["decode_backend"])
+    prefill = str(options.get("prefill_backend", "auto"))
+    decode = str(options.get("decode_backend", "auto"))
     for option, chosen in (("prefill_backend", prefill), ("decode_backend", decode)):
         if chosen == "fa3" and pool.dtype != dtype:
             raise InvalidInput(
@@ -66,35 +65,35 @@ def read_settings(
                 came=f"'fa3' with a pool of {pool.dtype}",
                 expected=f"'fa2' or 'auto': fa3 reads K and V in the dtype of Q, {dtype}",
             )
-    # In an encoder-decoder model decoder tokens begin behind the encoder's, in mid-page.
+    use_tensor_cores = str(options.get("use_tensor_cores", "auto"))
+    # In an encoder-decoder model decoder tokens begin after the encoder's, in mid-page.
     has_encoder = any(group.view.cross for group in groups)
-    deterministic = request.deterministic
     return Settings(
         dtype=dtype,
         kv_dtype=pool.dtype,
         page_size=1 if has_encoder else pool.page_size,
         prefill_backend=prefill,
         decode_backend=decode,
-        tensor_cores=_tensor_cores(str(options["use_tensor_cores"]), groups, dtype, pool.dtype)
-        or deterministic,
-        deterministic=deterministic,
-        workspace_bytes=int(str(options["workspace_bytes"])) or _workspace_bytes(groups),
+        tensor_cores=_tensor_cores(use_tensor_cores, groups, dtype, pool.dtype)
+        or request.deterministic,
+        deterministic=request.deterministic,
+        workspace_bytes=int(str(options.get("workspace_bytes", 0))) or _workspace_bytes(groups),
     )
 
 
 def _tensor_cores(
-    asked: str, groups: Sequence[PlanGroup], dtype: torch.dtype, kv_dtype: torch.dtype
+    option: str, groups: Sequence[PlanGroup], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    sizes = {_group_size(group) for group in groups}
-    wanted = _USE.get(asked, kv_dtype != dtype or max(sizes) >= TENSOR_CORE_GROUP)
+    sizes = {group.group_size for group in groups}
+    used = _USE.get(option, kv_dtype != dtype or max(sizes) >= TENSOR_CORE_GROUP)
     unserved = sizes.difference(CUDA_CORE_GROUPS)
-    if not wanted and unserved:
+    if not used and unserved:
         raise InvalidInput(
             "flashinfer.use_tensor_cores",
-            came=f"{asked!r} with {max(unserved)} query heads a KV head",
+            came=f"{option!r} with {max(unserved)} query heads a KV head",
             expected=f"'on' or 'auto': kernels without them serve {CUDA_CORE_GROUPS} heads",
         )
-    return wanted
+    return used
 
 
 def _workspace_bytes(groups: Sequence[PlanGroup]) -> int:
@@ -120,7 +119,7 @@ def graph_workspace_bytes(
     sizes = []
     for group in groups:
         rows = _tile_rows(group, max_num_tokens - max_batch_size + 1)
-        tiles = -(-max_num_tokens * _group_size(group) // rows) + max_batch_size
+        tiles = -(-max_num_tokens * group.group_size // rows) + max_batch_size
         tiles = max(tiles, SPLIT_CTAS // group.num_kv_heads)
         sizes.append(_scratch_bytes(group, tiles=tiles, rows=rows))
     return max(sizes)
@@ -132,7 +131,7 @@ def graph_plan_bytes(group: PlanGroup, max_batch_size: int, max_num_tokens: int)
     In scheduler.cuh `PrefillPlan` lists tiles of 16 rows or more, `PrefillSM90Plan` tiles of 128
     for each head, `DecodePlan` up to `DECODE_CTAS` parts; four, seven and four numbers each.
     """
-    tiles = -(-max_num_tokens * _group_size(group) // 16) + max_batch_size + DECODE_CTAS
+    tiles = -(-max_num_tokens * group.group_size // 16) + max_batch_size + DECODE_CTAS
     of_heads = group.num_q_heads * (-(-max_num_tokens // 128) + max_batch_size)
     return 4 * (4 * tiles + 7 * of_heads + max_num_tokens + max_batch_size) + (64 << 10)
 
@@ -144,11 +143,7 @@ def _scratch_bytes(group: PlanGroup, *, tiles: int, rows: int) -> int:
 
 def _tile_rows(group: PlanGroup, num_tokens: int) -> int:
     """Rows of Q that a thread block takes: `FA2DetermineCtaTileQ` in utils.cuh."""
-    rows = num_tokens * _group_size(group)
+    rows = num_tokens * group.group_size
     if rows > 64 and group.v_head_dim < 256:
         return 128
     return 64 if rows > 16 else 16
-
-
-def _group_size(group: PlanGroup) -> int:
-    return group.num_q_heads // group.num_kv_heads

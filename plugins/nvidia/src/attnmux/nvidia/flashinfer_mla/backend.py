@@ -1,88 +1,156 @@
-"""The contract, served by flashinfer's wrapper for MLA."""
+"""MLA on flashinfer's wrapper: layers, steps and calls."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported
-from attnmux.nvidia.flashinfer.compiling import compile_kernels
-from attnmux.nvidia.flashinfer.staging import Staging
-from attnmux.nvidia.flashinfer.states import writable_lse
-from attnmux.nvidia.flashinfer_mla.heads import padded
-from attnmux.nvidia.flashinfer_mla.kernels import Kernels
-from attnmux.nvidia.flashinfer_mla.latents import Latents, PoolRows, of_call
-from attnmux.nvidia.flashinfer_mla.planning import GraphIndices, Planned, Plans, Source
-from attnmux.nvidia.flashinfer_mla.settings import PlanGroup, read_settings
-from attnmux.nvidia.flashinfer_mla.step import Step
-from attnmux.nvidia.latent import RANK, ROPE, rotary
-from attnmux.nvidia.results import nothing
+from attnmux.core.batch import ForwardMode
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.library import KernelLibrary, LibraryBackend, imported
+from attnmux.core.rehearsal import rehearse
+from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
+from attnmux.nvidia.flashinfer_mla.planning import (
+    MOST_HEADS,
+    FlashInferMLAKernels,
+    GraphIndices,
+    LatentGroup,
+    Planned,
+    Planner,
+    Settings,
+)
+from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep
+from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
+from attnmux.nvidia.pools import SIXTEEN_BITS
 from attnmux.nvidia.rows import aligned, is_aligned
-from attnmux.nvidia.steps import prepared
 
 if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
 
-ADDRESS = "nvidia/flashinfer_mla"
+WORKSPACE_BYTES = 256 * MIB
+
+LEAST_WORKSPACE_BYTES = 2 * 160 * 64 * (512 * 2 + 4)
+"""What `MLAPlan` in scheduler.cuh takes on the largest devices, of 160 SMs, whatever the step: for
+each SM twice 64 rows of partial output and their LSE."""
+
+WIDENED = torch.float8_e4m3fn
 
 CAPTURED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 """Modes whose requests have the same number of new tokens in every step. The others' plans would
 have other tiles than the captured launch has blocks for: `num_blks_x` in scheduler.cuh is 1 up to a
 mean of 64 rows a request, else 2."""
 
+Latents = tuple[torch.Tensor, torch.Tensor]
+"""Latent parts [pages, page_size, 512] and rotary parts [pages, page_size, 64]."""
 
-class FlashInferMLABackend(AttentionBackend):
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FlashInferMLALayer:
+    """A layer's rows in the pool."""
+
+    group: LatentGroup
+    latents: Latents
+    """The pool's pages."""
+    words: torch.Tensor | None
+    """[slots, row bytes / 8] int64: rows to be widened. A copy moves words, because it does not
+    support 8-bit floats. None where kernels read the pool itself."""
+    power: float
+    """The power of 2 in the layer's scale, which widened rows are multiplied by: 16 bits hold the
+    result exactly."""
+    rest: float
+    """The rest of the scale, from 1 to 2, by which rows would be rounded. It multiplies queries and
+    output instead: plans fix the scale of logits, and one a layer would be a plan a layer."""
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> Latents:
+        """The pool's pages, or copies of the rows at `slots` as pages of one token.
+
+        slots: [keys] int32, read where rows are widened, to `dtype`.
+        """
+        if self.words is None:
+            return self.latents
+        rows = self.words.index_select(0, slots).view(WIDENED).to(dtype)
+        if self.power != 1:
+            rows *= self.power
+        return _split(rows.unsqueeze(1))
+
+
+class FlashInferMLABackend(
+    LibraryBackend[FlashInferMLAKernels, FlashInferMLALayer, FlashInferMLAStep, GraphIndices]
+):
     """Absorbed MLA, eager and in graphs. A pool of 8-bit floats is read eagerly alone."""
 
     def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: Kernels
+        self, context: BackendContext, options: Mapping[str, object], kernels: FlashInferMLAKernels
     ) -> None:
-        """Compiles the kernels and runs each phase's once.
-
-        Raises InvalidInput for layers, pools and options that no kernel serves, BackendFailed where
-        a kernel does not compile or does not run.
-        """
-        super().__init__(context, options)
-        self._settings = read_settings(context, options)
-        self._groups = {layer.layer_id: PlanGroup.of(layer, context) for layer in context.layers}
-        self._distinct = tuple(dict.fromkeys(self._groups.values()))
-        self._rows = {
-            layer.layer_id: PoolRows.of(layer, context, self._settings) for layer in context.layers
-        }
-        # Kernels run one after another, so all wrappers of flashinfer share their scratch.
-        workspace = context.workspace.get("flashinfer", self._settings.workspace_bytes)
-        self._plans = Plans(kernels, self._settings, workspace)
-        self._graphs: list[GraphIndices] = []
+        """Raises InvalidInput for layers, pools and options that no kernel serves."""
+        nbytes = _workspace_bytes(options)
+        self._settings = _read_settings(context, options)
+        super().__init__(context, options, kernels)
+        self._groups = tuple(dict.fromkeys(layer.group for layer in self._layers.values()))
+        self._planner = Planner(kernels, self._settings, workspace(context, nbytes))
         self._staging = Staging(context.device)
-        self._step: Step | None = None
-        self._planned: dict[tuple[Source, PlanGroup], Planned] = {}
-        compile_kernels(ADDRESS, context, self._try_step)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Plan the step for every group of layers."""
-        self._planned = {}
-        self._step = None
-        if batch.forward_mode is ForwardMode.IDLE:
-            return
-        step = Step(batch, self.context, self._settings.page_size)
-        graph = self._graph(batch, in_capture)
+    def prepare_layer(self, layer: LayerSpec) -> FlashInferMLALayer:
+        check_latent(layer)
+        check_plain(layer)
+        if layer.tp_q_head_num > MOST_HEADS:
+            raise InvalidInput(
+                f"layer {layer.layer_id}: tp_q_head_num",
+                came=layer.tp_q_head_num,
+                expected=f"at most {MOST_HEADS} heads, the rows of a tile",
+            )
+        pool = self.context.token_to_kv_pool
+        scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
+        power = 2.0 ** math.floor(math.log2(scale))
+        rows = pool.get_key_buffer(layer.layer_id).squeeze(1)
+        pages = latent_pages(layer, self.context, self._settings.page_size)
+        return FlashInferMLALayer(
+            group=LatentGroup(
+                num_heads=layer.tp_q_head_num,
+                scaling=layer.scaling,
+                pool_group=pool.group_of(layer.layer_id),
+                layer_id=layer.layer_id,
+            ),
+            latents=_split(pages.squeeze(2)),
+            words=rows.view(torch.int64) if self._settings.widens else None,
+            power=power,
+            rest=scale / power,
+        )
+
+    def plan_step(self, batch: ForwardBatch, buffers: GraphIndices | None) -> FlashInferMLAStep:
+        """Plan every group of layers. A batch that was captured is recognised by its address."""
+        step = FlashInferMLAStep(batch, self.context, self._settings.page_size)
+        if buffers is None:
+            # The latest first: a batch may have been captured again.
+            buffers = next((each for each in reversed(self._buffers) if each.has(batch)), None)
+        elif batch.forward_mode not in CAPTURED:
+            raise GraphUnsupported(
+                f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "
+                "its requests of many lengths does not: run it eagerly"
+            )
+        else:
+            buffers.capture(batch)
         if step.num_rows:
             self._staging.wait()
-            for group in self._distinct:
-                out = None if graph is None else graph.of_group[group.pool_group]
-                self._planned[Source.POOL, group] = self._plans.plan(Source.POOL, group, step, out)
+            for group in self._groups:
+                out = None if buffers is None else buffers.of_group[group.pool_group]
+                step.in_pool[group] = self._planner.plan(group, step, out)
             self._staging.mark()
-        self._step = step
+        return step
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+    def fill_step(self, step: FlashInferMLAStep, batch: ForwardBatch) -> None:
+        """Nothing is left to do: plans are made outside of graphs."""
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> GraphIndices:
         """Raises GraphUnsupported for a pool of 8-bit floats: copies of all keys that a captured
         step might have would take more memory than the pool."""
         if self._settings.widens:
@@ -90,135 +158,99 @@ class FlashInferMLABackend(AttentionBackend):
                 "flashinfer_mla widens 8-bit keys into memory of the step's size, which no graph "
                 "has: run without graphs, take a KV dtype of 16 bits, or choose another backend"
             )
-        if not any(graph.max_batch_size >= max_bs for graph in self._graphs):
-            # Graphs that were captured before go on with their own.
-            page_size = self._settings.page_size
-            self._graphs.append(GraphIndices(self._distinct, self.context, page_size, max_bs))
+        return GraphIndices(self._groups, self.context, self._settings.page_size, max_bs)
 
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._forward(call.q, call.q_rope, None, None, call.layer, call.out, call.lse)
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        in_call = None if call.save_kv_cache else call.k
-        return self._forward(
-            call.q, call.q_rope, in_call, call.k_rope, call.layer, call.out, call.lse
-        )
-
-    def _forward(
+    def attend(
         self,
-        q: torch.Tensor,
-        q_rope: torch.Tensor | None,
-        k: torch.Tensor | None,
-        k_rope: torch.Tensor | None,
-        layer: LayerSpec,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
+        call: AttentionCall,
+        layer: FlashInferMLALayer,
+        step: FlashInferMLAStep,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Over k and k_rope where they are given, else over the pool."""
-        step = prepared(self._step)
-        q_rope = rotary(q_rope)
+        q, q_rope, out = call.q, rotary(call.q_rope), call.out
         if not step.num_rows:
-            return nothing(q, layer, out, lse)
-        group, scale = self._groups[layer.layer_id], 1.0
-        if k is None:
-            rows, planned = self._rows[layer.layer_id], self._planned[Source.POOL, group]
-            latents, scale = rows.read(planned.slots), rows.rest
+            return call.empty_result()
+        scale = 1.0
+        if call.save_kv_cache or call.k is None or batch.forward_mode.is_decode():
+            planned = step.in_pool[layer.group]
+            latents, scale = layer.read(planned.slots, q.dtype), layer.rest
         else:
-            latents = of_call(k, k_rope, q.dtype)
-            planned = self._planned_for_call(group, step)
+            latents = _own_latents(call.k, call.k_rope, q.dtype)
+            planned = self._planned_for_call(layer.group, step)
         if scale != 1:
             q, q_rope = q * scale, q_rope * scale
         if out is None or not is_aligned(out):
             out = q.new_empty((*q.shape[:2], RANK))
-        into = writable_lse(lse)
-        if step.num_rows < len(q):
-            behind = slice(step.num_rows, None)
-            nothing(q[behind], layer, out[behind], None if into is None else into[behind])
-        _attend(planned, (aligned(q), aligned(q_rope)), latents, out, into)
-        if lse is not None and into is not None and into is not lse:
-            lse.copy_(into)
+        into = writable_lse(call.lse)
+        if step.num_rows < q.shape[0]:
+            out[step.num_rows :].zero_()
+            if into is not None:
+                into[step.num_rows :].fill_(-torch.inf)
+        planned.attend(aligned(q), aligned(q_rope), latents, out, into)
+        if into is not None and call.lse is not None and into is not call.lse:
+            call.lse.copy_(into)
         return out if scale == 1 else out.mul_(scale)
 
-    def _planned_for_call(self, group: PlanGroup, step: Step) -> Planned:
+    def _planned_for_call(self, group: LatentGroup, step: FlashInferMLAStep) -> Planned:
         """Planned now: most calls have their keys in the pool."""
-        planned = self._planned.get((Source.CALL, group))
+        planned = step.in_call.get(group)
         if planned is None:
-            planned = self._planned[Source.CALL, group] = self._plans.plan(Source.CALL, group, step)
+            planned = step.in_call[group] = self._planner.plan_call(group, step)
             self._staging.mark()
         return planned
 
-    def _graph(self, batch: ForwardBatch, in_capture: bool) -> GraphIndices | None:
-        """The indices of a batch that is captured now or was before."""
-        if not in_capture:
-            return next((graph for graph in self._graphs if graph.serves(batch)), None)
-        if batch.forward_mode not in CAPTURED:
-            raise GraphUnsupported(
-                f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "
-                "its requests of many lengths does not: run it eagerly"
-            )
-        for graph in self._graphs:
-            if batch.batch_size <= graph.max_batch_size:
-                graph.capture(batch)
-                return graph
-        raise GraphUnsupported(
-            f"no buffers for a captured batch of {batch.batch_size} requests: call "
-            "init_cuda_graph_state with the largest first"
+
+def _split(pages: torch.Tensor) -> Latents:
+    """Both parts of rows [pages, page_size, 576]."""
+    return pages[..., :RANK], pages[..., RANK:]
+
+
+def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtype) -> Latents:
+    """The call's own keys as pages of one token.
+
+    k: [T, 1, 512]. k_rope: [T, 1, 64].
+    Raises InvalidInput where they are not of the dtype of Q.
+    """
+    if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
+        came = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"
+        raise InvalidInput("k", came=came, expected=f"k and k_rope of {dtype}, as q is")
+    return aligned(k), aligned(k_rope)
+
+
+def _read_settings(context: BackendContext, options: Mapping[str, object]) -> Settings:
+    request, pool = context.request, context.token_to_kv_pool
+    dtype = torch_dtype(request.dtype) if request.dtype else None
+    if dtype not in SIXTEEN_BITS:
+        raise InvalidInput("request.dtype", came=request.dtype, expected="bfloat16 or float16")
+    widens = pool.dtype == WIDENED
+    if not widens and pool.dtype != dtype:
+        raise InvalidInput(
+            "token_to_kv_pool", came=pool.dtype, expected=f"{dtype}, as Q is, or {WIDENED}"
         )
+    return Settings(
+        dtype=dtype,
+        widens=widens,
+        page_size=1 if widens else pool.page_size,
+        backend=str(options.get("backend", "auto")),
+    )
 
-    def _try_step(self, batch: ForwardBatch) -> None:
-        """Attend over padding's slot: a build for other devices loads, and fails when launched."""
-        context, layer = self.context, self.context.layers[0]
-        shape = (1, layer.tp_q_head_num)
-        q, q_rope = (
-            torch.zeros((*shape, dim), dtype=self._settings.dtype, device=context.device)
-            for dim in (RANK, ROPE)
+
+def _workspace_bytes(options: Mapping[str, object]) -> int:
+    nbytes = int(str(options.get("workspace_bytes", 0))) or WORKSPACE_BYTES
+    if nbytes < LEAST_WORKSPACE_BYTES:
+        raise InvalidInput(
+            "flashinfer_mla.workspace_bytes",
+            came=nbytes,
+            expected=f"{LEAST_WORKSPACE_BYTES - nbytes} bytes more, {LEAST_WORKSPACE_BYTES}, or 0 "
+            f"for {WORKSPACE_BYTES}",
         )
-        self.init_forward_metadata(batch)
-        self._forward(q, q_rope, None, None, layer, None, None)
-        self._step = None
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
+    return nbytes
 
 
-def _attend(
-    planned: Planned,
-    queries: tuple[torch.Tensor, torch.Tensor],
-    latents: Latents,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Write the rows of requests, and their natural LSE."""
-    num_rows, num_heads = planned.num_rows, out.shape[1]
-    if planned.num_heads == num_heads:
-        _run(planned, queries, latents, out, lse)
-        return
-    q, q_rope = (padded(each, planned.num_heads) for each in queries)
-    wide_out = torch.empty_like(q)
-    wide_lse = None if lse is None else lse.new_empty(q.shape[:2])
-    _run(planned, (q, q_rope), latents, wide_out, wide_lse)
-    out[:num_rows].copy_(wide_out[:num_rows, :num_heads])
-    if lse is not None and wide_lse is not None:
-        lse[:num_rows].copy_(wide_lse[:num_rows, :num_heads])
-
-
-def _run(
-    planned: Planned,
-    queries: tuple[torch.Tensor, torch.Tensor],
-    latents: Latents,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    for rows, wrapper in planned.calls:
-        given: tuple[torch.Tensor | None, ...] = (*queries, out, lse)
-        if rows is not None:
-            given = tuple(None if each is None else each[rows] for each in given)
-        q, q_rope, into, of_lse = given
-        wrapper.run(
-            q,
-            q_rope,
-            *latents,
-            out=into,
-            lse=of_lse,
-            return_lse=lse is not None,
-            return_lse_base_on_e=True,
-        )
+make = KernelLibrary(
+    address="nvidia/flashinfer_mla",
+    backend=FlashInferMLABackend,
+    providers={"flashinfer": partial(imported, FlashInferMLAKernels, "flashinfer.mla")},
+    trial=rehearse,
+    hint=HINT,
+)

@@ -1,4 +1,4 @@
-"""The library's wrappers, and how each is planned for a step.
+"""The library's wrappers for MLA, and how each is planned for a step.
 
 Kernels read two things of a plan: the wrapper's int workspace, which stays where it is, and the
 indices, which `plan` takes as they are where they lie on the device. So a wrapper whose indices are
@@ -9,27 +9,53 @@ each batch size, of 8 MiB on the device and as much pinned on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.context import BackendContext
-from attnmux.nvidia.flashinfer_mla.heads import padded_heads
-from attnmux.nvidia.flashinfer_mla.kernels import Kernels
-from attnmux.nvidia.flashinfer_mla.settings import PlanGroup, Settings
-from attnmux.nvidia.flashinfer_mla.step import Step
+from attnmux.nvidia.flashinfer.shared import CaptureKey, capture_key
+from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep
 from attnmux.nvidia.latent import RANK, ROPE
 
+MOST_HEADS = 128
+"""Rows of the largest tile, a row being a head of a token: a tile holds whole tokens."""
 
-class Source(Enum):
-    """Where keys come from. Plans of one step for both stand side by side."""
 
-    POOL = auto()
-    CALL = auto()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashInferMLAKernels:
+    """A class of flashinfer 0.6, by the library's name."""
+
+    BatchMLAPagedAttentionWrapper: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What all plans of one backend have in common."""
+
+    dtype: torch.dtype
+    """Of Q, of the output and of the keys that kernels read."""
+    widens: bool
+    """The pool's rows are of 8 bits, and copied to `dtype` before a kernel reads them."""
+    page_size: int
+    """Of the view that the kernels have of the pool; 1 of rows that are copied."""
+    backend: str
+    """Kernels, by the library's names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentGroup:
+    """What a plan fixes. Layers that agree on it share one."""
+
+    num_heads: int
+    scaling: float
+    pool_group: int
+    """As `KVPool.group_of`."""
+    layer_id: int = field(compare=False)
+    """One of the layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,88 +72,158 @@ class Planned:
     slots: torch.Tensor
     """[keys] int32: the pool's rows, which are read from there where they are widened."""
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        latents: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Write the rows of requests to `out` [T, Hq, 512], and their natural LSE."""
+        num_rows, num_heads = self.num_rows, out.shape[1]
+        if self.num_heads == num_heads:
+            self._run(q, q_rope, latents, out, lse)
+            return
+        q, q_rope = _padded(q, self.num_heads), _padded(q_rope, self.num_heads)
+        wide_out = torch.empty_like(q)
+        wide_lse = None if lse is None else lse.new_empty(q.shape[:2])
+        self._run(q, q_rope, latents, wide_out, wide_lse)
+        out[:num_rows].copy_(wide_out[:num_rows, :num_heads])
+        if lse is not None and wide_lse is not None:
+            lse[:num_rows].copy_(wide_lse[:num_rows, :num_heads])
 
-class Plans:
-    """Wrappers, each made when first planned."""
+    def _run(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        latents: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        for rows, wrapper in self.calls:
+            given: tuple[torch.Tensor | None, ...] = (q, q_rope, out, lse)
+            if rows is not None:
+                given = tuple(None if each is None else each[rows] for each in given)
+            wrapper.run(
+                given[0],
+                given[1],
+                *latents,
+                out=given[2],
+                lse=given[3],
+                return_lse=lse is not None,
+                return_lse_base_on_e=True,
+            )
 
-    def __init__(self, kernels: Kernels, settings: Settings, workspace: torch.Tensor) -> None:
+
+class Planner:
+    """Makes wrappers, each when it is first planned, and plans them."""
+
+    def __init__(
+        self, kernels: FlashInferMLAKernels, settings: Settings, workspace: torch.Tensor
+    ) -> None:
         self._kernels = kernels
         self._settings = settings
         self._workspace = workspace
-        self._wrappers: dict[tuple[Source, PlanGroup, int], Any] = {}
+        self._wrappers: dict[tuple[bool, LatentGroup, int], Any] = {}
 
     def plan(
-        self, source: Source, group: PlanGroup, step: Step, out: torch.Tensor | None = None
+        self, group: LatentGroup, step: FlashInferMLAStep, out: torch.Tensor | None
     ) -> Planned:
-        """out: where the indices go, for a step of a captured graph."""
-        settings, of_call = self._settings, source is Source.CALL
-        page_size = 1 if of_call else settings.page_size
+        """Over the pool. out: where the indices go, for a step of a captured graph."""
+        return self._plan(group, step, step.indices(group, out))
+
+    def plan_call(self, group: LatentGroup, step: FlashInferMLAStep) -> Planned:
+        """Over the keys that the call brings."""
+        return self._plan(group, step, None)
+
+    def _plan(
+        self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor | None
+    ) -> Planned:
+        settings, of_call = self._settings, slots is None
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
         parts = step.parts(heads, of_call=of_call)
-        slots = indices = self._workspace.new_empty(0, dtype=torch.int32)
-        if not of_call:
-            slots = indices = step.indices(group, out)
-        if of_call or settings.widens:
+        indices = slots
+        if indices is None or settings.widens:
+            # Keys of the call and copies are read in order.
             keys = int(parts[-1].kv_indptr[-1])
             indices = torch.arange(keys, dtype=torch.int32, device=self._workspace.device)
         in_one = len(parts) == 1 and step.num_rows == step.batch.num_tokens
         calls: list[tuple[slice | None, Any]] = []
         for number, part in enumerate(parts):
-            wrapper = self._wrapper(source, group, number)
+            wrapper = self._wrapper(of_call, group, number)
             wrapper.plan(
-                part.qo_indptr,
-                part.kv_indptr,
-                indices,
-                part.kv_lens,
-                heads,
-                RANK,
-                ROPE,
-                page_size,
-                step.is_causal,
-                group.scaling,
-                settings.dtype,
-                settings.dtype,
+                qo_indptr=part.qo_indptr,
+                kv_indptr=part.kv_indptr,
+                kv_indices=indices,
+                kv_len_arr=part.kv_lens,
+                num_heads=heads,
+                head_dim_ckv=RANK,
+                head_dim_kpe=ROPE,
+                page_size=1 if of_call else settings.page_size,
+                causal=step.is_causal,
+                sm_scale=group.scaling,
+                q_data_type=settings.dtype,
+                kv_data_type=settings.dtype,
             )
             calls.append((None if in_one else part.rows, wrapper))
-        return Planned(num_heads=heads, num_rows=step.num_rows, calls=tuple(calls), slots=slots)
+        return Planned(
+            num_heads=heads,
+            num_rows=step.num_rows,
+            calls=tuple(calls),
+            slots=indices if slots is None else slots,
+        )
 
-    def _wrapper(self, source: Source, group: PlanGroup, number: int) -> Any:  # noqa: ANN401  # the library's class
-        key = (source, group, number)
+    def _wrapper(self, of_call: bool, group: LatentGroup, number: int) -> Any:  # noqa: ANN401  # the library's class
+        key = (of_call, group, number)
         wrapper = self._wrappers.get(key)
         if wrapper is None:
-            wrapper = self._kernels.paged(self._workspace, backend=self._settings.backend)
+            wrapper = self._kernels.BatchMLAPagedAttentionWrapper(
+                self._workspace, backend=self._settings.backend
+            )
             self._wrappers[key] = wrapper
         return wrapper
 
 
 class GraphIndices:
-    """Where graphs of up to so many requests read indices, and which batches were captured so.
-
-    A batch is recognised by the address of its tensors.
-    """
+    """Where graphs of up to so many requests read indices, and which batches were captured."""
 
     def __init__(
         self,
-        groups: Sequence[PlanGroup],
+        groups: Sequence[LatentGroup],
         context: BackendContext,
         page_size: int,
         max_batch_size: int,
     ) -> None:
-        self.max_batch_size = max_batch_size
         pages = max_batch_size * -(-context.max_context_len // page_size)
         with torch.inference_mode(False):
             self.of_group = {
                 group.pool_group: torch.zeros(pages, dtype=torch.int32, device=context.device)
                 for group in groups
             }
-        self._captured: set[tuple[ForwardMode, int, int]] = set()
+        self._captured: set[CaptureKey] = set()
 
     def capture(self, batch: ForwardBatch) -> None:
-        self._captured.add(_address(batch))
+        self._captured.add(capture_key(batch))
 
-    def serves(self, batch: ForwardBatch) -> bool:
-        return _address(batch) in self._captured
+    def has(self, batch: ForwardBatch) -> bool:
+        return capture_key(batch) in self._captured
 
 
-def _address(batch: ForwardBatch) -> tuple[ForwardMode, int, int]:
-    return batch.forward_mode, batch.batch_size, batch.req_pool_indices.data_ptr()
+def padded_heads(num_heads: int) -> int:
+    """The heads that a causal plan is made for: the next power of 2, up to `MOST_HEADS`.
+
+    Rows of Q are all heads of a token, token by token, and a tile is 64 or 128 of them. To find the
+    last 64 keys that a tile sees, the causal kernels divide the tile's end by the head count,
+    rounding down (`kv_tile_idx` in mla.cuh and mla_hopper.cuh of 0.6.13; `MLAPlan` rounds up).
+    Where a tile ends within a token and its keys end on a multiple of 64, that token's own key is
+    left out. So heads are padded until tiles end where tokens do.
+    """
+    return 1 << (num_heads - 1).bit_length()
+
+
+def _padded(q: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """q [T, H, D] as [T, num_heads, D], with zeros for missing heads."""
+    result = q.new_zeros((q.shape[0], num_heads, q.shape[2]))
+    result[:, : q.shape[1]].copy_(q)
+    return result

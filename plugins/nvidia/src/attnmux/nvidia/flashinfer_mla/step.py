@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
-from attnmux.nvidia.flashinfer.host_lens import check_tokens, on_host
-from attnmux.nvidia.flashinfer_mla.settings import PlanGroup
+from attnmux.core.indices import cu_seqlens, kv_indptr
+from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
+
+if TYPE_CHECKING:
+    from attnmux.nvidia.flashinfer_mla.planning import LatentGroup, Planned
 
 TILE = 128
 """Rows of a tile, a row being a head of a token. Short requests have tiles of half as many, and
@@ -40,8 +43,13 @@ class Part:
     """[B] int32."""
 
 
-class Step:
-    """A batch with what its plans are made of."""
+class FlashInferMLAStep:
+    """A batch, what its plans are made of, and the plans."""
+
+    in_pool: dict[LatentGroup, Planned]
+    """For each group of layers: plans over keys in the pool."""
+    in_call: dict[LatentGroup, Planned]
+    """Plans over keys that a call brings, made when the first such call comes."""
 
     num_rows: int
     """Rows of Q that belong to requests."""
@@ -58,12 +66,12 @@ class Step:
         self._context = context
         self._page_size = page_size
         if batch.forward_mode.is_decode():
-            self._kv_lens = on_host(batch, "seq_lens_cpu")
+            self._kv_lens = host_lens(batch, "seq_lens_cpu")
             self._q_lens = torch.ones_like(self._kv_lens)
             least, most, self.num_rows = 1, 1, len(self._q_lens)
         else:
-            self._q_lens = on_host(batch, "extend_seq_lens_cpu")
-            kv_lens = on_host(batch, "extend_prefix_lens_cpu") + self._q_lens
+            self._q_lens = host_lens(batch, "extend_seq_lens_cpu")
+            kv_lens = host_lens(batch, "extend_prefix_lens_cpu") + self._q_lens
             self._kv_lens = kv_lens.masked_fill_(self._q_lens == 0, 0)
             lens: list[int] = self._q_lens.tolist()
             least, most, self.num_rows = min(lens, default=1), max(lens, default=0), sum(lens)
@@ -72,6 +80,7 @@ class Step:
         check_tokens(batch, self.num_rows)
         self._kv_indptr = kv_indptr(self._kv_lens, page_size=page_size)
         self._indices: dict[int, torch.Tensor] = {}
+        self.in_pool, self.in_call = {}, {}
 
     def parts(self, num_heads: int, *, of_call: bool) -> tuple[Part, ...]:
         """What plans for that many heads hold, in the order of the rows.
@@ -98,35 +107,26 @@ class Step:
             first_row = part.rows.stop
         return tuple(parts)
 
-    def indices(self, group: PlanGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+    def indices(self, group: LatentGroup, out: torch.Tensor | None = None) -> torch.Tensor:
         """The pages of all requests end to end, int32, made once for each group of the pool.
 
-        out: where they go and what is returned, with whatever it holds behind them. A graph's plans
-        are given all of it, since later steps have other lengths.
+        out: where they go. All of it is returned, with its former content after them: a graph's
+        plans are given all of it, since later steps have other lengths.
         """
         indices = self._indices.get(group.pool_group)
         if indices is None:
-            indices = self._indices[group.pool_group] = self._build(group, out)
+            indices = page_indices(
+                self.batch,
+                self._kv_indptr,
+                group.layer_id,
+                self._context,
+                page_size=self._page_size,
+                out=out,
+            )
+            if out is not None:
+                indices = out
+            self._indices[group.pool_group] = indices
         return indices
-
-    def _build(self, group: PlanGroup, out: torch.Tensor | None) -> torch.Tensor:
-        pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
-        indptr, page_size = self._kv_indptr, self._page_size
-        indices = kv_indices(
-            table,
-            self.batch.req_pool_indices,
-            indptr.to(table.device, non_blocking=True),
-            page_size=page_size,
-            total=int(indptr[-1]),
-            out=out,
-        )
-        translate = pool.translate_pages if page_size == pool.page_size else pool.translate
-        translated = translate(indices, group.layer_id)
-        if out is None:
-            return translated
-        if translated is not indices:
-            indices.copy_(translated)
-        return out
 
 
 def _part(
