@@ -17,6 +17,7 @@ from attnmux.core.choosing.measurement import Device
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.record_file import Records
 from attnmux.core.choosing.trials import Trial, by_subject, winner
+from attnmux.core.cli.run import Run
 from attnmux.core.errors import InvalidInput
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
@@ -159,6 +160,28 @@ def test_versions_are_those_that_are_installed() -> None:
 def test_only_those_of_this_device_and_these_versions_are_used(changes, counts) -> None:
     found = current_launches([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
     assert bool(found) is counts
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 1, "launches": [3]}'])
+def test_the_command_warns_of_a_file_that_cannot_be_read(tmp_path, monkeypatch, content) -> None:
+    path, run = tmp_path / "launches.json", Run()
+    monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
+    assert run.launches(run.settings()) == ()
+    launch_file(path).add([launch()])
+    assert run.launches(run.settings()) == (launch(),)
+    path.write_text(content)
+    assert run.launches(run.settings()) == ()
+    (warning,) = run.warnings
+    assert str(path) in warning
+    monkeypatch.setenv("ATTNMUX_NO_LAUNCHES", "1")
+    assert (run.launches(run.settings()), len(run.warnings)) == ((), 1)
+
+
+def test_the_command_warns_of_a_file_in_an_unknown_home(monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_LAUNCHES", "~nobody-of-that-name/launches.json")
+    run = Run()
+    assert run.launches(run.settings()) == ()
+    assert "ATTNMUX_LAUNCHES" in run.warnings[0]
 
 
 def test_without_a_file_there_are_none(tmp_path) -> None:

@@ -103,10 +103,8 @@ def test_a_fixed_split_depends_on_its_request_alone(lens, split_blocks, most):
         alone = planned(decoding([length]), items=2, units=5, splitting=splitting)
         size = int(plan.buffers["unit_blocks"][request])
         splits = int(plan.buffers["stops"][request + 1] - plan.buffers["stops"][request])
-        assert (size, splits) == (
-            int(alone.buffers["unit_blocks"][0]),
-            int(alone.buffers["stops"][1]),
-        )
+        expected = int(alone.buffers["unit_blocks"][0]), int(alone.buffers["stops"][1])
+        assert (size, splits) == expected
         assert splits <= most
         assert size >= split_blocks
         assert (splits - 1) * size < blocks(length, -1) <= splits * size
