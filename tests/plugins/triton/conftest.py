@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +30,28 @@ FLOATS = {
     tl.float8e4nv: torch.float8_e4m3fn,
 }
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+Script = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Any) -> Script:
+    """Runs the test's own file as a script with the compiler, and returns the JSON lines that it
+    prints: the interpreter and the compiler cannot share a process."""
+
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(request.path), *arguments],
+            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
 
 patched: set[str] = set()
 launches: list[Callable[[Sequence[torch.Tensor]], None]] = []

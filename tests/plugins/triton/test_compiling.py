@@ -1,14 +1,11 @@
-"""The kernels, compiled for GPUs that are not here: the interpreter takes what a compiler refuses.
+"""The kernels compile for GPUs that are not here: the interpreter accepts what a compiler refuses.
 
-Run as a script it compiles for one target and prints a line for each kernel: the interpreter and
-the compiler cannot share a process.
+As a script it compiles for one target and prints a line for each kernel.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,10 +102,7 @@ def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
 
 
 def main(arch: str) -> None:
-    import triton  # noqa: PLC0415  # not in the interpreter's process
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as above
-    from triton.compiler import ASTSource  # noqa: PLC0415  # as above
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as above
+    from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
 
     target = (
         GPUTarget("hip", arch, 64)
@@ -117,21 +111,16 @@ def main(arch: str) -> None:
     )
     for name, launch in rehearsed(arch):
         kernel = launch.bound.kernel
-        signature, constants, attributes = {}, {}, {}
-        for place, (parameter, value) in enumerate(zip(kernel.params, launch.values, strict=True)):
-            word = "fp32" if isinstance(value, float) else "i32"
-            if parameter.is_constexpr or value is None:
-                word, constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                word = WORDS[value.dtype]
-            if word.startswith("*") or (parameter.name.endswith("stride") and value % 16 == 0):
-                attributes[place,] = [["tt.divisibility", 16]]
-            signature[parameter.name] = word
-        source = GluonASTSource if kernel.is_gluon() else ASTSource
-        compiled = triton.compile(
-            source(kernel, signature, constants, attributes),
+        values = dict(zip(kernel.arg_names, launch.values, strict=True))
+        compiled = compile_kernel(
+            kernel,
+            {name: word(value) for name, value in values.items()},
+            values,
             target=target,
             options=launch.bound.options,
+            odd_strides=frozenset(
+                name for name, value in values.items() if isinstance(value, int) and value % 16
+            ),
         )
         facts = {
             "case": name,
@@ -139,6 +128,14 @@ def main(arch: str) -> None:
             "shared": compiled.metadata.shared,
         }
         print(json.dumps(facts))
+
+
+def word(value: Any) -> str:
+    if value is None:
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return WORDS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 PORTABLE = {
@@ -158,17 +155,8 @@ HOPPER = {
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_kernel_compiles_and_fits(arch, tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, arch],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+def test_every_kernel_compiles_and_fits(arch, script):
+    lines = script(arch)
     assert {line["case"] for line in lines} == set(cases_of(arch))
     assert {line["kernel"] for line in lines} == PORTABLE | (HOPPER if arch == "sm90" else set())
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,56 +27,20 @@ POINTERS = {
 
 
 def compiled() -> None:
-    """In a process without the interpreter."""
-    import triton  # noqa: PLC0415  # as said
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as said
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as said
+    """Prints a line for each case."""
+    from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.kernels.hopper_latent import attend_latent  # noqa: PLC0415  # as said
+    from attnmux.triton.kernels.hopper_latent import attend_latent  # noqa: PLC0415  # as above
 
     for name, case in CASES.items():
         given = {**case, "LENS_SHIFT": 0, "PART_ROWS": 16, "REGISTERS": 216, "COPY_REGISTERS": 72}
         given["STAGES"] = 2
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(attend_latent.params):
-            word = POINTERS.get(parameter.name, "i32")
-            if parameter.is_constexpr:
-                word, constants[parameter.name] = "constexpr", given[parameter.name]
-            elif parameter.name.endswith("stride") or word.startswith("*"):
-                attributes[place,] = [["tt.divisibility", 16]]
-            signature[parameter.name] = word
-        made = triton.compile(
-            GluonASTSource(attend_latent, signature, constants, attributes),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4},
-        )
-        facts = {
-            "case": name,
-            "shared": made.metadata.shared,
-            "matrix": made.asm["ptx"].count("wgmma.mma_async"),
-            "wide copies": made.asm["ptx"].count("cp.async.cg"),
-            "narrow copies": made.asm["ptx"].count("cp.async.ca"),
-            "local memory": made.asm["sass"].count("LDL") + made.asm["sass"].count("STL"),
-        }
-        print(json.dumps(facts))
+        made = compile_kernel(attend_latent, POINTERS, given, options={"num_warps": 4})
+        print(json.dumps({"case": name, **facts(made)}))
 
 
-def started(what: str, cache: Path) -> list[dict[str, Any]]:
-    """What this file prints as a script."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, what],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_it_compiles_within_registers_and_shared_memory(tmp_path):
-    lines = started("compile", tmp_path)
+def test_it_compiles_within_registers_and_shared_memory(script):
+    lines = script("compile")
     assert [line["case"] for line in lines] == list(CASES)
     for line in lines:
         assert line["shared"] <= SHARED
@@ -214,8 +175,8 @@ def is_hopper() -> bool:
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
-def test_it_agrees_with_float64(tmp_path):
-    for line in started("run", tmp_path):
+def test_it_agrees_with_float64(script):
+    for line in script("run"):
         # Values to the rounding of bfloat16, of which those of three keys are the largest.
         assert line["value"] < 0.03, line
         assert line["lse"] < 1e-4, line

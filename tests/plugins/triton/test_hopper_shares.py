@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,59 +57,26 @@ POINTERS = {
 OPTIONAL = ("lse", "sinks", "encoder_lens", "mask", "mask_indptr")
 
 
-def compiled() -> None:
-    """In a process without the interpreter."""
-    import triton  # noqa: PLC0415  # as said
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as said
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as said
+def main() -> None:
+    from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.kernels.hopper_shares import attend_shares  # noqa: PLC0415  # as said
+    from attnmux.triton.kernels.hopper_shares import attend_shares  # noqa: PLC0415  # as above
 
     for name, case in CASES.items():
         given = {**PLAIN, **case}
         keys = given.get("keys", "*bf16")
-        words = {**POINTERS, "k": keys, "v": keys}
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(attend_shares.params):
-            word = words.get(parameter.name, "i32")
-            if parameter.name in OPTIONAL:
-                word = given.get(parameter.name, "constexpr")
-            if parameter.is_constexpr or word == "constexpr":
-                word, constants[parameter.name] = "constexpr", given.get(parameter.name)
-            elif parameter.name.endswith("stride") or word.startswith("*"):
-                attributes[place,] = [["tt.divisibility", 16]]
-            signature[parameter.name] = word
-        made = triton.compile(
-            GluonASTSource(attend_shares, signature, constants, attributes),
-            target=GPUTarget("cuda", 90, 32),
+        optional = {name: given.get(name, "constexpr") for name in OPTIONAL}
+        compiled = compile_kernel(
+            attend_shares,
+            {**POINTERS, "k": keys, "v": keys, **optional},
+            {name: value for name, value in given.items() if name not in OPTIONAL},
             options={"num_warps": 4, "maxnreg": 128},
         )
-        facts = {
-            "case": name,
-            "shared": made.metadata.shared,
-            "matrix": made.asm["ptx"].count("wgmma.mma_async"),
-            "wide copies": made.asm["ptx"].count("cp.async.cg"),
-            "narrow copies": made.asm["ptx"].count("cp.async.ca"),
-            "local memory": made.asm["sass"].count("LDL") + made.asm["sass"].count("STL"),
-        }
-        print(json.dumps(facts))
+        print(json.dumps({"case": name, **facts(compiled)}))
 
 
-def test_two_programs_share_an_sm(tmp_path):
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+def test_two_programs_share_an_sm(script):
+    lines = script()
     assert [line["case"] for line in lines] == list(CASES)
     for line in lines:
         case = {**PLAIN, **CASES[line["case"]]}
@@ -127,4 +90,4 @@ def test_two_programs_share_an_sm(tmp_path):
 
 
 if __name__ == "__main__":
-    compiled()
+    main()

@@ -10,16 +10,17 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 pytest.importorskip("triton")
 
 from attnmux.core.errors import InvalidInput
-from attnmux.triton.launch_types import ShareLaunch
-from attnmux.triton.plans import ShareKey, SharePlan, Splitting, TileKey, TilePlan
-from attnmux.triton.step import Step
+from attnmux.triton.configs import ShareConfig
+from attnmux.triton.shares import ShareKey, SharePlan, Splitting
+from attnmux.triton.step import TritonStep
+from attnmux.triton.tiles import TileKey, TilePlan
 
 BLOCK = 16
 CPU = torch.device("cpu")
 LENS = st.lists(st.integers(0, 400), min_size=1, max_size=7)
 
 
-def decoding(lens: list[int]) -> Step:
+def decoding(lens: list[int]) -> TritonStep:
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     places = torch.zeros(len(lens), dtype=torch.int64)
     batch = ForwardBatch(
@@ -30,13 +31,18 @@ def decoding(lens: list[int]) -> Step:
         out_cache_loc=places,
         positions=places,
     )
-    return Step.of(batch)
+    return TritonStep.of(batch)
 
 
 def planned(
-    step: Step, *, items: int, units: int, window: int = -1, splitting: Splitting | None = None
+    step: TritonStep,
+    *,
+    items: int,
+    units: int,
+    window: int = -1,
+    splitting: Splitting | None = None,
 ) -> SharePlan:
-    launch = ShareLaunch(
+    config = ShareConfig(
         block_m=16,
         block_n=BLOCK,
         num_warps=4,
@@ -52,7 +58,7 @@ def planned(
         chunk=0,
         has_own_table=False,
         items=items,
-        launch=launch,
+        config=config,
         splitting=splitting,
         part_rows=4,
         part_width=16,
@@ -72,11 +78,11 @@ def blocks(length: int, window: int) -> int:
 def test_the_line_of_work_is_cut_into_equal_shares(lens, items, units, window):
     plan = planned(decoding(lens), items=items, units=units, window=window)
     each = [blocks(length, window) for length in lens]
-    total, share = sum(each) * items, int(plan.share)
+    total, share = sum(each) * items, int(plan.buffers["share"])
     assert share == max(-(-total // units), 2)
     stops = [sum(each[:count]) for count in range(len(lens) + 1)]
-    assert plan.stops[: len(lens) + 1].tolist() == stops
-    for program, state in enumerate(plan.starts.tolist()):
+    assert plan.buffers["stops"][: len(lens) + 1].tolist() == stops
+    for program, state in enumerate(plan.buffers["starts"].tolist()):
         begin = program * share
         request, before, own, unit_blocks, cached, num_keys, row, last = state
         if begin >= total:
@@ -95,9 +101,10 @@ def test_a_fixed_split_depends_on_its_request_alone(lens, split_blocks, most):
     plan = planned(decoding(lens), items=2, units=5, splitting=splitting)
     for request, length in enumerate(lens):
         alone = planned(decoding([length]), items=2, units=5, splitting=splitting)
-        size = int(plan.unit_blocks[request])
-        splits = int(plan.stops[request + 1] - plan.stops[request])
-        assert (size, splits) == (int(alone.unit_blocks[0]), int(alone.stops[1]))
+        size = int(plan.buffers["unit_blocks"][request])
+        splits = int(plan.buffers["stops"][request + 1] - plan.buffers["stops"][request])
+        expected = int(alone.buffers["unit_blocks"][0]), int(alone.buffers["stops"][1])
+        assert (size, splits) == expected
         assert splits <= most
         assert size >= split_blocks
         assert (splits - 1) * size < blocks(length, -1) <= splits * size

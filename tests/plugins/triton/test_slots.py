@@ -12,9 +12,9 @@ from attnmux.testing.cases import Case, decode, extend
 
 pytest.importorskip("triton")
 
-from attnmux.triton.launching import Launcher
+from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.slots import BLOCK, SlotGroup, SlotTables
-from attnmux.triton.step import Step
+from attnmux.triton.step import TritonStep
 
 WINDOW = 20
 STEPS = {
@@ -25,7 +25,7 @@ STEPS = {
 
 
 def filled(name: str, page_size: int, monkeypatch, *, by_translating: bool):
-    """The window group's table, which nothing was in but -7, and the step."""
+    """The step, and the window group's table, which held -7 everywhere before."""
     case = Case(
         name="window-pool",
         steps=(STEPS[name],),
@@ -36,11 +36,11 @@ def filled(name: str, page_size: int, monkeypatch, *, by_translating: bool):
     )
     world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
     context = world.context
-    step = Step.of(prepare_step(world, STEPS[name]).batch)
+    step = TritonStep.of(prepare_step(world, STEPS[name]).batch)
     groups = frozenset(SlotGroup.of(layer, context) for layer in context.layers)
     (group,) = (group for group in groups if group.pool_group)
     tables = SlotTables(groups, context, Launcher())
-    table = tables.of(group, step.batch).table.fill_(-7)
+    table = tables.of(group).table.fill_(-7)
     if by_translating:
         pool = context.token_to_kv_pool
         monkeypatch.setattr(pool, "slot_map", lambda layer_id: None)
@@ -50,7 +50,7 @@ def filled(name: str, page_size: int, monkeypatch, *, by_translating: bool):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", STEPS)
-def test_what_the_step_sees_is_looked_up_and_nothing_else(name, page_size, monkeypatch):
+def test_only_what_the_step_sees_is_looked_up(name, page_size, monkeypatch):
     wanted, step = filled(name, page_size, monkeypatch, by_translating=True)
     found, _ = filled(name, page_size, monkeypatch, by_translating=False)
     news = [step.queries] * 3 if step.queries else step.new_lens().tolist()
@@ -67,7 +67,7 @@ def test_what_the_step_sees_is_looked_up_and_nothing_else(name, page_size, monke
 def test_the_table_is_filled_in_one_launch(monkeypatch):
     launches: list[str] = []
     monkeypatch.setattr(
-        "attnmux.triton.launching.BoundKernel.__call__",
+        "attnmux.triton.bound_kernel.BoundKernel.__call__",
         lambda self, *given, **more: launches.append(self.kernel.__name__),
     )
     filled("decode", 1, monkeypatch, by_translating=False)

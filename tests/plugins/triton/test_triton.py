@@ -13,13 +13,13 @@ from attnmux.testing.builders import PreparedStep
 from attnmux.testing.cases import Case, Step, decode, extend, verify
 from attnmux.testing.reference import attention
 from attnmux.testing.world import World
-from attnmux.triton.cards.triton import TRITON
+from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.call import LayerCall
-from attnmux.triton.split_options import SplitOptions
+from attnmux.triton.layer import TritonLayer
+from attnmux.triton.shares import SplitOptions
 
 CANDIDATE = Candidate(
     card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
@@ -68,7 +68,7 @@ ONCE_MORE = {
     "verify-tree",
     "verify-tree-window",
 }
-"""Cases of each kind, for what differs from the run of all of them."""
+"""Cases of each kind, which the other executions run too."""
 
 
 class TestTritonInterpreted(AttentionBackendTests):
@@ -87,7 +87,7 @@ class TestTritonInterpretedInGraphs(AttentionBackendTests):
 
 
 class TestTritonInterpretedAtPageOne(AttentionBackendTests):
-    """To the kernels a page is a list of slots: where those are read and written."""
+    """Kernels see a page as a list of slots: checks that these are read and written."""
 
     backend = CANDIDATE
     page_sizes = (1,)
@@ -97,7 +97,7 @@ class TestTritonInterpretedAtPageOne(AttentionBackendTests):
         return case.name.removesuffix("-page1") in ONCE_MORE
 
 
-def test_what_is_wanted_once_more_is_a_case():
+def test_every_name_of_once_more_is_a_case():
     assert {case.name.removesuffix("-page1") for case in CANDIDATE.cases((1,))} >= ONCE_MORE
 
 
@@ -138,8 +138,8 @@ def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, pa
     both = prepare_step(world, step)
     backend.init_forward_metadata(both.batch)
     (plan,) = backend._shares.values()
-    assert plan.stops[:3].diff().tolist() == splits
-    assert plan.partial.dtype == part_dtype
+    assert plan.buffers["stops"][:3].diff().tolist() == splits
+    assert plan.buffers["partial"].dtype == part_dtype
     given = both.inputs[0]
     together = backend.forward(given.q, given.k, given.v, given.layer, both.batch)
     for place in (0, 1):
@@ -180,7 +180,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_sink_of_minus_infinity_is_none(step):
-    """Of a request without keys too."""
+    """For a request without keys too."""
     world = make_world(Case(name="sinks", steps=(step,), sinks=True), CANDIDATE.platform, "cpu")
     layer = world.context.layers[0]
     assert layer.sinks is not None
@@ -210,7 +210,7 @@ def test_results_may_lie_in_any_order(step):
 
 
 def agree(world: World, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """With the reference, of the first layer."""
+    """Asserts that the first layer's results are the reference's."""
     context, given = world.context, step.inputs[0]
     expected = attention(
         given.q,
@@ -232,7 +232,7 @@ def agree(world: World, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor
         (extend((4, 3), (0, 5)), "extend_prefix_lens"),
     ],
 )
-def test_lengths_that_do_not_lie_side_by_side_are_refused(step, name):
+def test_lengths_that_are_not_contiguous_are_refused(step, name):
     backend, world = backend_of(step)
     batch = prepare_step(world, step).batch
     values = getattr(batch, name)
@@ -247,6 +247,6 @@ def test_a_layer_that_the_pool_does_not_store_needs_its_own_keys():
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     stranger = replace(given.layer, is_causal=False)
-    call = LayerCall.of(stranger, world.context)
+    layer = TritonLayer.of(stranger, world.context)
     with pytest.raises(AttnmuxError, match="not in the KV pool"):
-        call.required_keys()
+        layer.required_keys()

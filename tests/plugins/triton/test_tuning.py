@@ -1,4 +1,4 @@
-"""The tuner, through the interpreter on tiny shapes; and which of its launches are used."""
+"""The tuner, interpreted on tiny shapes, and which of its configurations are used."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from datetime import datetime, timezone
 import pytest
 import torch
 
-from attnmux.core.choosing.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.measurement import Device
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.choosing.trials import Job
 from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.testing import make_world
+from attnmux.testing.cases import Case, decode
 
 pytest.importorskip("triton")
 
 from attnmux.triton import tuning
-from attnmux.triton.cards.triton import TRITON
-from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import ShareLaunch, TileLaunch
-from attnmux.triton.own_launches import ADDRESS, entries_of, own_launches
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.configs import PORTABLE, ConfigQuery, ShareConfig, TileConfig
+from attnmux.triton.factory import ADDRESS, triton
+from attnmux.triton.plugin import TRITON
 from attnmux.triton.shapes import Shape
-from attnmux.triton.tuning_batches import Load, layer_of
+from attnmux.triton.tuning_loads import Load, layer_of
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200", core_count=3)
 REQUEST = Request.parse(
@@ -49,7 +51,7 @@ LATENT = replace(
     ],
     ids=["decode", "extend"],
 )
-def test_today_s_launch_and_others_are_tried(job, load, axes, kind):
+def test_today_s_config_and_others_are_tried(job, load, axes, kind):
     trials = list(tuning.tried(job, (load,), axes))
     assert [trial.is_current for trial in trials] == [True] + [False] * (len(trials) - 1)
     assert len(trials) >= 2
@@ -61,14 +63,14 @@ def test_today_s_launch_and_others_are_tried(job, load, axes, kind):
     assert len({tuple(trial.values.items()) for trial in trials}) == len(trials)
 
 
-def test_a_launch_that_does_not_compile_or_computes_something_else_has_no_time(monkeypatch):
+def test_a_config_that_fails_or_computes_something_else_has_no_time(monkeypatch):
     timed, calls = tuning._timed, []
 
-    def failing(job, setups, launches):
-        calls.append(launches)
+    def failing(job, setups, tables):
+        calls.append(tables)
         if len(calls) == 2:
             raise BackendFailed("triton", "attend_shares does not compile: out of resource")
-        found = timed(job, setups, Launches())
+        found = timed(job, setups, ConfigTables())
         outs = tuple(torch.zeros_like(out) for out in found.outs)
         return found if len(calls) == 1 else replace(found, outs=outs)
 
@@ -80,7 +82,7 @@ def test_a_launch_that_does_not_compile_or_computes_something_else_has_no_time(m
     assert wrong.error == "another result"
 
 
-def test_heads_and_dims_have_to_be_asked_for():
+def test_a_request_without_heads_and_dims_is_refused():
     with pytest.raises(InvalidInput, match="head_dim=128"):
         next(tuning.tune(replace(JOB, request=Request.parse("dtype=bf16,page_size=1"))))
 
@@ -90,7 +92,7 @@ def test_the_card_names_the_tuner():
 
 
 SHAPE = Shape.of(layer_of(REQUEST))
-SHARES = ShareLaunch(
+SHARES = ShareConfig(
     block_m=64,
     block_n=16,
     num_warps=8,
@@ -99,48 +101,49 @@ SHARES = ShareLaunch(
     least_share=1,
     merged_rows=8,
 )
-TILES = TileLaunch(block_m=32, block_n=16, num_warps=2, num_stages=6)
+TILES = TileConfig(block_m=32, block_n=16, num_warps=2, num_stages=6)
 
 
-def tuned(launch, **changes):
-    kind = "tiles" if isinstance(launch, TileLaunch) else "shares"
+def tuned(config, **changes):
+    kind = "tiles" if isinstance(config, TileConfig) else "shares"
     given = {
         "backend": ADDRESS,
         "device": Device.of(HERE),
         "versions": {},
         "subject": {"kind": kind, "k_dim": 32, "v_dim": 32, "rows": 2, "page": 16},
-        "values": tuning._values(launch),
+        "values": tuning._values(config),
         "median_us": 5.0,
         "date": datetime(2026, 5, 1, tzinfo=timezone.utc),
     }
     return TunedLaunch(**{**given, **changes})
 
 
-def test_what_was_tuned_here_counts_before_the_tables(tmp_path, monkeypatch):
-    path = tmp_path / "launches.json"
-    monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
-    assert own_launches(HERE) == Launches()
-    launch_file(path).add([tuned(SHARES), tuned(TILES)])
-    own = own_launches(HERE)
-    assert own.tiles(SHAPE, "sm90", 16) == TILES
-    # Of the rows that there are, and of the parts that then fit.
-    assert own.shares(SHAPE, 1, "sm90", 16) == replace(SHARES, block_m=16)
-    assert own.tiles(SHAPE, "sm90", 1) == Launches().tiles(SHAPE, "sm90", 1)
-    assert own_launches(replace(HERE, name="NVIDIA H100")) == Launches()
-    monkeypatch.setenv("ATTNMUX_NO_LAUNCHES", "1")
-    assert own_launches(HERE) == Launches()
+def query(page: int, queries: int = 1) -> ConfigQuery:
+    return ConfigQuery.of(SHAPE, queries, "sm90", page, (PORTABLE,), key_bits=16)
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 1, "launches": [3]}'])
-def test_a_file_that_cannot_be_read_is_warned_of_and_breaks_nothing(tmp_path, monkeypatch, content):
-    path = tmp_path / "launches.json"
-    path.write_text(content)
-    monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
-    with pytest.warns(UserWarning, match=str(path)):
-        assert own_launches(HERE) == Launches()
-    monkeypatch.setenv("ATTNMUX_NO_SUCH_SETTING", "1")
-    with pytest.warns(UserWarning, match="ATTNMUX_NO_SUCH_SETTING"):
-        assert own_launches(HERE) == Launches()
+def test_what_was_tuned_wins_over_the_tables():
+    tables = ConfigTables.of([tuned(SHARES), tuned(TILES)], "sm90")
+    assert tables.tiles(query(16)) == TILES
+    # A tile has no more rows than a request.
+    assert tables.shares(query(16)) == replace(SHARES, block_m=16)
+    assert tables.tiles(query(1)) == ConfigTables().tiles(query(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_used"),
+    [
+        ({}, True),
+        ({"device": Device.of(replace(HERE, name="NVIDIA H100"))}, False),
+        ({"versions": {"no-such-library": "1"}}, False),
+        ({"backend": "triton/another"}, False),
+    ],
+)
+def test_the_factory_takes_its_own_from_the_context(changes, is_used):
+    case = Case(name="tuned", steps=(decode(5),), head_dim=32, v_head_dim=32, page_size=16)
+    world = make_world(case, HERE, "cpu", launches=(tuned(TILES, **changes),))
+    layer, *_ = triton(world.context, {})._layers.values()
+    assert (layer.tiles == TILES) is is_used
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_warned_of_and_breaks_nothing(tmp_path, mo
         {"subject": {}},
     ],
 )
-def test_what_is_none_of_the_kernels_launches_is_left_out(changes):
-    problems: list[str] = []
-    found = entries_of([tuned(SHARES, **changes), tuned(TILES)], "sm90", problems)
-    assert (len(found.own_shares), len(found.own_tiles), len(problems)) == (0, 1, 1)
+def test_a_launch_that_no_kernel_takes_is_left_out(changes):
+    with pytest.warns(UserWarning, match="a tuned launch is left out"):
+        tables = ConfigTables.of([tuned(SHARES, **changes), tuned(TILES)], "sm90")
+    assert (len(tables.own_shares), len(tables.own_tiles)) == (0, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.bench.subjects import Subject
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.request import Request
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
@@ -51,10 +52,12 @@ class Check:
         return self.passed > 0 and not self.failure
 
 
-def check_conformance(subject: Subject, device: str, seconds: float) -> Check:
+def check_conformance(
+    subject: Subject, device: str, seconds: float, launches: tuple[TunedLaunch, ...] = ()
+) -> Check:
     """Run the cases in the suite's order until one fails or the time is over; one at least.
 
-    device: torch's word.
+    device: torch's word. launches: as `BackendContext.launches`.
     """
     candidate = Candidate(
         card=subject.offer.card,
@@ -62,6 +65,7 @@ def check_conformance(subject: Subject, device: str, seconds: float) -> Check:
         platform=subject.decision.platform,
         device=device,
         options=subject.choice.options,
+        launches=launches,
     )
     cases = tuple(asked_cases(candidate, subject))
     passed, end = 0, time.monotonic() + seconds

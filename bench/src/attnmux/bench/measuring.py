@@ -24,6 +24,7 @@ from attnmux.bench.timing import (
 )
 from attnmux.bench.workload import Workload
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.request import Request
 from attnmux.core.compose.building import build
 from attnmux.core.dtypes import torch_dtype
@@ -71,6 +72,8 @@ class Bench:
     """None: the device has none, and every step is timed eagerly."""
     seconds: float = 0.3
     """Least time for one figure of one backend on one workload."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
 
     def rows(self, workloads: Sequence[Workload], subjects: Sequence[Subject]) -> Iterator[Row]:
         """A row for each workload and each subject that serves its phase, one by one."""
@@ -117,8 +120,9 @@ class Bench:
     def _ready(self, step: Step, subject: Subject) -> _Ready | Row:
         """The backend, made and asked once; a row where that went wrong."""
         try:
-            context = step.context(subject.decision.request, subject.decision.platform)
-            backend = build(subject.decision, context)
+            decision = subject.decision
+            context = step.context(decision.request, decision.platform, self.launches)
+            backend = build(decision, context)
             step.out.fill_(torch.nan)
             if subject.in_graph and self.graphs is not None:
                 run = all_layers_in_graph(backend, step, self.graphs)

@@ -13,6 +13,7 @@ import torch
 from attnmux.bench.workload import Workload
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.request import Request
 from attnmux.core.context import BackendContext
@@ -51,8 +52,10 @@ class Step:
     """[T, Hq, Dv]: where each layer in turn writes its result."""
     lse: torch.Tensor | None
 
-    def context(self, request: Request, platform: Platform) -> BackendContext:
-        """For one backend, with a workspace of its own."""
+    def context(
+        self, request: Request, platform: Platform, launches: tuple[TunedLaunch, ...] = ()
+    ) -> BackendContext:
+        """For one backend, with a workspace of its own. launches: as in the context."""
         return BackendContext(
             request=request,
             platform=platform,
@@ -63,6 +66,7 @@ class Step:
             workspace=Workspace(self.pool.device),
             max_batch_size=self.workload.batch_size,
             max_context_len=self.workload.keys,
+            launches=launches,
         )
 
     def calls(self, backend: AttentionBackend) -> list[Callable[[], object]]:

@@ -11,6 +11,7 @@ from attnmux.core.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
+    from attnmux.core.choosing.launches import TunedLaunch
     from attnmux.core.choosing.platform import Platform
     from attnmux.core.choosing.request import Request
     from attnmux.core.kv import KVPool, ReqToTokenPool
@@ -32,6 +33,9 @@ class BackendContext:
     workspace: Workspace
     max_batch_size: int
     max_context_len: int
+    launches: tuple[TunedLaunch, ...] = ()
+    """Everything that was tuned on this machine, as `launch_file` holds it. A factory takes its
+    backend's with `current_launches`."""
     debug: bool = False
     """Run the checks that cost a device synchronisation."""
     _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from attnmux.core.choosing.card import BackendCard, Offer, OptionValue
 from attnmux.core.choosing.checking import check
 from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.naming import offers_named
 from attnmux.core.choosing.options import complete, read_options
 from attnmux.core.choosing.platform import Platform
@@ -46,6 +47,8 @@ class Candidate:
     """What differs from the card's defaults."""
     factory: Factory | None = None
     """Called instead of the card's."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
 
     def __post_init__(self) -> None:
         if not self.device:
@@ -102,11 +105,13 @@ def find_candidate(
     options: Mapping[str, OptionValue] | None = None,
     plugins: Plugins | None = None,
     platforms: Sequence[Platform] | None = None,
+    launches: tuple[TunedLaunch, ...] = (),
 ) -> Candidate:
     """The installed backend of that name, on this machine.
 
     The platform is the one of `device` ("cpu", "cuda:1"), else the first on which the card
-    admits anything. `plugins` and `platforms` are those of this machine unless given.
+    admits anything. `plugins` and `platforms` are those of this machine unless given. launches: as
+    `BackendContext.launches`.
     A planned backend that has a factory is tried as if it were available, to become so.
     Raises UnknownBackend for a name that nobody offers; InvalidInput for a name that several
     backends share, for a device that is not there, and for an option that cannot be used.
@@ -125,6 +130,7 @@ def find_candidate(
             platform=platform,
             device=device,
             options=given.get(offer.address, {}),
+            launches=launches,
         )
         for platform in platforms
         if not device or platform.device_type == device.partition(":")[0]

@@ -53,7 +53,9 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
 
 
 def _run(candidate: Candidate, case: Case, seed: int) -> float:
-    world = make_world(case, candidate.platform, candidate.device, seed=seed)
+    world = make_world(
+        case, candidate.platform, candidate.device, seed=seed, launches=candidate.launches
+    )
     backend = candidate.build(world.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     execution = EXECUTIONS[case.execution](world, backend, host_lens=host_lens)

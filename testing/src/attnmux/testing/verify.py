@@ -55,9 +55,14 @@ def verify(
     What its card admits is run and compared with the reference; what it does not has to be
     refused. Exits with 0 when all is well, 1 when something failed, 3 when no case can run here.
     """
-    plugins: Plugins = run.plugins(run.settings())
+    settings = run.settings()
+    plugins: Plugins = run.plugins(settings)
     candidate = find_candidate(
-        backend, device=device, plugins=plugins, platforms=run.detect(plugins).platforms
+        backend,
+        device=device,
+        plugins=plugins,
+        platforms=run.detect(plugins).platforms,
+        launches=run.launches(settings),
     )
     cases = [
         case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")

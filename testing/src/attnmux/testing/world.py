@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
@@ -42,9 +43,14 @@ class World:
 
 
 def make_world(
-    case: Case, platform: Platform, device: torch.device | str, *, seed: int = 0
+    case: Case,
+    platform: Platform,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    launches: tuple[TunedLaunch, ...] = (),
 ) -> World:
-    """Pools large enough for every step of the case, and a context over them."""
+    """Pools large enough for every step of the case, and a context over them, with `launches`."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(seed)
     # A graph may pad a batch to up to twice its size.
@@ -60,6 +66,7 @@ def make_world(
         workspace=Workspace(device),
         max_batch_size=max_batch_size,
         max_context_len=case.max_context_len,
+        launches=launches,
     )
     return World(case=case, context=context, generator=generator)
 

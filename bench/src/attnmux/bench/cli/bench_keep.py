@@ -114,7 +114,10 @@ class Keeper:
         subjects = [
             each for each in result.field.subjects if (each.offer.address, each.phase) in timed
         ]
-        coming = (check_conformance(each, self.place.device, seconds) for each in subjects)
+        place = self.place
+        coming = (
+            check_conformance(each, place.device, seconds, place.launches) for each in subjects
+        )
         if not show:
             return coming
         from attnmux.bench.cli.bench_report import track  # noqa: PLC0415  # rich, off the JSON path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import machine
@@ -20,6 +21,8 @@ class Place:
     device: str
     """torch's word."""
     offers: tuple[Offer, ...]
+    launches: tuple[TunedLaunch, ...] = ()
+    """Everything that was tuned on this machine."""
 
     def __str__(self) -> str:
         return self.platform.name or str(self.platform)
@@ -34,4 +37,9 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     if device and device.partition(":")[0] != here.device_type:
         expected = f"{here.device_type}, as torch calls {here}, or {here.device_type}:NUMBER"
         raise InvalidInput("--device", came=repr(device), expected=expected)
-    return Place(platform=here, device=device or here.device_type, offers=plugins.offers())
+    return Place(
+        platform=here,
+        device=device or here.device_type,
+        offers=plugins.offers(),
+        launches=run.launches(settings),
+    )

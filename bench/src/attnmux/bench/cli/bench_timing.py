@@ -68,7 +68,13 @@ def measured(
         names=names,
     )
     reached = ceilings(device, torch_dtype(request.dtype or ""), seconds)
-    bench = Bench(device=device, ceilings=reached, graphs=field.graphs, seconds=seconds)
+    bench = Bench(
+        device=device,
+        ceilings=reached,
+        graphs=field.graphs,
+        seconds=seconds,
+        launches=place.launches,
+    )
     coming = bench.rows(field.workloads, field.subjects)
     if show:
         from attnmux.bench.cli.bench_report import track  # noqa: PLC0415  # rich, off the JSON path

@@ -57,11 +57,11 @@ def tune(
     if hypothetical:
         raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
     device = _named_device(device, here)
-    offers, policy = plugins.offers(), settings.policy()
+    offers, policy, known = plugins.offers(), settings.policy(), run.launches(settings)
     jobs = []
     for offer in tunable(backend, offers):
         try:
-            job = job_for(offer, request, here, offers, policy, device=device)
+            job = job_for(offer, request, here, offers, policy, device=device, launches=known)
             jobs.append((offer, job))
         except NoBackend as refusal:
             if backend is not None:
@@ -70,7 +70,7 @@ def tune(
     if not jobs:
         where = here.name or here
         raise NoBackend(f"no backend that can be tuned serves this on {where}; name one to see why")
-    file = None if dry_run else _opened(run, settings)
+    file = None if dry_run else _opened(settings)
     tuned: list[Tuned] = []
     launches: list[TunedLaunch] = []
     for each in tried(run, jobs):
@@ -122,8 +122,8 @@ def _named_device(device: str, here: Platform) -> str:
     return device or here.device_type
 
 
-def _opened(run: Run, settings: Settings) -> RecordFile[TunedLaunch]:
-    """The file for what will be found, with a warning for all in it that cannot be read.
+def _opened(settings: Settings) -> RecordFile[TunedLaunch]:
+    """The file for what will be found. `Run.launches` has warned of what in it cannot be read.
 
     Raises SettingsError where nothing could be kept, or would be used: trying takes minutes.
     """
@@ -137,9 +137,7 @@ def _opened(run: Run, settings: Settings) -> RecordFile[TunedLaunch]:
         raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
     file = launch_file(path)
     with writing(path, otherwise=OTHERWISE):
-        before = file.prepare()
-    for problem in before.problems:
-        run.warn(problem)
+        file.prepare()
     return file
 
 

@@ -57,6 +57,7 @@ def job_for(
     policy: Policy,
     *,
     device: str,
+    launches: tuple[TunedLaunch, ...] = (),
 ) -> Job:
     """What is decided where the backend is named and no other.
 
@@ -72,7 +73,13 @@ def job_for(
         phases = ", ".join(decision.phases)
         raise NoBackend(f"{offer.address} is tuned for extend and decode; others serve {phases}")
     request = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
-    return Job(request=request, platform=decision.platform, device=device, options=choice.options)
+    return Job(
+        request=request,
+        platform=decision.platform,
+        device=device,
+        options=choice.options,
+        launches=launches,
+    )
 
 
 def tried(run: Run, jobs: Sequence[tuple[Offer, Job]]) -> Iterator[Tuned]:

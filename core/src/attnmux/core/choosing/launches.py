@@ -16,7 +16,7 @@ from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.libraries import Libraries, installed_version
 from attnmux.core.choosing.measurement import EXPECTED, TEXT, Device
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.record_file import RecordFile, Records
+from attnmux.core.choosing.record_file import RecordFile
 from attnmux.core.errors import InvalidInput
 
 FORMAT = 1
@@ -113,26 +113,20 @@ def launch_file(path: Path) -> RecordFile[TunedLaunch]:
 
 
 def current_launches(
-    path: Path | None,
+    launches: Iterable[TunedLaunch],
     backend: str,
     platform: Platform,
     *,
     libraries: Libraries = installed_version,
-) -> Records[TunedLaunch]:
-    """Those of `backend` that were made on this device with what is installed now.
-
-    path: as `Settings.launches_file`; None for none. Raises nothing.
-    """
-    if path is None:
-        return Records()
-    records, device = launch_file(path).read(), Device.of(platform)
-    found = tuple(
+) -> tuple[TunedLaunch, ...]:
+    """The launches of `backend` that were tuned on this device with the versions installed now."""
+    device = Device.of(platform)
+    return tuple(
         each
-        for each in records.found
+        for each in launches
         if (each.backend, each.device) == (backend, device)
         and all(libraries(name) == version for name, version in each.versions.items())
     )
-    return Records(found=found, problems=records.problems, damaged=records.damaged)
 
 
 def _latest(launches: Iterable[TunedLaunch]) -> tuple[TunedLaunch, ...]:

@@ -12,6 +12,7 @@ from attnmux.core.choosing.tuning import LEAST_GAIN
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from attnmux.core.choosing.launches import TunedLaunch
     from attnmux.core.choosing.platform import Platform
     from attnmux.core.choosing.request import Request
 
@@ -27,6 +28,8 @@ class Job:
     """torch's word: "cuda:0"."""
     options: Mapping[str, object]
     """Of the backend, complete."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

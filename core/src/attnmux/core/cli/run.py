@@ -15,9 +15,11 @@ import click
 from attnmux.core.choosing.frozen import FrozenMapping
 from attnmux.core.choosing.plugins import Plugins, load_plugins, names_of_nobody
 from attnmux.core.choosing.probe import Detection, detect
+from attnmux.core.errors import SettingsError
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
+    from attnmux.core.choosing.launches import TunedLaunch
     from attnmux.core.choosing.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,6 +95,23 @@ class Run:
         for problem in stored.problems:
             self.warn(problem)
         return stored.measurements
+
+    def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
+        """Everything that was tuned on this machine, with a warning for all that cannot be read."""
+        try:
+            file = settings.launches_file()
+        except SettingsError as error:
+            self.warn(f"launches that were tuned here are left out: {error}")
+            return ()
+        if file is None or not os.path.exists(file):
+            return ()
+        # Most machines have tuned nothing
+        from attnmux.core.choosing.launches import launch_file  # noqa: PLC0415
+
+        records = launch_file(file).read()
+        for problem in records.problems:
+            self.warn(problem)
+        return records.found
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -146,6 +146,7 @@ def generate(
             device=device,
             policy=settings.policy(**backends),
             measurements=run.measurements(settings),
+            launches=run.launches(settings),
             debug=run.debug,
         )
         platform = platform_for(run.detect(plugins), settings, device)

@@ -174,6 +174,7 @@ def _make(
         max_total_tokens=options.max_total_tokens,
         memory=options.memory,
         max_encoder_len=max_encoder_len,
+        launches=options.launches,
         debug=options.debug,
     )
 

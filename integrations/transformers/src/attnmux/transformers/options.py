@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.choosing.measurement import Measurement
 from attnmux.core.choosing.policy import Policy
 from attnmux.transformers.memory import MemoryBudget
@@ -41,5 +42,7 @@ class RunnerOptions:
     policy: Policy = field(default_factory=Policy)
     measurements: tuple[Measurement, ...] = ()
     """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`: everything that was tuned on this machine."""
     debug: bool = False
     """Check every batch's values, at the cost of synchronising."""

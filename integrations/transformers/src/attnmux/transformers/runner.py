@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.launches import TunedLaunch
 from attnmux.core.compose.building import build
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
@@ -52,6 +53,7 @@ class ModelRunner:
         max_total_tokens: int | None = None,
         memory: MemoryBudget | None = None,
         max_encoder_len: int = 0,
+        launches: tuple[TunedLaunch, ...] = (),
         debug: bool = False,
     ) -> None:
         """Allocate the pools and build the backend.
@@ -61,7 +63,8 @@ class ModelRunner:
         `record_decoder`. max_total_tokens: tokens of all requests together; there is
         room for them even where each request leaves its last page part-filled. memory: what the
         KV pool may take. Where both are given the smaller counts. max_encoder_len: encoder tokens
-        of a request, beside its `max_context_len` own; 0 in a decoder-only model.
+        of a request, beside its `max_context_len` own; 0 in a decoder-only model. launches: as
+        `BackendContext.launches`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
@@ -91,6 +94,7 @@ class ModelRunner:
             workspace=Workspace(device),
             max_batch_size=max_batch_size,
             max_context_len=columns,
+            launches=launches,
             debug=debug,
         )
         self.backend: AttentionBackend = build(decision, self.context)

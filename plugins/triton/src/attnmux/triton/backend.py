@@ -1,7 +1,7 @@
-"""The portable kernels behind the contract: two of them, for few and for many tokens a request.
+"""The contract on top of two kernels: one for few and one for many new tokens a request.
 
-Decode and verification take the keys of all requests in equal shares; every other step takes its
-queries in tiles. Nothing is read from the device, and a step's metadata is one launch or two.
+Decode and verification take equal shares of all requests' keys; every other step takes its queries
+in tiles. Nothing is read back from the device, and a step's metadata is one launch or two.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.triton.call import LayerCall
-from attnmux.triton.launch import Launches
-from attnmux.triton.launching import Launcher
-from attnmux.triton.operands import Keys, Results
-from attnmux.triton.plans import ShareKey, SharePlan, TileKey, TilePlan
-from attnmux.triton.share_call import ShareCall
-from attnmux.triton.slots import Slots, SlotTables
-from attnmux.triton.split_options import SplitOptions
-from attnmux.triton.step import Step
-from attnmux.triton.sums import RunningSums
-from attnmux.triton.tile_call import TileCall
+from attnmux.triton.bound_kernel import Launcher
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.layer import TritonLayer
+from attnmux.triton.operands import Results
+from attnmux.triton.shares import ShareAttention, ShareKey, SharePlan, SplitOptions
+from attnmux.triton.slots import SlotTables
+from attnmux.triton.step import NO_STEP, RunningSums, TritonStep
+from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
 from attnmux.triton.write import KVWriter
 
 if TYPE_CHECKING:
@@ -43,49 +40,44 @@ class TritonBackend(AttentionBackend):
         options: Mapping[str, object],
         *,
         compute_units: int,
-        launches: Launches | None = None,
+        tables: ConfigTables | None = None,
     ) -> None:
-        """compute_units: SMs or CUs of the device, which decode's keys are shared among. launches:
-        the tables, if this machine has entries of its own.
+        """compute_units: SMs or CUs of the device, which share decode's keys. tables: launch
+        configurations; None for those of this version alone.
 
         Raises InvalidInput for layers that the kernels do not serve, and for options below 0.
         """
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._units = compute_units
-        self.launcher = Launcher()
-        """Of all that this backend launches."""
-        self._calls = {
-            layer.layer_id: LayerCall.of(layer, context, self.launcher, launches)
-            for layer in context.layers
-        }
-        self._share_calls = {name: ShareCall(call) for name, call in self._calls.items()}
-        self._tile_calls = {name: TileCall(call) for name, call in self._calls.items()}
-        self._stored = [call for call in self._calls.values() if call.slot_group is not None]
-        """Layers that attend over the pool."""
-        groups = (call.slot_group for call in self._stored)
-        self._tables = SlotTables(
-            frozenset(group for group in groups if group), context, self.launcher
-        )
-        self._shares: dict[ShareKey, SharePlan] = {}
-        self._share_of: dict[tuple[int, int, bool], SharePlan] = {}
-        """By layer, by new tokens a request, and by whether the step hides keys."""
-        self._tiles: dict[TileKey, TilePlan] = {}
-        self._tiles_of: dict[bool, tuple[TilePlan, ...]] = {}
-        """By whether the step hides keys."""
-        for hides in (False, True):
-            keys = dict.fromkeys(call.tile_key(hides=hides) for call in self._calls.values())
-            for key in keys:
-                if key not in self._tiles:
-                    self._tiles[key] = TilePlan(key, context.device, self.launcher)
-            self._tiles_of[hides] = tuple(self._tiles[key] for key in keys)
-        self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
-        self._bounds: dict[str, torch.Tensor] = {}
-        self._slots: dict[int, Slots] = {}
-        """By layer, of this step."""
-        self._writers: dict[tuple[int, bool], KVWriter] = {}
-        self._step: Step | None = None
         self._max_batch_size = context.max_batch_size
+        self.launcher = Launcher()
+        """Shared by all launches of this backend."""
+        self._layers = {
+            spec.layer_id: TritonLayer.of(spec, context, self.launcher, tables)
+            for spec in context.layers
+        }
+        self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
+        self._tile_attention = {name: TileAttention(each) for name, each in self._layers.items()}
+        groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
+        self._tables = SlotTables(frozenset(groups), context, self.launcher)
+        self._stored = [name for name, each in self._layers.items() if each.slot_group is not None]
+        """Ids of the layers that attend over the pool."""
+        self._shares: dict[ShareKey, SharePlan] = {}
+        self._share_plans: dict[tuple[int, int, bool], SharePlan] = {}
+        """By layer, new tokens a request, and whether the step hides keys."""
+        tiles: dict[TileKey, TilePlan] = {}
+        self._tile_plans: dict[tuple[int, bool], TilePlan] = {}
+        """By layer, and whether the step hides keys."""
+        for hides in (False, True):
+            for name, attention in self._tile_attention.items():
+                key = attention.key(hides=hides)
+                if key not in tiles:
+                    tiles[key] = TilePlan(key, context.device, self.launcher)
+                self._tile_plans[name, hides] = tiles[key]
+        self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
+        self._writers: dict[tuple[int, bool], KVWriter] = {}
+        self._step: TritonStep | None = None
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -100,27 +92,27 @@ class TritonBackend(AttentionBackend):
                 came=batch.batch_size,
                 expected=f"at most the context's max_batch_size, {self._max_batch_size}",
             )
-        self._step = None if batch.forward_mode is ForwardMode.IDLE else Step.of(batch)
+        self._step = None if batch.forward_mode is ForwardMode.IDLE else TritonStep.of(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Plan on the device: at replay from what the batch then holds."""
+        """Plan on the device, at replay for the lengths that the batch then holds."""
         step = self._step
         if step is None:
             return
-        self._bounds = self._sums.of(step)
+        self._sums.fill(step)
         self._tables.fill(step)
-        self._slots.clear()
-        if step.queries is None:
-            for tiles in self._tiles_of[step.hides]:
-                tiles.fill(self._bounds["queries"], batch.batch_size, batch.num_tokens)
+        hides, queries = step.hides, step.queries
+        if queries is None:
+            for tiles in dict.fromkeys(self._tile_plans[name, hides] for name in self._layers):
+                tiles.fill(step.indptr["queries"], batch.batch_size, batch.num_tokens)
             return
-        queries, hides = step.queries, step.hides
-        plans = (self._share_plan(call, queries, hides=hides) for call in self._stored)
-        for shares in dict.fromkeys(plans):
+        for shares in dict.fromkeys(
+            self._share_plan(name, queries, hides=hides) for name in self._stored
+        ):
             shares.fill(step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Plans have room for the context's largest batch from the first."""
+        """Checks the size alone: plans have room for the context's largest batch from the start."""
         if max_bs > self._max_batch_size:
             raise GraphUnsupported(
                 f"graphs of {max_bs} requests with room for {self._max_batch_size}: build the "
@@ -136,11 +128,11 @@ class TritonBackend(AttentionBackend):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        """In one launch, and raising what the pool's own methods do."""
+        """One launch. Raises what the pool's own methods raise."""
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         second = v if k_rope is None else k_rope
         if loc is None or second is None:
-            super().save_kv(k, v, layer, batch, k_rope=k_rope)  # which says what is missing
+            super().save_kv(k, v, layer, batch, k_rope=k_rope)  # raises what is missing
             return
         key = layer.layer_id, k_rope is not None
         writer = self._writers.get(key)
@@ -153,55 +145,35 @@ class TritonBackend(AttentionBackend):
         writer.write(layer, loc, k, second)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._attend(call.q, call.q_rope, None, call.layer, batch, call.out, call.lse)
+        return self._attend(call, over_pool=True)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        in_call = None
-        if not call.save_kv_cache and call.k is not None:
-            in_call = Keys(k=call.k, v=call.k if call.v is None else call.v, k_rope=call.k_rope)
-        return self._attend(call.q, call.q_rope, in_call, call.layer, batch, call.out, call.lse)
+        return self._attend(call, over_pool=not call.has_own_kv)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        q_rope: torch.Tensor | None,
-        in_call: Keys | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Over the keys of the call where they are given, else over the pool."""
+    def _attend(self, call: AttentionCall, *, over_pool: bool) -> torch.Tensor:
         step = self._step
         if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        results = _results(q, layer, out, lse)
-        if not q.shape[0]:
+            raise AttnmuxError(NO_STEP)
+        results = Results.of(call)
+        if not call.q.shape[0]:
             return results.out
-        layer_id = layer.layer_id
-        call = self._calls[layer_id]
-        slots = None
-        if in_call is None:
-            slots = self._slots.get(layer_id)
-            if slots is None:
-                slots = self._slots[layer_id] = self._tables.of(call.required_group(), batch)
+        name, slots = call.layer.layer_id, None
+        if over_pool:
+            slots = self._tables.of(self._layers[name].required_group())
         if slots is not None and step.queries is not None:
-            plan = self._share_plan(call, step.queries, hides=step.hides)
-            mask_indptr = self._bounds.get("mask")
-            self._share_calls[layer_id](q, q_rope, step, slots, plan, mask_indptr, results)
+            shares = self._share_plan(name, step.queries, hides=step.hides)
+            self._share_attention[name](call, step, shares, slots, results)
         else:
-            tiles, attend = self._tiles[call.tile_key(hides=step.hides)], self._tile_calls[layer_id]
-            attend(q, q_rope, in_call, step, slots, tiles, self._bounds, results)
-        if lse is not None and results.lse is not None and results.lse is not lse:
-            lse.copy_(results.lse)
+            tiles = self._tile_plans[name, step.hides]
+            self._tile_attention[name](call, step, tiles, slots, results)
+        if call.lse is not None and results.lse is not None and results.lse is not call.lse:
+            call.lse.copy_(results.lse)
         return results.out
 
-    def _share_plan(self, call: LayerCall, queries: int, *, hides: bool) -> SharePlan:
-        wanted = call.layer.layer_id, queries, hides
-        plan = self._share_of.get(wanted)
+    def _share_plan(self, layer_id: int, queries: int, *, hides: bool) -> SharePlan:
+        plan = self._share_plans.get((layer_id, queries, hides))
         if plan is None:
-            launch = call.share_launch(queries, hides=hides)
-            key = call.share_key(queries, self._splits.splitting(launch.block_n), hides=hides)
+            key = self._share_attention[layer_id].key(queries, self._splits, hides=hides)
             plan = self._shares.get(key)
             if plan is None:
                 plan = self._shares[key] = SharePlan(
@@ -212,17 +184,5 @@ class TritonBackend(AttentionBackend):
                     part_dtype=self._splits.part_dtype(key.splitting, self._dtype),
                     launcher=self.launcher,
                 )
-            self._share_of[wanted] = plan
+            self._share_plans[layer_id, queries, hides] = plan
         return plan
-
-
-def _results(
-    q: torch.Tensor, layer: LayerSpec, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> Results:
-    """Where kernels write, which have a token's heads side by side: to the caller's tensors, or to
-    others where in those they are not."""
-    if out is None or out.stride()[1:] != (layer.v_head_dim, 1):
-        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
-    if lse is not None and lse.stride()[1] != 1:
-        lse = lse.new_empty(lse.shape)
-    return Results(out=out, lse=lse)

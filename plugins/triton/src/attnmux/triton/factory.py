@@ -1,4 +1,4 @@
-"""Builds the backend: the one place that asks Triton about a device."""
+"""Builds the backend: the one module that asks Triton about a device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
+from attnmux.core.choosing.launches import current_launches
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.compiling import compile_ahead
-from attnmux.triton.own_launches import own_launches
-from attnmux.triton.rehearsal import rehearse
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.warmup import compile_ahead, rehearse
+
+ADDRESS = "triton/triton"
+"""Of the backend in `TunedLaunch.backend`."""
 
 
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend:
@@ -21,11 +24,12 @@ def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBack
     Raises InvalidInput for layers that the kernels do not serve, BackendFailed where this Triton
     cannot drive the device or a kernel does not compile for it.
     """
+    tuned = current_launches(context.launches, ADDRESS, context.platform)
     backend = TritonBackend(
         context,
         options,
         compute_units=compute_units(context),
-        launches=own_launches(context.platform),
+        tables=ConfigTables.of(tuned, context.platform.arch),
     )
     if not library.knobs.runtime.interpret:
         compile_ahead(backend.launcher.rehearse(lambda: rehearse(backend, context)), context.device)
@@ -33,7 +37,7 @@ def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBack
 
 
 def compute_units(context: BackendContext) -> int:
-    """Of the platform, where it says so, else of what Triton drives."""
+    """The platform's `core_count`; where it has none, that of the device that Triton drives."""
     units = context.platform.core_count
     if not library.knobs.runtime.interpret:
         try:

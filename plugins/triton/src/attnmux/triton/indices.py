@@ -1,7 +1,6 @@
-"""`attnmux.core.indices` on a device, one launch each: same signatures, same results.
+"""`attnmux.core.indices` on a device, one launch each, with the same signatures and results.
 
-Here are the builders that are several operations in torch. What is one operation there, or a
-number, is core's alone.
+Only the builders that take several operations in torch are here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from attnmux.triton.kernels.indices import (
 )
 
 BLOCK = 1024
-"""Values of a program."""
+"""Values that a program computes."""
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

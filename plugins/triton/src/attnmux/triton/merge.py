@@ -1,4 +1,4 @@
-"""Attention over two sets of keys from attention over each: a prefix and the rest, say."""
+"""Merges the results of attention over two sets of keys, such as a prefix and the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnmux.triton.kernels.merge import merge_rows
 from attnmux.triton.shapes import next_power_of_2
 
 MOST_COLUMNS = 512
-"""Of a tile; a wider result is taken in several."""
+"""Columns of a tile; a wider result has several tiles."""
 TILE = 2048
 """Values of a tile."""
 
@@ -24,14 +24,14 @@ def merge_state(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax over the keys of a and of b, which share none: `out` and its LSE.
+    """Attention over the keys of a and of b, which share none: `out` and its LSE.
 
     lse = logaddexp(lse_a, lse_b); out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b.
 
     out_a, out_b, out: [T, Hq, Dv], bfloat16, float16 or float32, of any strides. lse_a, lse_b,
-    lse: [T, Hq] float32, natural logarithms. Where both are -inf the result is 0 and -inf; of a
-    side that is -inf `out_*` is not read. `out`, of the dtype of out_a, and `lse` are allocated
-    where they are not given, and may be those of a or b. Computed in float32.
+    lse: [T, Hq] float32, natural logarithms. Where both are -inf the result is 0 and -inf; the
+    `out_*` of a side that is -inf is not read. `out`, of the dtype of out_a, and `lse` are
+    allocated unless given, and may be those of a or b. Computed in float32.
     Raises InvalidInput, before anything is written, for other shapes, dtypes or devices.
     """
     out = _empty_like(out_a) if out is None else out

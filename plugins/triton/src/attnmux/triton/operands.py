@@ -1,18 +1,18 @@
-"""The tensors of a layer's call, and what kernels are told of them."""
+"""The tensors that an attention kernel reads and writes, and how their rows are apart."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from attnmux.core.call import AttentionCall
 from attnmux.core.kv import KVPool
 from attnmux.core.layer import LayerSpec
 from attnmux.triton.slots import Slots
 
-QUERIES = "q", "q_tail", "out", "lse"
-"""Tensors that every call brings."""
+OPERANDS = "q", "q_tail", "out", "lse"
+"""The tensors of every call, by the kernels' names."""
 STRIDES = (
     "q_stride",
     "q_head_stride",
@@ -22,7 +22,6 @@ STRIDES = (
     "lse_stride",
     "slots_stride",
 )
-"""How far their rows are apart, and those of the table of slots."""
 KEY_STRIDES = (
     "k_stride",
     "k_head_stride",
@@ -32,51 +31,66 @@ KEY_STRIDES = (
     "v_head_stride",
 )
 ALIGNED_BYTES = 16
-"""That an address is a multiple of is what Triton tells a compiler."""
+"""Triton tells a compiler whether an address is a multiple of this."""
 ALIGNED_ELEMENTS = 16
-"""As ALIGNED_BYTES, of strides."""
+"""The same for strides."""
 
 
 class Results(NamedTuple):
-    """Where a call's results go."""
+    """Where kernels write. They need each token's heads side by side."""
 
     out: torch.Tensor
+    """[T, Hq, Dv]."""
     lse: torch.Tensor | None
+    """[T, Hq] float32."""
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Results:
+        """The caller's tensors; new ones in place of those that kernels cannot write to."""
+        q, layer, out, lse = call.q, call.layer, call.out, call.lse
+        if out is None or out.stride()[1:] != (layer.v_head_dim, 1):
+            out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        if lse is not None and lse.stride()[1] != 1:
+            lse = lse.new_empty(lse.shape)
+        return cls(out, lse)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Keys:
-    """K and V, of the pool's slots or of the call's tokens."""
+class Keys(NamedTuple):
+    """K and V of the pool's slots, or of the call's tokens."""
 
     k: torch.Tensor
     """[rows, Hkv, D]."""
     v: torch.Tensor
-    """[rows, Hkv, Dv]; a latent layer's is not read."""
+    """[rows, Hkv, Dv]; not read where the layer is latent."""
     k_rope: torch.Tensor | None = None
     """[rows, 1, rope], where K does not hold it."""
 
     @classmethod
-    def of(cls, pool: KVPool, layer: LayerSpec) -> Keys:
-        """What the pool stores of a layer."""
-        k, v = pool.get_kv_buffer(layer.layer_id)
-        return cls(k=k, v=v)
+    def of_pool(cls, pool: KVPool, layer: LayerSpec) -> Keys:
+        return cls(*pool.get_kv_buffer(layer.layer_id))
+
+    @classmethod
+    def of_call(cls, call: AttentionCall) -> Keys:
+        """Those of a call that `has_own_kv`."""
+        assert call.k is not None
+        return cls(call.k, call.k if call.v is None else call.v, call.k_rope)
 
     def whole(self, dtype: torch.dtype) -> Keys:
-        """Of that dtype, in whole rows; these where they are so."""
-        k, v = whole_rows(self.k, dtype), whole_rows(self.v, dtype)
-        return self if k is self.k and v is self.v else Keys(k=k, v=v, k_rope=self.k_rope)
+        """These keys as whole rows of that dtype; copies only what is not."""
+        return Keys(whole_rows(self.k, dtype), whole_rows(self.v, dtype), self.k_rope)
 
 
 def has_whole_rows(rows: torch.Tensor) -> bool:
-    """[n, heads, width]: whether each row of a head begins at a multiple of 16 bytes, and Triton
-    says so to a compiler."""
+    """Whether each row of each head begins at a multiple of 16 bytes, and Triton tells a compiler
+    so. rows: [n, heads, width]."""
     token, head, column = rows.stride()
     is_spaced = token % ALIGNED_ELEMENTS == 0 and head % ALIGNED_ELEMENTS == 0 and column == 1
     return is_spaced and rows.data_ptr() % ALIGNED_BYTES == 0
 
 
 def whole_rows(rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """These rows, or a copy for kernels that copy 16 bytes at a time. dtype: if not theirs."""
+    """The rows for kernels that copy 16 bytes at a time: themselves or a copy. dtype: theirs unless
+    given."""
     dtype = dtype or rows.dtype
     if rows.dtype == dtype and has_whole_rows(rows):
         return rows
@@ -105,7 +119,3 @@ def key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
         *((0, 0) if tail is None else tail.stride()[:2]),
         *keys.v.stride()[:2],
     )
-
-
-def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
-    return None if mask is None else mask.view(torch.uint8)

@@ -1,19 +1,19 @@
-"""`attnmux.core.indices.topk_slots` on a device, in one launch: a call of every layer."""
+"""`attnmux.core.indices.topk_slots` on a device, in one launch, as every sparse layer calls it."""
 
 from __future__ import annotations
 
 import torch
 
 from attnmux.core.indices.args import check_picks, check_table
-from attnmux.triton.kernels.picks import look_up_picks
-from attnmux.triton.launching import BoundKernel, Launcher
+from attnmux.triton.bound_kernel import BoundKernel, Launcher
+from attnmux.triton.kernels.indices import look_up_picks
 
 BLOCK = 512
-"""Places that a program looks up: a token's 2048 are four programs."""
+"""Places that a program looks up. A token's 2048 take four programs."""
 
 
 class TopkSlots:
-    """The same arguments, the same results; what it has compiled is kept."""
+    """The same arguments and results. Keeps the compiled kernel."""
 
     def __init__(self) -> None:
         self._look_up = BoundKernel(
@@ -28,10 +28,11 @@ class TopkSlots:
     def __call__(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
     ) -> torch.Tensor:
-        """Slots of the keys that were picked, [T, topk] int32; -1 where there is none.
+        """The slots of the picked keys, [T, topk] int32; -1 where there is none.
 
         rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32.
-        Raises InvalidInput for other shapes and dtypes, BackendFailed where it does not compile.
+        Raises InvalidInput for other shapes and dtypes, BackendFailed where the kernel does not
+        compile.
         """
         num_tokens = check_table(req_to_token, rows)
         check_picks(topk_indices, num_tokens)

@@ -1,15 +1,218 @@
-"""What attnmux-triton offers, as data: never a platform, as Triton belongs to no vendor.
+"""What attnmux-triton offers, as data: two cards, and no platform, as Triton belongs to no vendor.
 
-A card stands in a module of its own, `cards/<backend>.py`. Importing this module imports no torch.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard
+from collections.abc import Iterator
+from typing import Any
+
+from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.conditions import (
+    ANY,
+    Condition,
+    anything_but,
+    emulated,
+    multiple_of,
+    one_of,
+)
 from attnmux.core.choosing.plugins import hookimpl
-from attnmux.triton.cards import CARDS
+from attnmux.core.choosing.verified import Verified
+
+REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
+"""torch brings Triton, under other names for AMD and Intel: 2.11 pins 3.6 on NVIDIA and AMD, 3.7 on
+Intel."""
+
+TOKENS = emulated(1)
+"""The kernels gather by token index: to them a page of any size is a list of tokens."""
+
+
+def _clause(dtype: str, **more: Condition) -> Clause:
+    everywhere: dict[str, Any] = {
+        # Triton generates no code for CPUs and Apple's GPUs; Ascend's Triton is another project.
+        "vendor": anything_but("cpu", "ascend", "apple"),
+        "dtype": one_of(dtype),
+        "page_size": TOKENS,
+        "spec_topk": one_of(1),
+        "custom_mask": ANY,
+        "deterministic": ANY,
+        "graph": ANY,
+        "lse": ANY,
+    }
+    return Clause(**{**everywhere, **more})
+
+
+def _clauses(dtype: str) -> Iterator[Clause]:
+    for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
+        for stored in (
+            {"kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2")},
+            {"kv_dtype": one_of("fp4_e2m1"), "vendor": one_of("nvidia")},
+        ):
+            yield _clause(
+                dtype,
+                # The encoder phase is a non-causal prefill without a cache.
+                phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+                kind=one_of("mha"),
+                head_dim=multiple_of(1, most=512),
+                v_head_dim=multiple_of(1, most=512),
+                sliding_window=ANY,
+                attention_chunk=ANY,
+                sinks=ANY,
+                logit_cap=ANY,
+                **stored,
+                **spec,
+            )
+        yield _clause(
+            dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
+            kind=one_of("mla"),
+            kv_dtype=one_of(dtype),
+            head_dim=ANY,
+            kv_lora_rank=multiple_of(1, most=512),
+            qk_rope_head_dim=multiple_of(1, most=64),
+            **spec,
+        )
+
+
+OPTIONS = (
+    Option(
+        name="num_kv_splits",
+        type=int,
+        default=0,
+        summary="at most this many parts of a request's keys in decode and verification, of 1024 "
+        "tokens at least unless split_tile_size says otherwise; 0: by the batch, on the device",
+    ),
+    Option(
+        name="split_tile_size",
+        type=int,
+        default=0,
+        summary="tokens a part of a request's keys, more where there would be more parts than "
+        "num_kv_splits or else 32; 0: as num_kv_splits says",
+    ),
+    Option(
+        name="reduce_in_fp32",
+        type=bool,
+        default=False,
+        summary="keep the results of parts that these options or deterministic ask for in fp32 "
+        "until they are merged; those of others always are",
+    ),
+)
+
+TRITON = BackendCard(
+    name="triton",
+    summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
+    factory="attnmux.triton.factory:triton",
+    requires=REQUIRES,
+    extra="triton",
+    options=OPTIONS,
+    tuner="attnmux.triton.tuning:tune",
+    verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=(
+                "torch 2.11.0+cu130",
+                "triton 3.6.0",
+            ),
+            date="2026-11-22",
+        ),
+    ),
+    sources={
+        "dtype": "16-bit floats, which tensor cores multiply",
+        "kv_dtype": (
+            "k_scale and v_scale are the kernels' arguments; SGLang 0.5.23 refuses 4-bit KV on "
+            "every device that is not of CUDA. It is admitted as the field's support matrices have "
+            "it: no pool here stores it, and no kernel here reads it"
+        ),
+        "page_size": (
+            "the kernels gather by token index; masks of trees are laid out by token: SGLang "
+            "0.5.23 allows trees over pages, its manual does not"
+        ),
+        "head_dim": (
+            "no limit is stated; the largest tiles that SGLang's kernels name have 512 columns "
+            "(`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K)"
+        ),
+        "v_head_dim": "as head_dim",
+        "kv_lora_rank": "as head_dim",
+        "qk_rope_head_dim": "as head_dim: 64 more of MLA's K",
+        "spec_topk": "as page_size: trees at page 1",
+    },
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
+    priors=(
+        Prior(
+            rank=25,
+            source="SGLang 0.5.23's default where neither fa3, trtllm_mha nor flashinfer serves, "
+            "and for MLA where no vendor's kernel does",
+        ),
+    ),
+)
+
+DOUBLE_SPARSITY = BackendCard(
+    name="double_sparsity",
+    summary="an approximation: decode reads a request's heaviest tokens, found by a few channels",
+    status="planned",
+    requires=REQUIRES,
+    extra="triton",
+    companions=("triton",),
+    # Each of them changes how far the result may be from dense attention.
+    options=(
+        Option(
+            name="channel_config_path",
+            type=str,
+            default="",
+            summary="file with each layer's channels, heaviest first; without one it cannot run",
+        ),
+        Option(
+            name="heavy_channel_num",
+            type=int,
+            default=32,
+            choices=(16, 32, 64, 128),
+            summary="channels of K that the first, approximate scores are made of",
+        ),
+        Option(
+            name="heavy_token_num",
+            type=int,
+            default=256,
+            summary="tokens that are read; requests with fewer are served densely",
+        ),
+        Option(
+            name="sparse_decode_threshold",
+            type=int,
+            default=4096,
+            summary="batches whose longest request is shorter are served densely",
+        ),
+    ),
+    sources={
+        "dtype": "SGLang's kernels: fp16 and bf16",
+        "kv_dtype": "they read K and V in the dtype of Q",
+        "page_size": "they gather by token index",
+        "head_dim": "`sparse_flash_decode_stage1` and `stage2` assert these",
+    },
+    clauses=tuple(
+        # The triton card serves all of this with a better rank, so that only a user who names this
+        # backend gets an approximation.
+        Clause(
+            vendor=anything_but("cpu", "ascend", "apple"),
+            # Prefill is dense and fills the labels: the companion serves it.
+            phase=one_of("decode"),
+            kind=one_of("mha"),
+            dtype=one_of(dtype),
+            kv_dtype=one_of(dtype),
+            page_size=emulated(1),
+            head_dim=one_of(128, 64, 32, 16),
+        )
+        for dtype in ("bfloat16", "float16")
+    ),
+    priors=(Prior(rank=2000, source="an approximation is for those who ask for it by name"),),
+)
+"""Decode over the tokens that matter.
+
+Limits and defaults are those of SGLang, which had it until April 2026: `sparse_flash_decode_stage1`
+and `stage2` of double_sparsity_attention.py, and its server's arguments `--ds-…`.
+"""
 
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return [*CARDS]
+    return [TRITON, DOUBLE_SPARSITY]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 
 LEAST_WIDTH = 16
-"""Columns that a matrix product of Triton needs."""
+"""Triton's matrix products need at least this many rows and columns."""
+
+Width = Literal["narrow", "wide", "latent"]
+"""The wider of K and V: up to 128 columns, up to 256, more."""
 
 
 def next_power_of_2(number: int) -> int:
@@ -16,21 +20,26 @@ def next_power_of_2(number: int) -> int:
 
 
 def halves(width: int) -> tuple[int, int]:
-    """A width as a power of 2 and the rest, which is 0 for a power of 2."""
+    """The largest power of 2 in a width, and the rest."""
     head = 1 << (width.bit_length() - 1)
     return head, width - head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Dims and heads. Those of K in two parts, so that 192 are 128 and 64, and not 256."""
+    """Dims and heads. K has two parts, so that 192 columns are computed as 128 + 64 and not as 256.
+
+    A `real_` width counts the layer's columns. The width without the prefix is that of a tile: the
+    next power of 2, at least LEAST_WIDTH.
+    """
 
     kv_heads: int
     group: int
-    """Query heads of a KV head; in MLA all of them."""
+    """Query heads of a KV head; in MLA all query heads."""
     real_d: int
     """Columns of K's first part; in MLA the latent's."""
     real_tail: int
+    """Columns of K's second part, 0 without one; in MLA the rotary key's."""
     real_dv: int
     is_latent: bool
     """V is K's first part."""
@@ -60,7 +69,6 @@ class Shape:
 
     @property
     def d(self) -> int:
-        """Columns of a tile of K's first part, a power of 2."""
         return max(next_power_of_2(self.real_d), LEAST_WIDTH)
 
     @property
@@ -71,8 +79,20 @@ class Shape:
     def dv(self) -> int:
         return max(next_power_of_2(self.real_dv), LEAST_WIDTH)
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of K and of V."""
+        return self.real_d + self.real_tail, self.real_dv
+
+    @property
+    def width(self) -> Width:
+        widest = max(self.d, self.dv)
+        if widest <= 128:
+            return "narrow"
+        return "wide" if widest <= 256 else "latent"
+
     def constants(self) -> dict[str, object]:
-        """By the kernels' names."""
+        """The kernels' constants, by their names there."""
         return {
             "GROUP": self.group,
             "D": self.d,

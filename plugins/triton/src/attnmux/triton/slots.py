@@ -1,4 +1,4 @@
-"""Where the keys of each request are: in the request table or in one of another pool's pages."""
+"""Where each request's keys are: in the request table, or in a table of another pool's pages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
 from attnmux.core.context import BackendContext
+from attnmux.core.errors import AttnmuxError
 from attnmux.core.indices import page_table
 from attnmux.core.layer import LayerSpec
+from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import fill_seen_pages
-from attnmux.triton.launching import BoundKernel, Launcher
-from attnmux.triton.step import Step
+from attnmux.triton.step import NO_STEP, TritonStep
 
 BLOCK = 256
-"""Columns that are filled at a time: no fewer than the keys of any kernel's block."""
+"""Columns that are filled at a time. No kernel's block has more keys."""
 PROGRAMS = 8
-"""That share the columns of a request."""
+"""Programs that share the columns of a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,48 +27,53 @@ class SlotGroup:
 
     is_cross: bool
     pool_group: int
-    """As `KVPool.group_of`."""
+    """As `KVPool.group_of`; 0 for the slots of the request table."""
     layer_id: int = field(compare=False)
     """One of the layers."""
 
     @classmethod
     def of(cls, layer: LayerSpec, context: BackendContext) -> SlotGroup:
         group = context.token_to_kv_pool.group_of(layer.layer_id)
-        # The request table serves cross attention and the rest alike.
+        # Cross attention and the rest share the request table.
         return cls(
             is_cross=layer.is_cross_attention and group > 0,
             pool_group=group,
             layer_id=layer.layer_id,
         )
 
+    @property
+    def has_own_table(self) -> bool:
+        """Whether the request table's slots are not the pool's."""
+        return self.pool_group > 0
+
     def page_size(self, context: BackendContext) -> int:
-        """Of the table that says where the keys are."""
-        return own_page_size(context) if self.pool_group else 1
+        """Of the table that holds the places of the keys."""
+        return own_page_size(context) if self.has_own_table else 1
 
 
 def own_page_size(context: BackendContext) -> int:
-    """Of the tables of groups that the request table does not serve."""
-    # With an encoder, the decoder's keys begin in the middle of a page.
+    """The page size of the tables of `SlotTables`."""
+    # With an encoder, the decoder's keys may begin in the middle of a page.
     has_encoder = any(layer.is_cross_attention for layer in context.layers)
     return 1 if has_encoder else context.token_to_kv_pool.page_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slots:
-    """A table of slots or pages, and which of its rows each request has."""
+    """A table of slots or pages, and each request's row in it."""
 
     table: torch.Tensor
     """[R, W] int32."""
     rows: torch.Tensor | None
-    """[at least B] int64; None: each request's is that of its place in the batch."""
+    """[at least B] int64; None where request i of the batch has row i."""
     page_size: int
     begins_with_encoder: bool
-    """The decoder's keys begin behind the encoder's; else in column 0."""
+    """Whether the decoder's keys follow the encoder's; else they begin in column 0."""
 
 
 class SlotTables:
-    """The tables of a context. Groups that the request table does not serve get one of their own,
-    made once and filled at every step."""
+    """The request table, and a table for each group whose pool has slots of its own, made once and
+    filled at every step."""
 
     def __init__(
         self,
@@ -81,28 +86,41 @@ class SlotTables:
         self._page_size = own_page_size(context)
         width = -(-context.max_context_len // self._page_size)
         self._own = {
-            group: torch.zeros(
-                (context.max_batch_size, width), dtype=torch.int32, device=context.device
+            group: Slots(
+                table=torch.zeros(
+                    (context.max_batch_size, width), dtype=torch.int32, device=context.device
+                ),
+                rows=None,
+                page_size=self._page_size,
+                begins_with_encoder=False,
             )
             for group in groups
-            if group.pool_group
+            if group.has_own_table
         }
+        self._request_table: Slots | None = None
+        """With the rows of the step that was filled last."""
         self._windows = {group: _widest(group, context) for group in self._own}
         self._bound: dict[Hashable, BoundKernel] = {}
 
-    def fill(self, step: Step) -> None:
+    def fill(self, step: TritonStep) -> None:
         """Translate the request table for the groups that need it."""
         for group, own in self._own.items():
             slot_map = self._context.token_to_kv_pool.slot_map(group.layer_id)
             if slot_map is None:
-                self._translate(group, own, step)
+                self._translate(group, own.table, step)
             else:
-                self._look_up(group, own, slot_map, step)
+                self._look_up(group, own.table, slot_map, step)
+        self._request_table = Slots(
+            table=self._context.req_to_token_pool.req_to_token,
+            rows=step.batch.req_pool_indices,
+            page_size=1,
+            begins_with_encoder=step.batch.encoder_lens is not None,
+        )
 
     def _look_up(
-        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: Step
+        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: TritonStep
     ) -> None:
-        """The columns that the step's tokens see, in one launch."""
+        """Fill the columns that the step's tokens see, in one launch."""
         batch = step.batch
         has_starts = batch.encoder_lens is not None and not group.is_cross
         variant = group, step.queries, step.lens_shift, has_starts
@@ -121,7 +139,7 @@ class SlotTables:
         )
 
     def _bind(
-        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: Step
+        self, group: SlotGroup, own: torch.Tensor, slot_map: torch.Tensor, step: TritonStep
     ) -> BoundKernel:
         table = self._context.req_to_token_pool.req_to_token
         return BoundKernel(
@@ -143,8 +161,8 @@ class SlotTables:
             options={"num_warps": 4},
         )
 
-    def _translate(self, group: SlotGroup, own: torch.Tensor, step: Step) -> None:
-        """All columns, by the pool's own method."""
+    def _translate(self, group: SlotGroup, own: torch.Tensor, step: TritonStep) -> None:
+        """Fill all columns with the pool's own method."""
         batch = step.batch
         pool, table = self._context.token_to_kv_pool, self._context.req_to_token_pool.req_to_token
         lens = batch.encoder_lens if group.is_cross else None
@@ -159,21 +177,12 @@ class SlotTables:
         translate = pool.translate if self._page_size == 1 else pool.translate_pages
         own[: batch.batch_size].copy_(translate(pages, group.layer_id))
 
-    def of(self, group: SlotGroup, batch: ForwardBatch) -> Slots:
-        own = self._own.get(group)
-        if own is not None:
-            return Slots(
-                table=own,
-                rows=None,
-                page_size=self._page_size,
-                begins_with_encoder=False,
-            )
-        return Slots(
-            table=self._context.req_to_token_pool.req_to_token,
-            rows=batch.req_pool_indices,
-            page_size=1,
-            begins_with_encoder=batch.encoder_lens is not None,
-        )
+    def of(self, group: SlotGroup) -> Slots:
+        """For the step that was filled last. Raises AttnmuxError where none was."""
+        slots = self._own[group] if group.has_own_table else self._request_table
+        if slots is None:
+            raise AttnmuxError(NO_STEP)
+        return slots
 
 
 def _widest(group: SlotGroup, context: BackendContext) -> int:

@@ -1,31 +1,44 @@
-"""What a step is to the kernels: lengths and places on the device, nothing read from it."""
+"""A step as the kernels see it: lengths and offsets on the device, of which none are read back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import mask_indptr
+from attnmux.triton.bound_kernel import BoundKernel, Launcher
+from attnmux.triton.kernels.indices import sum_lens
+from attnmux.triton.shapes import next_power_of_2
+
+BLOCK = 1024
+"""Lengths that `sum_lens` adds up at a time."""
+NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"
+LEAST_BATCH = 256
+"""Plans are compiled for at least as many requests: one variant serves all smaller batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Step:
-    """A batch, as far as its shape and its device tensors say."""
+class TritonStep:
+    """A batch, by its shape and its device tensors."""
 
     batch: ForwardBatch
     queries: int | None
-    """New tokens of every request where all have as many: decode and verify."""
+    """New tokens of each request where all have equally many, as in decode and verify."""
     lens: torch.Tensor
-    """[B] int32: `lens_shift` more are the tokens before the new ones."""
+    """[B] int32. `lens + lens_shift` tokens precede the new ones."""
     lens_shift: int
+    indptr: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Written by `RunningSums.fill`, [at least B + 1] int32 each: where each request's "queries",
+    its tokens of the "encoder" and its values of the "mask" begin. Only those that the step has."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> Step:
+    def of(cls, batch: ForwardBatch) -> TritonStep:
         """Raises InvalidInput for a batch without the lengths of its mode, and for lengths, rows or
-        masks that are parts of wider tensors: the kernels read them one after the other."""
-        _check_dense(batch)
+        masks that are not contiguous."""
+        _check_contiguous(batch)
         if batch.forward_mode.is_decode():
             if batch.num_tokens != batch.batch_size:
                 raise InvalidInput(
@@ -59,7 +72,7 @@ class Step:
         return lens
 
     def key_lens(self) -> torch.Tensor:
-        """[B] int32: keys of each request, the encoder's apart."""
+        """[B] int32: keys of each request without the encoder's."""
         if self.queries is None:
             return self.lens + self.new_lens()
         more = self.queries + self.lens_shift
@@ -73,7 +86,7 @@ class Step:
 
     @property
     def hides(self) -> bool:
-        """Whether more is hidden than by causality, windows and chunks."""
+        """Whether a custom mask or items hide keys, besides causality, windows and chunks."""
         return self.mask is not None or self.batch.multi_item is not None
 
     def encoder_lens(self) -> torch.Tensor:
@@ -83,7 +96,7 @@ class Step:
         return self.batch.encoder_lens
 
 
-def _check_dense(batch: ForwardBatch) -> None:
+def _check_contiguous(batch: ForwardBatch) -> None:
     items, spec = batch.multi_item, batch.spec_info
     for argument, values in (
         ("req_pool_indices", batch.req_pool_indices),
@@ -102,3 +115,54 @@ def _check_dense(batch: ForwardBatch) -> None:
                 came=f"strides {tuple(values.stride())}",
                 expected="values side by side: its .contiguous()",
             )
+
+
+class RunningSums:
+    """The buffers of `TritonStep.indptr`, made once and filled at every step."""
+
+    def __init__(self, max_batch_size: int, device: torch.device, launcher: Launcher) -> None:
+        self._sums = {
+            name: torch.zeros(max_batch_size + 1, dtype=torch.int32, device=device)
+            for name in ("queries", "encoder")
+        }
+        self._bound = {name: _bind(sums, launcher) for name, sums in self._sums.items()}
+
+    def fill(self, step: TritonStep) -> None:
+        batch, spec, indptr = step.batch, step.batch.spec_info, step.indptr
+        if step.queries is None:
+            indptr["queries"] = self._filled("queries", step.new_lens())
+            if batch.encoder_lens is not None:
+                indptr["encoder"] = self._filled("encoder", batch.encoder_lens)
+        if spec is not None and spec.custom_mask is not None:
+            begins = spec.mask_indptr
+            if begins is None:
+                queries = step.new_lens() if step.queries is None else step.queries
+                begins = mask_indptr(queries, step.key_lens())
+            indptr["mask"] = begins
+
+    def _filled(self, name: str, lens: torch.Tensor) -> torch.Tensor:
+        self._bound[name]((1, 1, 1), (lens,), counts=(lens.shape[0],))
+        return self._sums[name]
+
+
+def _bind(sums: torch.Tensor, launcher: Launcher) -> BoundKernel:
+    return BoundKernel(
+        launcher,
+        sum_lens,
+        {
+            "factor": 1,
+            "result": sums,
+            "result_stride": 1,
+            "PAGE": 1,
+            "HAS_FACTORS": False,
+            "BLOCK": BLOCK,
+        },
+        tensors=("lens",),
+        counts=("batch_size",),
+        options={"num_warps": 4},
+    )
+
+
+def batch_block(count: int) -> int:
+    """The number of requests that a plan of `count` requests is compiled for."""
+    return max(next_power_of_2(count), LEAST_BATCH)

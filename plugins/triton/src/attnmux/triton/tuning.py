@@ -1,7 +1,7 @@
-"""The tuner: launches of a request's shapes, tried one by one on the device.
+"""The tuner: tries launch configurations for a request's shapes, one by one, on the device.
 
-One field after the other is varied, from today's launch on, and the fastest value kept: the tables'
-fields hardly depend on each other, and all combinations would take hours.
+It starts from today's configuration, varies one field after the other and keeps the fastest value
+of each: the fields hardly depend on each other, and all combinations would take hours.
 """
 
 from __future__ import annotations
@@ -16,25 +16,17 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core.choosing.launches import Value
+from attnmux.core.choosing.launches import Value, current_launches
 from attnmux.core.choosing.trials import Job, Trial
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.call import LayerCall
-from attnmux.triton.compiling import compile_ahead
-from attnmux.triton.factory import compute_units
-from attnmux.triton.launch import Launches
-from attnmux.triton.launch_types import (
-    PORTABLE,
-    Entry,
-    ShareLaunch,
-    TileLaunch,
-    dims_of,
-    tuned_fields,
-)
-from attnmux.triton.own_launches import own_launches
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.configs import PORTABLE, ConfigEntry, ShareConfig, TileConfig, tuned_fields
+from attnmux.triton.factory import ADDRESS, compute_units
+from attnmux.triton.layer import TritonLayer
 from attnmux.triton.shapes import Shape
-from attnmux.triton.tuning_batches import Load, Setup, make_setup
+from attnmux.triton.tuning_loads import Load, Setup, make_setup
+from attnmux.triton.warmup import compile_ahead
 
 SHARE_AXES: Mapping[str, Sequence[int]] = {
     "block_n": (16, 32, 64, 128),
@@ -50,42 +42,43 @@ TILE_AXES: Mapping[str, Sequence[int]] = {
     "num_stages": (2, 3, 5),
 }
 TOLERANCE = 1e-2
-"""Of a result's distance from that of today's launch, as a share of its norm."""
+"""The most that a result may differ from today's, as a share of the norm of today's."""
 
 DECODE = (Load(batch_size=1, keys=8192), Load(batch_size=64, keys=4096))
 EXTEND = (Load(batch_size=1, keys=4096, new=4096), Load(batch_size=4, keys=4608, new=512))
 
-Launch = TileLaunch | ShareLaunch
+Config = TileConfig | ShareConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timed:
-    """How a launch did over the loads, and what it computed."""
+    """The time of a configuration over the loads, and its results."""
 
     median_us: float
     outs: tuple[torch.Tensor, ...]
 
 
 def tune(job: Job) -> Iterator[Trial]:
-    """Decode's launch and extend's. Raises InvalidInput for a request without dims and heads."""
+    """Decode's configurations, then extend's. Raises InvalidInput for a request without dims or
+    heads."""
     yield from tried(job, DECODE, SHARE_AXES)
     yield from tried(job, EXTEND, TILE_AXES)
 
 
 def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) -> Iterator[Trial]:
-    """Of the kernel that serves `loads`: today's launch, then others, on the same inputs.
+    """Today's configuration of the kernel that serves `loads`, then others, on the same inputs.
 
-    Of kernels for one architecture today's alone: not every launch of theirs comes to an end.
+    Only the portable kernels have others: a kernel for one architecture may hang in some.
     """
     setups = [make_setup(job, load) for load in loads]
     context = setups[0].context
     layer, arch = context.layers[0], job.platform.arch
     shape, page = Shape.of(layer), context.token_to_kv_pool.page_size
-    own = own_launches(job.platform)
-    call = LayerCall.of(layer, context, launches=own)
-    today: Launch = call.share_launch(1) if loads[0].new == 1 else call.tiles
-    k_dim, v_dim = dims_of(shape)
-    kind = "tiles" if isinstance(today, TileLaunch) else "shares"
+    tables = ConfigTables.of(current_launches(job.launches, ADDRESS, job.platform), arch)
+    served = TritonLayer.of(layer, context, tables=tables)
+    today: Config = served.share_config(1) if loads[0].new == 1 else served.tiles
+    k_dim, v_dim = shape.dims
+    kind = "tiles" if isinstance(today, TileConfig) else "shares"
     subject: dict[str, Value] = {
         "kind": kind,
         "k_dim": k_dim,
@@ -94,7 +87,7 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
         "page": page,
     }
     trial = partial(Trial, subject=subject)
-    reference = _timed(job, setups, own)
+    reference = _timed(job, setups, tables)
     yield trial(values=_values(today), median_us=reference.median_us, is_current=True)
     if today.kernel != PORTABLE:
         return
@@ -105,10 +98,10 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
             if number == getattr(start, axis):
                 continue
             changed: dict[str, Any] = {axis: number}
-            launch = replace(start, **changed)
-            values = _values(launch)
+            config = replace(start, **changed)
+            values = _values(config)
             try:
-                found = _timed(job, setups, _alone(launch, shape, arch))
+                found = _timed(job, setups, _alone(config, shape, arch))
             except BackendFailed as failure:
                 yield trial(values=values, median_us=None, error=failure.reason)
                 continue
@@ -117,31 +110,31 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
                 continue
             yield trial(values=values, median_us=found.median_us)
             if found.median_us < least:
-                best, least = launch, found.median_us
+                best, least = config, found.median_us
 
 
-def _values(launch: Launch) -> dict[str, Value]:
-    sizes = {name: getattr(launch, name) for name in sorted(tuned_fields(type(launch)))}
-    return {"kernel": launch.kernel, **sizes}
+def _values(config: Config) -> dict[str, Value]:
+    sizes = {name: getattr(config, name) for name in sorted(tuned_fields(type(config)))}
+    return {"kernel": config.kernel, **sizes}
 
 
-def _alone(launch: Launch, shape: Shape, arch: str) -> Launches:
-    """Tables in which nothing else counts."""
-    entry: dict[str, Any] = {"arch": arch, "dims": dims_of(shape), "launch": launch}
-    if isinstance(launch, TileLaunch):
-        return Launches(own_tiles=(Entry(**entry),))
-    return Launches(own_shares=(Entry(**entry),))
+def _alone(config: Config, shape: Shape, arch: str) -> ConfigTables:
+    """Tables in which this configuration wins."""
+    entry: dict[str, Any] = {"arch": arch, "dims": shape.dims, "config": config}
+    if isinstance(config, TileConfig):
+        return ConfigTables(own_tiles=(ConfigEntry(**entry),))
+    return ConfigTables(own_shares=(ConfigEntry(**entry),))
 
 
-def _timed(job: Job, setups: Sequence[Setup], launches: Launches) -> Timed:
-    """Raises BackendFailed for a launch that does not compile or run."""
+def _timed(job: Job, setups: Sequence[Setup], tables: ConfigTables) -> Timed:
+    """Raises BackendFailed for a configuration that does not compile or run."""
     medians, outs = [], []
     for setup in setups:
         backend = TritonBackend(
             setup.context,
             job.options,
             compute_units=compute_units(setup.context),
-            launches=launches,
+            tables=tables,
         )
         step = partial(_step, backend, setup)
         if not triton.knobs.runtime.interpret:
@@ -166,7 +159,7 @@ def _attend(backend: TritonBackend, setup: Setup) -> torch.Tensor:
 
 
 def _median_us(call: Callable[[], object], device: torch.device) -> float:
-    """On a device with a cold cache."""
+    """On a device, with a cold cache; on a CPU, of one call."""
     if device.type == "cpu":
         began = time.perf_counter()
         call()

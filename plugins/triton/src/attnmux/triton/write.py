@@ -1,4 +1,4 @@
-"""The new tokens' K and V to their slots, in one launch."""
+"""Writes the new tokens' K and V to their slots, in one launch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.kv.pool import check_loc, check_rows
+from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.write import write_kv
-from attnmux.triton.launching import BoundKernel, Launcher
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
 
 FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
-"""Of the 8-bit floats: bits of the mantissa, and the largest finite value's."""
+"""The bits of a format's mantissa, and its largest finite value as bits."""
 MOST_COLUMNS = 1024
-"""Of a tile."""
+"""Columns of a tile."""
 TILE = 2048
 """Values of a tile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KVWriter:
-    """Where a layer's rows go: the memory of a pool, in the two parts that a call brings."""
+    """Writes a layer's rows to the pool's memory, in the two parts that a call has."""
 
     pool: KVPool
     names: tuple[str, str]
-    """Of the parts, as the pool's own methods call them."""
+    """The parts' names in the pool's own methods."""
     first: torch.Tensor
     """[slots, H, D]: K's memory, or in MLA the latent's."""
     second: torch.Tensor
     """[slots, H, D]: V's memory, or in MLA the rotary key's."""
     format: tuple[int, int]
-    """One of FORMATS, whose memory is seen as bytes; zeros for values that are stored as such."""
+    """One of FORMATS, whose memory is viewed as bytes; zeros where values are stored unchanged."""
     slot_map: torch.Tensor | None
     """As `KVPool.slot_map`."""
     launcher: Launcher = field(default_factory=Launcher)
@@ -54,17 +54,17 @@ class KVWriter:
         is_latent: bool,
         launcher: Launcher | None = None,
     ) -> KVWriter:
-        """For rows like k at slots like loc.
+        """A writer for rows like k at slots like loc.
 
-        Raises InvalidInput for what the pool refuses: a layer that it does not store, K and V in
-        a pool of latents or the reverse, dtypes, devices and scales.
+        Raises InvalidInput where the pool does: for a layer that it does not store, for K and V in
+        a pool of latents or the reverse, for dtypes, devices and scales.
         """
         check_loc(loc)
         first, second = pool.get_kv_buffer(layer.layer_id)
         if is_latent:
             row, rank = first, second.shape[-1]
             first, second = row[..., :rank], row[..., rank:]
-        # Of no tokens: the pool's checks alone.
+        # Writing no tokens runs the pool's checks.
         none = loc.new_empty(0), k.new_empty(first[:0].shape), k.new_empty(second[:0].shape)
         if is_latent:
             pool.set_mla_kv_buffer(layer, *none, layer.k_scale)
@@ -87,9 +87,9 @@ class KVWriter:
     def write(
         self, layer: LayerSpec, loc: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> None:
-        """What the pool's own method writes: rows [T, H, D] to slots loc [T] int64.
+        """Write rows [T, H, D] to slots loc [T] int64, bit for bit as the pool's own method does.
 
-        A slot that the pool does not have is left out. Does not synchronise.
+        Slots that the pool does not have are skipped. Does not synchronise.
         Raises InvalidInput, before anything is written, for shapes, dtypes, devices and scales
         that do not fit.
         """
@@ -115,12 +115,12 @@ class KVWriter:
         )
 
     def _widths(self) -> tuple[int, int]:
-        """Values of a slot."""
+        """Values of a slot in each part."""
         first, second = self.first.shape, self.second.shape
         return first[1] * first[2], second[1] * second[2]
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Tokens and columns of a tile, and all columns."""
+        """Tokens of a tile, columns of a tile, and columns of the wider part."""
         widest = max(self._widths())
         block_w = min(next_power_of_2(widest), MOST_COLUMNS)
         return TILE // block_w, block_w, widest

@@ -1,10 +1,23 @@
-"""The kernels. Importing one imports Triton.
+"""The kernels. Importing a module imports Triton.
 
-blocks.py   keys block by block, and the running softmax: what the two below share
-tiles.py    many new tokens a request: tiles of queries
-shares.py   few new tokens over many keys: keys in equal shares
-merge.py    two partial results as one
-write.py    K and V of new tokens to their slots
-indices.py  what kernels read, from lengths and the request table
-picks.py    slots of the places that an indexer picks
+Portable, in Triton:
+    blocks.py   keys block by block, and the running softmax, for the next two
+    tiles.py    attention of many new tokens a request, in tiles of queries
+    shares.py   attention of few new tokens a request, over equal shares of all keys
+    merge.py    merges two partial results
+    write.py    writes K and V of new tokens to their slots
+    indices.py  builds from lengths and the request table what other kernels read
+
+For Hopper GPUs, in Gluon, Triton's lower level language:
+    hopper_tiles.py    as tiles.py, with hopper_places.py (a program's rows and keys) and
+                       hopper_weights.py (the softmax)
+    hopper_shares.py   as shares.py, with hopper_eight_bits.py (8-bit K and V) and
+                       hopper_share_results.py (results and their merging)
+    hopper_latent.py   as shares.py for absorbed MLA, with latent_merge.py
+    hopper_copies.py   copies into shared memory
+    hopper_walk.py     a program's way through its share of the keys
+
+Docstrings of kernels give shapes and dtypes of the tensors. T tokens, B requests, Hq and Hkv heads;
+an int32 `x_stride` beside a tensor x is the distance of its rows in elements, `x_head_stride` that
+of heads. A tensor's columns are contiguous. What a kernel leaves out here is as in `attend_tiles`.
 """

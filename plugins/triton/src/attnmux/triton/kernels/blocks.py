@@ -1,17 +1,67 @@
-"""What every attention kernel shares: keys loaded block by block, and the running softmax.
+"""Shared by the portable attention kernels: keys loaded block by block, and the running softmax.
 
 Rows are queries of one KV head: row r of a tile is token r // GROUP and query head r % GROUP of its
-group, so that few tokens of many heads fill a tile as well as many tokens do. Logits are kept in
-units of log 2, for `exp2` is an instruction and `exp` is not.
+group, so that few tokens of many heads fill a tile as well as many tokens do. Logits are in units
+of log 2, because `exp2` is an instruction and `exp` is not.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Queries(NamedTuple):
+    """Q in two parts: [T, Hq, REAL_D] and, where there is a tail, [T, Hq, REAL_TAIL]."""
+
+    q: tl.tensor
+    stride: tl.tensor
+    head_stride: tl.tensor
+    tail: tl.tensor
+    tail_stride: tl.tensor
+    tail_head_stride: tl.tensor
+
+
+class Keys(NamedTuple):
+    """K in two parts and V of one KV head: addresses, and how far rows are apart."""
+
+    k: tl.tensor
+    k_stride: tl.tensor
+    tail: tl.tensor
+    tail_stride: tl.tensor
+    v: tl.tensor
+    v_stride: tl.tensor
+    base: tl.tensor
+    """The request's slots or, with PAGE above 1, its pages; IN_CALL its first row of K."""
+
+
+class Sight(NamedTuple):
+    """Which keys each row sees, [M] each."""
+
+    first: tl.tensor
+    end: tl.tensor
+    """One past the last."""
+    mask_rows: tl.tensor
+    """Where the row's key 0 is in the custom mask; read where HAS_MASK."""
+    shared_end: tl.tensor
+    item_start: tl.tensor
+    """Keys from shared_end to item_start are hidden where HAS_ITEMS."""
+
+
+class Widths(NamedTuple):
+    """Columns of tiles, powers of 2, and the layer's own number of columns of each, REAL_."""
+
+    D: tl.constexpr
+    REAL_D: tl.constexpr
+    TAIL: tl.constexpr
+    REAL_TAIL: tl.constexpr
+    DV: tl.constexpr
+    REAL_DV: tl.constexpr
 
 
 @triton.jit
@@ -24,8 +74,8 @@ def load_rows(
     REAL_WIDTH: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """[len(rows), WIDTH]: rows of a matrix, 0 behind REAL_WIDTH and, where CHECKED, where there is
-    none."""
+    """[N, WIDTH] of base's dtype: rows [N] of a matrix, with 0 from column REAL_WIDTH on and, where
+    CHECKED, where is_there [N] is False."""
     columns = tl.arange(0, WIDTH)
     places = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     if WIDTH != REAL_WIDTH:
@@ -40,33 +90,27 @@ def load_rows(
 
 @triton.jit
 def take(values, index, wanted):
-    """[len(wanted)]: the value at each wanted index, 0 where there is none. index: of values."""
+    """[M]: the value at each index of wanted [M], 0 where there is none. values [N] are at index
+    [N]."""
     return tl.sum(tl.where(index[None, :] == wanted[:, None], values[None, :], 0), 1)
 
 
 @triton.jit
 def tile_of_queries(
-    q,
-    q_stride,
-    q_head_stride,
-    q_tail,
-    q_tail_stride,
-    q_tail_head_stride,
+    queries,
     first_row,
     num_queries,
     first_token,
     kv_head,
     GROUP: tl.constexpr,
-    D: tl.constexpr,
-    REAL_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    REAL_TAIL: tl.constexpr,
+    widths,
     BLOCK_M: tl.constexpr,
 ):
-    """BLOCK_M rows of a request's queries from first_row on: whether each is real, its token among
-    the request's and among the step's, its head, and Q in two parts.
+    """BLOCK_M rows of a request's queries from first_row on, [BLOCK_M] each: whether a row is real,
+    its token among the request's, its token among the step's, its head; and Q in two parts,
+    [BLOCK_M, D] and [BLOCK_M, TAIL].
 
-    Rows behind the last are copies of it, so that they ask for no other keys.
+    Rows after the last are copies of it, so that they need no other keys.
     """
     row = first_row + tl.arange(0, BLOCK_M)
     is_real = row < num_queries * GROUP
@@ -76,17 +120,18 @@ def tile_of_queries(
     head = kv_head * GROUP + row % GROUP
     tokens = token.to(tl.int64)
     heads = head.to(tl.int64)
-    tile = load_rows(q, tokens * q_stride + heads * q_head_stride, 1, is_real, D, REAL_D, False)
+    rows = tokens * queries.stride + heads * queries.head_stride
+    tile = load_rows(queries.q, rows, 1, is_real, widths.D, widths.REAL_D, False)
     tail = tile
-    if TAIL > 0:
-        rows = tokens * q_tail_stride + heads * q_tail_head_stride
-        tail = load_rows(q_tail, rows, 1, is_real, TAIL, REAL_TAIL, False)
+    if widths.TAIL > 0:
+        rows = tokens * queries.tail_stride + heads * queries.tail_head_stride
+        tail = load_rows(queries.tail, rows, 1, is_real, widths.TAIL, widths.REAL_TAIL, False)
     return is_real, order, token, head, tile, tail
 
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, DV: tl.constexpr):
-    """The running softmax before the first key: see `attend_blocks`."""
+    """The running softmax before the first key, as in `attend_blocks`."""
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     return acc, top, tl.zeros([ROWS], tl.float32)
@@ -100,7 +145,7 @@ def visible_range(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The first key that a query at `position` sees, and one past the last."""
+    """The first key that a query at `position` sees, and one past the last; of position's shape."""
     first = position * 0
     end = first + num_keys
     if IS_CAUSAL:
@@ -116,73 +161,43 @@ def visible_range(
 
 @triton.jit
 def attend_blocks(
-    acc,
-    top,
-    mass,
-    q,
-    q_tail,
-    k_base,
-    k_stride,
-    k_tail_base,
-    k_tail_stride,
-    v_base,
-    v_stride,
-    keys_base,
-    start,
-    stop,
-    num_keys,
-    first,
-    end,
-    mask_rows,
-    shared_end,
-    item_start,
-    scale,
-    cap,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    REAL_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    REAL_TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    REAL_DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_LATENT: tl.constexpr,
-    IN_CALL: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_ITEMS: tl.constexpr,
-    HIDES: tl.constexpr,
+    acc, top, mass, q, q_tail, all_keys, start, stop, num_keys, sight, scale, cap, widths,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HIDES: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Add the keys start <= j < stop to the running softmax; `start` is a multiple of BLOCK_N.
 
     acc [M, DV] float32, top and mass [M] float32: the sum of weighted values, the largest logit and
-    the sum of weights. q [M, D] and q_tail [M, TAIL]: K's columns in two parts, each a power of 2.
-    keys_base: the request's slots or, with PAGE above 1, its pages; IN_CALL its first row of K.
-    first, end [M]: what each row sees; mask_rows [M]: where its key 0 is in the custom mask;
-    shared_end, item_start [M]: what lies between is hidden. scale: times log2(e), unless HAS_CAP.
-    HIDES: whether any of the rows may not see any of the keys; without it nothing is compared.
+    the sum of weights. q [M, D] and q_tail [M, TAIL], of Q's dtype. all_keys: `Keys`. sight:
+    `Sight`. scale: times log2(e), unless HAS_CAP. HIDES: whether any row may not see some of the
+    keys; without it nothing is compared.
     """
     for block in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = block + tl.arange(0, BLOCK_N)
         is_there = keys < num_keys
         if IN_CALL:
-            slots = keys_base + keys
+            slots = all_keys.base + keys
         elif PAGE == 1:
             if HIDES:
-                slots = tl.load(keys_base + keys, mask=is_there, other=0)
+                slots = tl.load(all_keys.base + keys, mask=is_there, other=0)
             else:
-                slots = tl.load(keys_base + keys)
+                slots = tl.load(all_keys.base + keys)
         else:
             if HIDES:
-                pages = tl.load(keys_base + keys // PAGE, mask=is_there, other=0)
+                pages = tl.load(all_keys.base + keys // PAGE, mask=is_there, other=0)
             else:
-                pages = tl.load(keys_base + keys // PAGE)
+                pages = tl.load(all_keys.base + keys // PAGE)
             slots = pages.to(tl.int64) * PAGE + keys % PAGE
-        k = load_rows(k_base, slots, k_stride, is_there, D, REAL_D, HIDES).to(q.dtype)
+        k = load_rows(
+            all_keys.k, slots, all_keys.k_stride, is_there, widths.D, widths.REAL_D, HIDES
+        ).to(q.dtype)
         logits = tl.dot(q, tl.trans(k))
-        if TAIL > 0:
-            tail = load_rows(k_tail_base, slots, k_tail_stride, is_there, TAIL, REAL_TAIL, HIDES)
+        if widths.TAIL > 0:
+            tail = load_rows(
+                all_keys.tail, slots, all_keys.tail_stride, is_there, widths.TAIL,
+                widths.REAL_TAIL, HIDES,
+            )  # fmt: skip
             logits = tl.dot(q_tail, tl.trans(tail.to(q.dtype)), logits)
         logits = logits * scale
         if HAS_CAP:
@@ -190,16 +205,16 @@ def attend_blocks(
             grown = tl.exp2(tl.minimum(logits * (2.0 * LOG2_E / cap), 100.0))
             logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
         if HIDES:
-            sees = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
+            sees = (keys[None, :] >= sight.first[:, None]) & (keys[None, :] < sight.end[:, None])
             if HAS_MASK:
-                kept = tl.load(mask_rows[:, None] + keys[None, :], mask=sees, other=0)
+                kept = tl.load(sight.mask_rows[:, None] + keys[None, :], mask=sees, other=0)
                 sees = sees & (kept != 0)
             if HAS_ITEMS:
-                between = keys[None, :] >= shared_end[:, None]
-                sees = sees & ~(between & (keys[None, :] < item_start[:, None]))
+                between = keys[None, :] >= sight.shared_end[:, None]
+                sees = sees & ~(between & (keys[None, :] < sight.item_start[:, None]))
             logits = tl.where(sees, logits, -float("inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen nothing yet: the difference of two infinities is no number.
+        # A row that has seen no key yet: inf - inf is NaN.
         base = tl.where(higher == -float("inf"), 0.0, higher) if HIDES else higher
         weights = tl.exp2(logits - base[:, None])
         kept_share = tl.exp2(top - base)
@@ -207,7 +222,9 @@ def attend_blocks(
         if IS_LATENT:
             v = k
         else:
-            v = load_rows(v_base, slots, v_stride, is_there, DV, REAL_DV, HIDES).to(q.dtype)
+            v = load_rows(
+                all_keys.v, slots, all_keys.v_stride, is_there, widths.DV, widths.REAL_DV, HIDES
+            ).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * kept_share[:, None])
         top = higher
     return acc, top, mass
@@ -215,29 +232,18 @@ def attend_blocks(
 
 @triton.jit
 def store_rows(
-    out_base,
-    out_stride,
-    lse_base,
-    lse_stride,
-    sinks,
-    acc,
-    top,
-    mass,
-    token,
-    head,
-    is_real,
-    v_scale,
-    DV: tl.constexpr,
-    REAL_DV: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """The softmax's result of each row, to out [T, Hq, Dv] and lse [T, Hq]: 0 and -inf without
-    keys."""
+    out_base, out_stride, lse_base, lse_stride,
+    sinks, acc, top, mass, token, head, is_real, v_scale,
+    DV: tl.constexpr, REAL_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Store each row's result to out [T, Hq, Dv] and lse [T, Hq]: 0 and -inf without keys.
+
+    acc [M, DV], top and mass [M] as in `attend_blocks`; token, head and is_real [M].
+    """
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2_E
         higher = tl.maximum(top, sink)
-        # Neither keys nor a sink: the difference of two infinities is no number.
+        # Neither keys nor a sink: inf - inf is NaN.
         base = tl.where(higher == -float("inf"), 0.0, higher)
         kept_share = tl.exp2(top - base)
         mass = mass * kept_share + tl.exp2(sink - base)

@@ -1,10 +1,9 @@
-"""Keys and values of 8 bits for products with 16-bit operands: converted on the way from shared
-memory into registers.
+"""Converts 8-bit keys and values to 16 bits between shared memory and registers.
 
-A product's left operand may be in registers: that is where keys and values go, and the queries and
-weights to the right. The order of the columns of a product's operands does not matter if it is the
-same in both, nor does that of its rows if the result is put in order: both are chosen so that what
-a thread needs lies side by side, and is read 4 bytes at a time.
+The left operand of a product may be in registers: keys and values go there, queries and weights to
+the right. The columns of a product's operands may have any order that is the same in both, and its
+rows any order that is undone in the result. Both orders are chosen so that a thread's values are
+adjacent and are read 4 bytes at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 @gluon.constexpr_function
 def keys_layout(num_keys: int, width: int) -> gl.DistributedLinearLayout:
-    """Of a tile of keys: the left operand's, but where that has columns 0, 1, 8 and 9 of every 16
-    in a thread, this has 0 to 3. See `order_columns`."""
+    """The layout of a tile of keys: that of the left operand, except that a thread has columns 0 to
+    3 of every 16 instead of 0, 1, 8 and 9. See `order_columns`."""
     columns = [[0, 1], [0, 2]]
     rows = [[8, 0], *([64 << i, 0] for i in range((num_keys // 64).bit_length() - 1))]
     rest = [[0, 16 << i] for i in range((width // 16).bit_length() - 1)]
@@ -28,8 +27,8 @@ def keys_layout(num_keys: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def values_layout(num_keys: int, width: int) -> gl.DistributedLinearLayout:
-    """Of a tile of values, which are the left operand transposed: where that has rows 8 and 64
-    apart in a thread, this has columns beside each other. See `order_values`."""
+    """The layout of a tile of values, which are the left operand transposed: a thread has adjacent
+    columns where the operand's rows are 8 and 64 apart. See `order_values`."""
     beside = [[0, 1 << i] for i in range((width // 64).bit_length())]
     lane = 1 << len(beside)
     keys = [[1, 0], *([8 << i, 0] for i in range((num_keys // 8).bit_length() - 1))]
@@ -40,7 +39,7 @@ def values_layout(num_keys: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def order_columns(rows):
-    """[M, D]: of every 16 columns 0, 1, 4, 5, 8, 9, 12, 13, and then the others."""
+    """[M, D]: columns 0, 1, 4, 5, 8, 9, 12, 13 of every 16, then the others."""
     M: gl.constexpr = rows.shape[0]
     D: gl.constexpr = rows.shape[1]
     return rows.reshape([M, D // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([M, D])
@@ -48,14 +47,14 @@ def order_columns(rows):
 
 @gluon.jit
 def load_keys(tile, operand: gl.constexpr):
-    """As float16, in the order of `order_columns`."""
+    """A tile of keys [N, D] as float16, in the order of `order_columns`."""
     keys = tile.load(keys_layout(tile.shape[0], tile.shape[1])).to(gl.float16)
     return gl.convert_layout(order_columns(keys), operand)
 
 
 @gluon.jit
 def load_values(tile, operand: gl.constexpr):
-    """As float16, transposed, in the order that `order_values` undoes."""
+    """A tile of values [N, D] as float16 [D, N], in the order that `order_values` undoes."""
     N: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
     values = tile.load(values_layout(N, D)).to(gl.float16)
@@ -65,7 +64,7 @@ def load_values(tile, operand: gl.constexpr):
 
 @gluon.jit
 def order_values(acc):
-    """[D, M]: what `load_values` mixed, in order."""
+    """Undoes the order of `load_values` in a result [D, M]."""
     D: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
     return acc.reshape([D // 64, 4, 2, 8, M]).permute([1, 3, 0, 2, 4]).reshape([D, M])
@@ -73,9 +72,9 @@ def order_values(acc):
 
 @gluon.jit
 def store_halves(q, halves, by_row: gl.constexpr):
-    """Store queries as float16, each row divided by the power of 2 that brings it below 2: of a
-    bfloat16 nothing is lost but what is 2**14 times smaller than its row's largest, in part.
-    Returns the divisors."""
+    """Store queries [M, D] as float16, each row divided by the power of 2 that brings it below 2.
+    A bfloat16 loses bits only where it is 2**14 times smaller than its row's largest. Returns the
+    divisors [M]."""
     D: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     rows = q.load(layout).to(gl.float32)

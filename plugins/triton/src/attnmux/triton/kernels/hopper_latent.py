@@ -1,12 +1,11 @@
-"""Attention of few tokens a request over a latent pool on Hopper GPUs, in Gluon: `attend_shares`
-with its copies and its products in warps of their own.
+"""`attend_shares` for absorbed MLA on Hopper GPUs, in Gluon, with copies and products in different
+warps.
 
-A tile of 64 rows of queries is as much as the registers hold: its result is 64 x 512 float32, half
-of it with each of two warpgroups. `lead` takes the logits and the softmax, and hands the weights to
-`follow` through shared memory; either multiplies them with its half of the values, which are the
-keys' own columns. `produce` copies the rows of the keys into shared memory, `STAGES` blocks ahead,
-past the end of an item. What of an item a program did not see alone it leaves as a partial result,
-which `merge_latent` merges afterwards.
+A tile of 64 rows of queries fills the registers: its result is 64 x 512 float32, half of it in each
+of two warpgroups. `lead` computes logits and softmax, and passes the weights to `follow` through
+shared memory; each multiplies them with its half of the values, which are columns of the keys.
+`produce` copies the rows of the keys into shared memory, `STAGES` blocks ahead, past the end of an
+item. Partial results of an item are left to `merge_latent`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from attnmux.triton.kernels.hopper_walk import first_unit, next_request, place_u
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
-"""Of a tile: those of a warpgroup's matrix instruction."""
+"""Rows of a tile, which are those of a warpgroup's matrix instruction."""
 BLOCK_N = gl.constexpr(64)
 """Keys of a block."""
 RANK = gl.constexpr(512)
 HALF = gl.constexpr(256)
-"""Columns of the result that a warpgroup has."""
+"""Columns of the result in a warpgroup."""
 ROPE = gl.constexpr(64)
 LARGE = gl.constexpr(2.0**100)
 """A power of 2: its product with the scale has no rounding, however the compiler fuses it."""
@@ -40,8 +39,8 @@ COPY_WARPS = gl.constexpr(4)
 
 @gluon.jit
 def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where there is none.
-    is_there: None where all are."""
+    """Copy rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where is_there is
+    False. is_there: None where all are there."""
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     places = offsets[:, None] + columns[None, :]
     places = base + gl.max_contiguous(gl.multiple_of(places, [1, 8]), [1, 8])
@@ -54,21 +53,11 @@ def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.co
 
 @gluon.jit
 def produce(
-    queries,
-    keys,
-    plan,
-    q_room,
-    k_room,
-    q_turns,
-    left_turns,
-    right_turns,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-    IS_FIXED: gl.constexpr,
+    queries, keys, plan, q_room, k_room, q_turns, left_turns, right_turns,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr, IS_FIXED: gl.constexpr,
     STAGES: gl.constexpr,
-):
-    """Copy the queries of every item, and the rows of its keys."""
+):  # fmt: skip
+    """Copy every item's queries, and the rows of its keys."""
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride = queries
     k, k_stride, slots, slots_stride = keys
     q_halves, q_rope = q_room
@@ -91,7 +80,7 @@ def produce(
         num_keys, row = of_request[5], of_request[6]
         table = slots + row.to(gl.int64) * slots_stride
         for turn in range(turns):
-            # Keys behind the last are copies of it. Their slots arrive while the ring is full.
+            # Keys after the last are copies of it. Their slots arrive while the ring is full.
             at = gl.minimum(start + turn * BLOCK_N + index, num_keys - 1)
             offsets = gl.load(table + at).to(gl.int64) * k_stride
             stage = done % STAGES
@@ -104,8 +93,8 @@ def produce(
             copy_columns(k + HALF, offsets, None, k_right.index(stage), HALF, layout)
             async_copy.mbarrier_arrive(right_full.index(stage), increment_count=False)
             if turn == 0:
-                # Rows behind the last are 0: products of zeros take less power, and the clock
-                # is what power leaves.
+                # Rows after the last are 0: products of zeros take less power, and power limits
+                # the clock.
                 q_row = item * ROWS + index
                 is_real = q_row < NUM_ROWS
                 q_row = gl.minimum(q_row, NUM_ROWS - 1)
@@ -126,23 +115,14 @@ def produce(
 
 @gluon.jit
 def store_half(
-    acc,
-    top,
-    mass,
-    results,
-    unit,
-    request,
-    item,
-    item_begin,
-    begin,
-    is_whole,
-    PART: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    IS_FIXED: gl.constexpr,
+    acc, top, mass, results, unit, request, item, item_begin, begin, is_whole,
+    PART: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr,
-):
-    """Half of a tile's columns: to out [T, Hq, 512], or as a part of an item. top in log 2."""
+):  # fmt: skip
+    """Store half of a tile's columns to out [T, Hq, 512], or as a partial result.
+
+    acc [64, 256], top and mass [64]; top in units of log 2.
+    """
     out, out_stride, lse, lse_stride, partial, partial_lse, v_scale = results
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     layout: gl.constexpr = acc.type.layout
@@ -184,12 +164,15 @@ def store_half(
 
 @gluon.jit
 def weigh(logits, top, mass, first_key, end, least_end, scale):
-    """A block's weights, and what is left of those before it; top is in the logits' unit."""
+    """A block's weights [64, 64], the factor [64] of the earlier ones, and the new top and mass.
+
+    top is in the logits' unit, which times scale is that of log 2.
+    """
     if first_key + BLOCK_N > least_end:
         keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, logits.type.layout))
         logits = gl.where(keys[None, :] < end[:, None], logits, -float("inf"))
     higher = gl.maximum(top, gl.max(logits, 1))
-    # A row that has seen nothing yet: the difference of two infinities is no number.
+    # A row that has seen no key yet: inf - inf is NaN.
     base = gl.where(higher == -float("inf"), 0.0, higher) * scale
     weights = gl.exp2(logits * scale - base[:, None])
     kept_share = gl.exp2(top * scale - base)
@@ -199,25 +182,12 @@ def weigh(logits, top, mass, first_key, end, least_end, scale):
 
 @gluon.jit
 def lead(
-    results,
-    scale,
-    plan,
-    q_room,
-    k_room,
-    handed,
-    handed_rows,
-    q_turns,
-    left_turns,
-    right_turns,
+    results, scale, plan, q_room, k_room, handed, handed_rows, q_turns, left_turns, right_turns,
     handed_turns,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-    IS_FIXED: gl.constexpr,
-    PART_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Logits and softmax of every item, and the left half of its result."""
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr, IS_FIXED: gl.constexpr,
+    PART_ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute every item's logits and softmax, and the left half of its result."""
     q_halves, q_rope = q_room
     k_left, k_right, k_rope = k_room
     q_full, q_free = q_turns
@@ -242,7 +212,7 @@ def lead(
         )
         request, units, cached = of_request[0], of_request[2], of_request[4]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
-        # Rows behind the last have weights of 0, for no logit comes near their largest.
+        # Rows after the last have weights of 0, since no logit comes near their `top`.
         is_real = item * ROWS + at < NUM_ROWS
         top = gl.where(is_real, -float("inf"), LARGE)
         mass = gl.zeros([ROWS], gl.float32, rows_layout)
@@ -291,33 +261,21 @@ def lead(
         turns_handed += 1
         top = gl.convert_layout(top * scale, acc_rows)
         mass = gl.convert_layout(mass, acc_rows)
-        # fmt: off
         store_half(
             acc, top, mass, results, unit, request, item, item_begin, begin, count == units,
             0, GROUP, QUERIES, IS_FIXED, PART_ROWS,
-        )
-        # fmt: on
+        )  # fmt: skip
         unit += count
         of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
 def follow(
-    results,
-    plan,
-    k_right,
-    handed,
-    handed_rows,
-    right_turns,
-    handed_turns,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-    IS_FIXED: gl.constexpr,
-    PART_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The right half of every item's result."""
+    results, plan, k_right, handed, handed_rows, right_turns, handed_turns,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr, IS_FIXED: gl.constexpr,
+    PART_ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute the right half of every item's result."""
     right_full, right_free = right_turns
     handed_full, handed_free = handed_turns
     ITEMS: gl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
@@ -349,19 +307,17 @@ def follow(
         mass = handed_rows.load(acc_rows)
         mbarrier.arrive(handed_free)
         turns_handed += 1
-        # fmt: off
         store_half(
             acc, mass, mass, results, unit, request, item, item_begin, begin, count == units,
             1, GROUP, QUERIES, IS_FIXED, PART_ROWS,
-        )
-        # fmt: on
+        )  # fmt: skip
         unit += count
         of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
 def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers of places in shared memory: each is full after ARRIVALS, and free after one."""
+    """The barriers of places in shared memory: full after ARRIVALS arrivals, free after one."""
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(PLACES):
@@ -372,44 +328,20 @@ def turns_of(PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=["rows", "lens"])
 def attend_latent(
-    q,
-    q_stride,
-    q_head_stride,
-    q_tail,
-    q_tail_stride,
-    q_tail_head_stride,
-    k,
-    k_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    slots,
-    slots_stride,
-    rows,
-    lens,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    partial,
-    partial_lse,
-    scale,
-    v_scale,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-    IS_FIXED: gl.constexpr,
-    PART_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride, k, k_stride,
+    out, out_stride, lse, lse_stride, slots, slots_stride,
+    rows, lens, stops, unit_blocks, starts, share, partial, partial_lse, scale, v_scale,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr, IS_FIXED: gl.constexpr,
+    PART_ROWS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
-):
-    """Grid: as many programs as `plan_shares` planned for, with blocks of 64 keys. num_warps=4.
+):  # fmt: skip
+    """Grid and arguments as of `attend_shares`, planned with blocks of 64 keys. num_warps=4.
 
-    q [T, GROUP, 512] and q_tail [T, GROUP, 64]; k [slots, 576], whose first 512 columns are the
-    values: of one 16-bit dtype, rows at multiples of 16 bytes. slots: page size 1. scale: times
-    log2(e), above 0. What is left as parts `merge_latent` merges.
+    q [T, GROUP, 512], q_tail [T, GROUP, 64], k [slots, 576], whose first 512 columns are the
+    values, and out [T, GROUP, 512]: of one 16-bit dtype, rows at multiples of 16 bytes.
+    slots: page size 1. partial [places, PART_ROWS, 512] float32. lse, rows, lens, stops,
+    unit_blocks, starts, share and partial_lse: as there. scale: times log2(e), above 0.
+    `merge_latent` merges the partial results.
     """
     gdc_launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
@@ -436,7 +368,6 @@ def attend_latent(
     results = (out, out_stride, lse, lse_stride, partial, partial_lse, v_scale)
     q_room = (q_halves, q_rope)
     k_room = (k_left, k_right, k_rope)
-    # fmt: off
     gl.warp_specialize(
         [
             (lead, (
@@ -455,5 +386,4 @@ def attend_latent(
         ],
         [4, COPY_WARPS],
         [REGISTERS, COPY_REGISTERS],
-    )
-    # fmt: on
+    )  # fmt: skip

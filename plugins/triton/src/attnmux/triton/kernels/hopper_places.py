@@ -1,6 +1,6 @@
-"""What `hopper_tiles` is compiled for, and which rows and keys a program of it takes."""
+"""What `hopper_tiles` is compiled for, and which rows and keys a program takes."""
 
-# No annotations as strings: an aggregate looks at those of its fields.
+# No annotations as strings: an aggregate reads those of its fields.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,33 +29,9 @@ class Kind:
     BLOCK_N: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        GROUP,
-        D,
-        PAGE,
-        IS_CAUSAL,
-        IS_CROSS,
-        IN_CALL,
-        HAS_ENCODER,
-        WINDOW,
-        CHUNK,
-        HAS_CAP,
-        BLOCK_M,
-        BLOCK_N,
-    ):
-        self.GROUP = gl.constexpr(GROUP)
-        self.D = gl.constexpr(D)
-        self.PAGE = gl.constexpr(PAGE)
-        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
-        self.IS_CROSS = gl.constexpr(IS_CROSS)
-        self.IN_CALL = gl.constexpr(IN_CALL)
-        self.HAS_ENCODER = gl.constexpr(HAS_ENCODER)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.CHUNK = gl.constexpr(CHUNK)
-        self.HAS_CAP = gl.constexpr(HAS_CAP)
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
+    def __init__(self, **constants):
+        for name, value in constants.items():
+            setattr(self, name, gl.constexpr(value))
 
 
 @aggregate
@@ -81,31 +57,9 @@ class Tile:
     whole_stop: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        kv_head,
-        request,
-        q_begin,
-        first_row,
-        num_rows,
-        cached,
-        num_keys,
-        start,
-        stop,
-        whole_start,
-        whole_stop,
-    ):
-        self.kv_head = kv_head
-        self.request = request
-        self.q_begin = q_begin
-        self.first_row = first_row
-        self.num_rows = num_rows
-        self.cached = cached
-        self.num_keys = num_keys
-        self.start = start
-        self.stop = stop
-        self.whole_start = whole_start
-        self.whole_stop = whole_stop
+    def __init__(self, **values):
+        for name, value in values.items():
+            setattr(self, name, value)
 
 
 @gluon.jit
@@ -149,15 +103,15 @@ def place_tile(
     whole_start = gl.minimum(gl.cdiv(last_first, kind.BLOCK_N), stop)
     whole_stop = gl.minimum(gl.maximum(least_end // kind.BLOCK_N, whole_start), stop)
     return Tile(
-        gl.program_id(0),
-        request,
-        q_begin,
-        first_row,
-        num_rows,
-        cached,
-        num_keys,
-        start,
-        stop,
-        whole_start,
-        whole_stop,
+        kv_head=gl.program_id(0),
+        request=request,
+        q_begin=q_begin,
+        first_row=first_row,
+        num_rows=num_rows,
+        cached=cached,
+        num_keys=num_keys,
+        start=start,
+        stop=stop,
+        whole_start=whole_start,
+        whole_stop=whole_stop,
     )

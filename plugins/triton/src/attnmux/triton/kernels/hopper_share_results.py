@@ -1,11 +1,9 @@
-"""Results of `hopper_shares`: stored, left as a part of an item, or merged from such parts."""
-
-# No annotations as strings, see `hopper_rings`.
+"""The results of `hopper_shares`: stored, left as a partial result, or merged from those."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmux.triton.kernels.hopper_share_kind import place_rows
+from attnmux.triton.kernels.hopper_walk import place_rows
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -13,7 +11,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
-    """As `blocks.store_rows`, of the rows of a tile from its first on. acc [M, D]."""
+    """`blocks.store_rows` for the first M rows of an item's tile. acc [M, D], top and mass [M]."""
     out, out_stride, lse, lse_stride = results
     layout: gl.constexpr = acc.type.layout
     M: gl.constexpr = acc.shape[0]
@@ -24,7 +22,7 @@ def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
     if sinks is not None:
         sink = gl.load(sinks + head) * LOG2_E
         higher = gl.maximum(top, sink)
-        # Neither keys nor a sink: the difference of two infinities is no number.
+        # Neither keys nor a sink: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
         kept_share = gl.exp2(top - base)
         mass = mass * kept_share + gl.exp2(sink - base)
@@ -42,7 +40,7 @@ def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
 
 @gluon.jit
 def leave_part(parts, place, acc, top, mass, PART_ROWS: gl.constexpr):
-    """Store what a program saw of an item. acc [M, D], of which PART_ROWS rows are kept."""
+    """Store a partial result. acc [M, D], top and mass [M]; the first PART_ROWS rows are kept."""
     partial, partial_lse, _arrivals = parts
     layout: gl.constexpr = acc.type.layout
     M: gl.constexpr = acc.shape[0]
@@ -89,10 +87,10 @@ def merge_parts(
     for done in range(0, num_parts, PARTS):
         part = first_part + done + of_part
         is_part = part < first_part + num_parts
-        # The item is the first that its program works on, or the last.
+        # The item is the first of its program, or the last.
         place = part if kind.IS_FIXED else 2 * part + (item_begin > part * taken).to(gl.int32)
         row = place.to(gl.int64)[:, None] * ROWS + rows[None, :]
-        # Other programs wrote these: not from this processor's own cache.
+        # Other programs wrote these: this SM's own cache may be stale.
         lse = gl.load(
             partial_lse + row, mask=is_part[:, None], other=-float("inf"), cache_modifier=".cg"
         )
@@ -116,14 +114,14 @@ def merge_parts(
 
 @gluon.jit
 def arrive(counter, item_begin, units, taken, kind):
-    """Count a part of an item, whose units begin with `item_begin`: whether it was the last, and
-    the item's first part, and how many it has."""
+    """Count a part of the item that begins with unit item_begin. Returns whether it was the last
+    one, the item's first part, and its number of parts."""
     first_part = item_begin
     num_parts = units
     if not kind.IS_FIXED:
         first_part = item_begin // taken
         num_parts = (item_begin + units - 1) // taken - first_part + 1
-    # Every thread's rows are written before the program says that it has arrived.
+    # All threads have written their rows before the program counts as arrived.
     gl.thread_barrier()
     arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     return arrived == num_parts - 1, first_part, num_parts

@@ -1,12 +1,10 @@
-"""`attend_shares` for Hopper GPUs, in Gluon, with its copies in warps of their own.
+"""`attend_shares` for Hopper GPUs, in Gluon, with copies in warps of their own.
 
-They bring a program's whole line of blocks into a ring in shared memory: neither a new item nor the
-softmax keeps the memory from being read. A block's keys are the rows of its product with the
-queries, and its queries the columns: of those there are few, and a matrix instruction has 64 rows
-but as few as 8 columns.
+These copy a program's whole line of blocks into a ring in shared memory: neither a new item nor the
+softmax interrupts the reading of memory. In the product of keys and queries, keys are the rows and
+queries the columns: a request has few queries, and a matrix instruction has 64 rows but as few as 8
+columns.
 """
-
-# No annotations as strings, see `hopper_rings`.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,21 +15,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnmux.triton.kernels.hopper_copies import COPY_WARPS, copy_shares, share_ring
 from attnmux.triton.kernels.hopper_eight_bits import (
     load_keys,
     load_values,
     order_values,
     store_halves,
 )
-from attnmux.triton.kernels.hopper_share_copies import COPY_WARPS, copy_shares, share_ring
-from attnmux.triton.kernels.hopper_share_kind import (
+from attnmux.triton.kernels.hopper_share_results import arrive, leave_part, merge_parts, store_rows
+from attnmux.triton.kernels.hopper_walk import (
     ShareKind,
     after_share,
+    first_unit,
     place_share,
     visible_range,
 )
-from attnmux.triton.kernels.hopper_share_results import arrive, leave_part, merge_parts, store_rows
-from attnmux.triton.kernels.hopper_walk import first_unit
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 COPY_REGISTERS = gl.constexpr(72)
@@ -39,7 +37,7 @@ COPY_REGISTERS = gl.constexpr(72)
 
 @gluon.jit
 def multiply_keys(ring, at, q, layout: gl.constexpr):
-    """The logits [keys, rows] of the ring's at-th block."""
+    """The logits [BLOCK_N, BLOCK_M] of the ring's at-th block. q [D, BLOCK_M]."""
     ring.await_full(at)
     fence_async_shared()
     k = ring.block(at)
@@ -60,7 +58,7 @@ def multiply_keys(ring, at, q, layout: gl.constexpr):
 
 @gluon.jit
 def multiply_values(ring, at, weights, acc):
-    """Add the values of the ring's at-th block to acc [D, rows]; weights [rows, keys]."""
+    """Add the values of the ring's at-th block to acc [D, BLOCK_M]. weights [BLOCK_M, BLOCK_N]."""
     ring.await_full(at)
     fence_async_shared()
     v = ring.block(at)
@@ -78,7 +76,8 @@ def multiply_values(ring, at, weights, acc):
 
 @gluon.jit
 def in_log2(logits, scale, cap, HAS_CAP: gl.constexpr):
-    """scale: a number for each row; times log2(e), unless HAS_CAP."""
+    """The logits [BLOCK_N, BLOCK_M] in units of log 2. scale: a number, or [1, BLOCK_M]; times
+    log2(e), unless HAS_CAP."""
     logits = logits * scale
     if HAS_CAP:
         # cap * tanh(logits / cap); beyond 2**100 the quotient is 1 to float32.
@@ -89,8 +88,8 @@ def in_log2(logits, scale, cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item, masks, cap, kind):
-    """The softmax over `turns` blocks of an item's keys, the first of which is the ring's at-th:
-    acc [D, rows], top and mass [rows], see `attend_blocks`."""
+    """The softmax over `turns` blocks of an item's keys, beginning with the ring's at-th: acc
+    [D, BLOCK_M], top and mass [BLOCK_M], as in `attend_blocks`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16]
     )
@@ -100,16 +99,14 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
     key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     row = item % kind.TILES * kind.BLOCK_M + gl.arange(0, kind.BLOCK_M, by_row)
     order = gl.minimum(row, kind.ROWS - 1) // kind.GROUP
-    # fmt: off
     first, end = visible_range(
         cached + order, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
-    )
+    )  # fmt: skip
     # Between these keys all rows see every key.
     whole_start, _ = visible_range(
         cached + kind.QUERIES - 1, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK
-    )
+    )  # fmt: skip
     _, whole_stop = visible_range(cached, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
-    # fmt: on
     mask_rows = order
     if kind.HAS_MASK:
         mask_rows = mask + gl.load(mask_indptr + request) + order.to(gl.int64) * num_keys
@@ -117,7 +114,7 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
 
     acc = gl.zeros([kind.D, kind.BLOCK_M], gl.float32, layout)
     top = gl.full([kind.BLOCK_M], -float("inf"), gl.float32, by_row)
-    # Added up at the end: a sum over keys is one over all warps.
+    # Added up at the end: a sum over keys involves all warps.
     masses = gl.zeros([kind.BLOCK_N, kind.BLOCK_M], gl.float32, layout)
     for turn in range(turns):
         block = start + turn * kind.BLOCK_N
@@ -131,7 +128,7 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
                 sees = sees & (kept != 0)
             logits = gl.where(sees, logits, -float("inf"))
         higher = gl.maximum(top, gl.max(logits, 0))
-        # A row that has seen nothing yet: the difference of two infinities is no number.
+        # A row that has seen no key yet: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
         weights = gl.exp2(logits - base[None, :])
         kept_share = gl.exp2(top - base)[None, :]
@@ -145,22 +142,10 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
 
 @gluon.jit
 def attend_line(
-    results,
-    sinks,
-    masks,
-    plan,
-    encoder_lens,
-    parts,
-    q_ring,
-    ring,
-    halves,
-    weights_tile,
-    factors,
-    PART_ROWS: gl.constexpr,
-    PARTS: gl.constexpr,
-    kind,
-):
-    """The softmax over what `copy_shares` brings, and the merging of what other programs did."""
+    results, sinks, masks, plan, encoder_lens, parts, q_ring, ring, halves, weights_tile, factors,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
+):  # fmt: skip
+    """The softmax over the keys that `copy_shares` copies, and the merging of partial results."""
     scale, cap, v_scale = factors
     _partial, _partial_lse, arrivals = parts
     IS_EIGHT_BITS: gl.constexpr = ring.rows.dtype.primitive_bitwidth == 8
@@ -181,12 +166,10 @@ def attend_line(
         if IS_EIGHT_BITS:
             q_scale = (scale * store_halves(q, halves, by_row))[None, :]
             q = halves
-        # fmt: off
         acc, top, mass = attend_item(
             q.permute([1, 0]), q_scale, weights_tile, ring, at, start, turns, of_request, item,
             masks, cap, kind,
-        )
-        # fmt: on
+        )  # fmt: skip
         q_ring.release(q_at)
         q_at += 1
         at += 2 * turns
@@ -202,17 +185,15 @@ def attend_line(
             place = unit if kind.IS_FIXED else 2 * gl.program_id(0) + (item_begin > begin)
             leave_part(parts, place, acc, top, mass, PART_ROWS)
             counter = arrivals + request * kind.ITEMS + item
-            # fmt: off
             is_last, first_part, num_parts = arrive(counter, item_begin, units, taken, kind)
             if is_last:
                 gl.store(counter, 0)
                 merged, merged_top, merged_mass = merge_parts(
                     parts, first_part, num_parts, item_begin, taken, kind, PART_ROWS, PARTS
-                )
+                )  # fmt: skip
                 store_rows(
                     results, sinks, merged, merged_top, merged_mass, v_scale, request, item, kind
-                )
-            # fmt: on
+                )  # fmt: skip
         unit += count
         of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)
 
@@ -221,87 +202,47 @@ def attend_line(
     do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"],
 )
 def attend_shares(
-    q,
-    q_stride,
-    q_head_stride,
-    k,
-    k_stride,
-    k_head_stride,
-    v,
-    v_stride,
-    v_head_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    sinks,
-    slots,
-    slots_stride,
-    rows,
-    lens,
-    encoder_lens,
-    mask,
-    mask_indptr,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    partial,
-    partial_lse,
-    arrivals,
-    scale,
-    cap,
-    v_scale,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    LENS_SHIFT: gl.constexpr,
-    D: gl.constexpr,
-    PAGE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    IS_CROSS: gl.constexpr,
-    HAS_ENCODER: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr,
-    HAS_MASK: gl.constexpr,
-    IS_FIXED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PART_ROWS: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Grid: as many programs as `plan_shares` planned for. num_warps=4.
+    q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
+    out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
+    rows, lens, encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial,
+    partial_lse, arrivals, scale, cap, v_scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr,
+    HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_MASK: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Grid and arguments as of the portable `attend_shares`. num_warps=4.
 
-    K and V are as wide as each other, D columns, 64 or 128; of q's dtype, which has 16 bits, or of
-    8 bits. Rows of q, k and v begin at multiples of 16 bytes. BLOCK_M: 8 rows of a tile or more;
-    BLOCK_N: a multiple of 64. STAGES: blocks in the ring, of keys and of values.
+    q [T, Hq, D] of a 16-bit dtype; k and v [slots, Hkv, D] of that dtype or of 8-bit floats; D is
+    64 or 128; rows of q, k and v at multiples of 16 bytes. out, lse, sinks, slots, rows, lens,
+    encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial, partial_lse and
+    arrivals: as there. BLOCK_M: rows of a tile, at least 8. BLOCK_N: a multiple of 64. STAGES:
+    blocks in the ring, keys and values counted apart.
     """
     q_type: gl.constexpr = q.dtype.element_ty
     k_type: gl.constexpr = k.dtype.element_ty
     w_type: gl.constexpr = gl.float16 if k_type.primitive_bitwidth == 8 else q_type
     gl.static_assert(STAGES % 2 == 0 and BLOCK_N % 64 == 0)
-    # fmt: off
     kind = ShareKind(
-        KV_HEADS, GROUP, QUERIES, LENS_SHIFT, D, PAGE, IS_CAUSAL, IS_CROSS, HAS_ENCODER, WINDOW,
-        CHUNK, HAS_CAP, HAS_MASK, IS_FIXED, BLOCK_M, BLOCK_N,
-    )
-    # fmt: on
+        KV_HEADS=KV_HEADS, GROUP=GROUP, QUERIES=QUERIES, LENS_SHIFT=LENS_SHIFT, D=D, PAGE=PAGE,
+        IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW,
+        CHUNK=CHUNK, HAS_CAP=HAS_CAP, HAS_MASK=HAS_MASK, IS_FIXED=IS_FIXED, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )  # fmt: skip
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], q_type)
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], w_type)
     ring = share_ring(k_type, BLOCK_N, D, STAGES)
-    # The queries of the next item, beside those of this one.
+    # Room for the queries of this item and the next.
     q_ring = share_ring(q_type, BLOCK_M, D, 2)
     weights_tile = gl.allocate_shared_memory(w_type, [BLOCK_M, BLOCK_N], w_layout)
     halves = weights_tile
     if k_type.primitive_bitwidth == 8:
         halves = gl.allocate_shared_memory(w_type, [BLOCK_M, D], q_layout)
-    # What the launch before wrote is there from here on.
+    # The previous launch's results are visible from here on.
     gdc_wait()
     gdc_launch_dependents()
     plan = (stops, unit_blocks, starts, share, lens, rows)
-    # fmt: off
     gl.warp_specialize(
         [
             (attend_line, (
@@ -317,5 +258,4 @@ def attend_shares(
         ],
         [COPY_WARPS],
         [COPY_REGISTERS],
-    )
-    # fmt: on
+    )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Attention of many new tokens a request on Hopper GPUs, in Gluon: `attend_tiles` with its copies
-and its products in warps of their own.
+"""`attend_tiles` for Hopper GPUs, in Gluon, with copies and products in different warps.
 
 One group of warps copies the keys' rows into shared memory, up to `STAGES` blocks ahead; two
-warpgroups of 64 rows each multiply and keep the softmax. While the tensor cores work on the values
-of a block, their warpgroup takes the softmax of the next one (Shah et al., FlashAttention-3,
-arXiv:2407.08608, section 3.2). Blocks go from the last key to the first, so that the first, whose
-softmax nothing hides, is one that has to be masked anyway.
+warpgroups of 64 rows each multiply and compute the softmax. While the tensor cores work on the
+values of a block, their warpgroup computes the softmax of the next one (Shah et al.,
+FlashAttention-3, arXiv:2407.08608, section 3.2). Blocks go from the last key to the first: the
+first block's softmax overlaps with nothing, and the last keys have to be masked anyway.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnmux.triton.kernels.hopper_copies import COLUMNS_A_COPY, copy_keys, make_ring, whole_rows
 from attnmux.triton.kernels.hopper_places import Kind, place_tile, visible_range
-from attnmux.triton.kernels.hopper_rings import COLUMNS_A_COPY, copy_keys, make_ring, whole_rows
 from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, unpack, weigh
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
-"""Of a warpgroup: those of its matrix instruction."""
+"""Rows of a warpgroup, which are those of its matrix instruction."""
 READERS = gl.constexpr(2)
-"""Warpgroups."""
+"""Warpgroups that read the keys."""
 
 
 @gluon.jit
 def multiply_keys(q_tile, keys, layout: gl.constexpr):
-    """Begin a block's logits."""
+    """Begin to compute a block's logits [ROWS, BLOCK_N]."""
     nothing = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
     return warpgroup_mma(q_tile, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def multiply_values(pairs, values, acc):
-    """Begin to add a block's weighted values."""
+    """Begin to add a block's weighted values to acc [ROWS, D]."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     weights = gl.convert_layout(unpack(pairs, values.dtype), layout)
     return warpgroup_mma(weights, values, acc, is_async=True)
@@ -51,26 +50,12 @@ def scaled(acc, share):
 
 @gluon.jit
 def attend_turns(
-    acc,
-    top,
-    mass,
-    pairs,
-    turn,
-    last_turn,
-    q_tile,
-    k_ring,
-    v_ring,
-    tile,
-    first,
-    end,
-    scale,
-    cap,
-    HIDES: gl.constexpr,
-    kind,
+    acc, top, mass, pairs, turn, last_turn, q_tile, k_ring, v_ring, tile, first, end, scale, cap,
+    HIDES: gl.constexpr, kind,
     layout: gl.constexpr,
-):
-    """Turns of a tile but the first. Each begins with its keys and the values of the turn before
-    in shared memory, and with the weights of those."""
+):  # fmt: skip
+    """The turns of a tile after the first. Each begins with its own keys and the previous turn's
+    values in shared memory, and with the previous turn's weights in registers."""
     for at in range(turn, last_turn):
         logits = multiply_keys(q_tile, k_ring.block(at), layout)
         acc = multiply_values(pairs, v_ring.block(at - 1), acc)
@@ -79,8 +64,8 @@ def attend_turns(
         weights, kept_share, top, mass = weigh(
             logits, top, mass, tile.stop - 1 - at, first, end, scale, cap, HIDES, kind
         )
-        # Here and not where they are read: the assembler moves nothing of the softmax behind them,
-        # where it would wait for the product.
+        # Waits here and not where the rows are read: the assembler moves no part of the softmax
+        # past the waits, where it would wait for the product.
         v_ring.await_full(at)
         k_ring.await_full(at + 1, at + 1 < tile.stop - tile.start)
         fence_async_shared()
@@ -117,45 +102,27 @@ def attend_tile(acc, top, mass, q_tile, k_ring, v_ring, tile, first, end, scale,
             turn, last_turn = whole_turn, hiding_turn
         else:
             turn, last_turn = hiding_turn, turns
-        # fmt: off
         acc, top, mass, pairs = attend_turns(
             acc, top, mass, pairs, turn, last_turn, q_tile, k_ring, v_ring, tile, first, end,
             scale, cap, part != 1, kind, layout,
-        )
-        # fmt: on
+        )  # fmt: skip
     acc = multiply_values(pairs, v_ring.block(turns - 1), acc)
     return warpgroup_mma_wait(0, deps=[acc]), top, mass
 
 
 @gluon.jit
 def queries_of(tile, row, GROUP: gl.constexpr):
-    """Tokens and heads of some of a request's rows."""
+    """The tokens and heads of rows of a request."""
     return (tile.q_begin + row // GROUP).to(gl.int64), tile.kv_head * GROUP + row % GROUP
 
 
 @gluon.jit
 def attend_rows(
-    q,
-    q_stride,
-    q_head_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    sinks,
-    scale,
-    cap,
-    v_scale,
-    q_tiles,
-    k_ring,
-    v_ring,
-    tile,
-    kind,
-    PART: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr,
-):
-    """The results of the tile's rows of warpgroup PART."""
+    q, q_stride, q_head_stride, out, out_stride, lse, lse_stride,
+    sinks, scale, cap, v_scale, q_tiles, k_ring, v_ring, tile, kind,
+    PART: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Attend from the tile's rows that warpgroup PART has, and store the results."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.D, 16])
     rows_layout: gl.constexpr = gl.SliceLayout(
         1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
@@ -173,7 +140,7 @@ def attend_rows(
     top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
     mass = gl.zeros([ROWS], gl.float32, rows_layout)
     if tile.stop > tile.start:
-        # Rows behind the last are copies of it, so that they ask for no other keys.
+        # Rows after the last are copies of it, so that they need no other keys.
         last_row = tile.num_rows - 1
         token, head = queries_of(tile, gl.minimum(wide_row, last_row), kind.GROUP)
         offsets = token * q_stride + head.to(gl.int64) * q_head_stride
@@ -192,7 +159,7 @@ def attend_rows(
     if HAS_SINKS:
         sink = gl.load(sinks + head) * LOG2_E
         higher = gl.maximum(top, sink)
-        # Neither keys nor a sink: the difference of two infinities is no number.
+        # Neither keys nor a sink: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
         kept_share = gl.exp2(top - base)
         mass = mass * kept_share + gl.exp2(sink - base)
@@ -203,7 +170,7 @@ def attend_rows(
     if HAS_LSE:
         value = gl.where(has_keys, (top + gl.log2(mass)) * LN_2, -float("inf"))
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
-    # The queries are read no more: their room turns the result into whole rows.
+    # The queries are no longer needed: their shared memory turns the result into whole rows.
     q_tile.store(scaled(acc, v_scale / mass).to(out.dtype.element_ty))
     token, head = queries_of(tile, wide_row, kind.GROUP)
     places = whole_rows(out, token * out_stride + head * kind.D, kind.D, wide)
@@ -215,85 +182,39 @@ def attend_rows(
     do_not_specialize_on_alignment=["rows", "cached_lens", "encoder_lens"],
 )
 def attend_hopper_tiles(
-    q,
-    q_stride,
-    q_head_stride,
-    k,
-    k_stride,
-    k_head_stride,
-    v,
-    v_stride,
-    v_head_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    sinks,
-    slots,
-    slots_stride,
-    rows,
-    cached_lens,
-    encoder_lens,
-    encoder_indptr,
-    q_indptr,
-    tile_request,
-    tile_row,
-    batch_size,
-    num_tokens,
-    num_tiles,
-    scale,
-    cap,
-    v_scale,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    PAGE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    IS_CROSS: gl.constexpr,
-    IN_CALL: gl.constexpr,
-    HAS_ENCODER: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    COPY_WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-):
+    q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
+    out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
+    rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, batch_size,
+    num_tokens, num_tiles, scale, cap, v_scale,
+    GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    IS_CROSS: gl.constexpr, IN_CALL: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=128, STAGES at least 2.
 
-    K and V have D columns, 64 or 128; Q, K and V are of one 16-bit dtype; rows of them and of out
-    begin at multiples of 16 bytes; scale is above 0. REGISTERS and COPY_REGISTERS, multiples of 8:
-    what each thread has of the warps that multiply and of the COPY_WARPS that copy.
+    q [T, Hq, D], k and v [slots, Hkv, D], out [T, Hq, D]: D is 64 or 128, all of one 16-bit dtype,
+    rows at multiples of 16 bytes. lse, sinks, slots, rows, cached_lens, encoder_lens,
+    encoder_indptr, q_indptr, tile_request and tile_row: as there. scale is above 0. REGISTERS and
+    COPY_REGISTERS, multiples of 8: registers of each thread in the warps that multiply and in the
+    COPY_WARPS that copy.
     """
     gl.static_assert(BLOCK_M == READERS * ROWS)
     kind = Kind(
-        GROUP,
-        D,
-        PAGE,
-        IS_CAUSAL,
-        IS_CROSS,
-        IN_CALL,
-        HAS_ENCODER,
-        WINDOW,
-        CHUNK,
-        HAS_CAP,
-        BLOCK_M,
-        BLOCK_N,
-    )
+        GROUP=GROUP, D=D, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
+        HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [READERS, ROWS, D], layout)
     k_ring = make_ring(dtype, BLOCK_N, D, STAGES, 32 * COPY_WARPS, READERS)
     v_ring = make_ring(dtype, BLOCK_N, D, STAGES, 32 * COPY_WARPS, READERS)
-    # fmt: off
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
         batch_size, num_tokens, num_tiles, kind,
-    )
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (attend_rows, (
@@ -311,5 +232,4 @@ def attend_hopper_tiles(
         ],
         [4, COPY_WARPS],
         [REGISTERS, COPY_REGISTERS],
-    )
-    # fmt: on
+    )  # fmt: skip

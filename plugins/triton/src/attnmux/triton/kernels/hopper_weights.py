@@ -1,4 +1,4 @@
-"""The softmax of `hopper_tiles`: a block's weights, and how they are kept from turn to turn."""
+"""The softmax of `hopper_tiles`: a block's weights, and their form between two turns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr, kind):
-    """A block's weights, and what is left of those before it.
+    """A block's weights [M, BLOCK_N], the factor [M] of the earlier ones, and the new top and mass.
 
-    logits [M, BLOCK_N], top and mass [M]: as in `attend_blocks`, but for the logits' unit, which
-    only `scale` makes that of log 2. first, end [M]: the keys that each row sees; without HIDES
-    nothing is compared.
+    logits [M, BLOCK_N], top and mass [M]: as in `attend_blocks`, except that logits times `scale`
+    are in units of log 2. first, end [M]: the keys that each row sees; without HIDES nothing is
+    compared.
     """
     if kind.HAS_CAP:
         # cap * tanh(logits / cap), times log2(e); beyond 2**100 the quotient is 1 to float32.
@@ -23,7 +23,7 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
         scale = 1.0
     if HIDES:
         columns = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, logits.type.layout))
-        # Bits 1 and 2 are the thread's: without them the columns are constants.
+        # Bits 1 and 2 depend on the thread: without them the columns are constants.
         own = (columns & 6)[None, :] + block * kind.BLOCK_N
         columns = (columns & (kind.BLOCK_N - 7))[None, :]
         sees = columns < end[:, None] - own
@@ -33,7 +33,7 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     higher = gl.maximum(top, gl.max(logits, 1))
     base = higher
     if HIDES:
-        # A row that has seen nothing yet: the difference of two infinities is no number.
+        # A row that has seen no key yet: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
     base = base * scale
     weights = gl.exp2(logits * scale - base[:, None])
@@ -43,8 +43,8 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
 
 @gluon.jit
 def pack(weights, dtype: gl.constexpr):
-    """[M, N // 2] int32: pairs of a 16-bit dtype. The assembler would keep halves from turn to
-    turn, and put them together in each."""
+    """[M, N // 2] int32: pairs of weights of a 16-bit dtype. Between two turns the assembler would
+    keep single values, and pack them again in each."""
     even, odd = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]).split()
     if dtype == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(
@@ -59,7 +59,7 @@ def pack(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(pairs, dtype: gl.constexpr):
-    """The inverse of `pack`; no instruction is left of it."""
+    """The inverse of `pack`; it compiles to no instruction."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
     )

@@ -1,4 +1,7 @@
-"""From lengths and the request table to what attention kernels read."""
+"""Builds from lengths and the request table what attention kernels read.
+
+All lengths, indices and tables are int32, except `rows [B]`, a request's row in the table, int64.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ def sum_lens(
     HAS_FACTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """result [B + 1]: 0 and the running sums of lens in pages, times `factors` or `factor`.
+    """result [B + 1]: 0 and the running sums of lens [B] in pages, times factors [B] or factor.
 
-    One program: what it adds up is a batch's, and short.
+    Grid: one program, since a batch is short.
     """
     tl.store(result, 0)
     before = tl.load(lens, mask=False, other=0)
@@ -41,31 +44,22 @@ def sum_lens(
 
 @triton.jit
 def gather_slots(
-    table,
-    table_width,
-    table_cells,
-    rows,
-    indptr,
-    starts,
-    more_starts,
-    result,
-    result_stride,
-    length,
-    batch_size,
-    search_steps,
-    PAGE: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_MORE_STARTS: tl.constexpr,
+    table, table_width, table_cells, rows, indptr, starts, more_starts, result, result_stride,
+    length, batch_size, search_steps,
+    PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_MORE_STARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """result [length]: the table's slot, or its page, at every PAGE-th column of each request.
+):  # fmt: skip
+    """result [length] int32 or int64: the slot, or the page, at every PAGE-th column of each
+    request.
 
-    Programs share the places of the result, not the requests, so that lengths need not be equal.
-    search_steps: bits of batch_size.
+    table [R, table_width], table_cells values; indptr [B + 1]: each request's first place in the
+    result; starts, more_starts [B]: its first column is their sum. search_steps: bits of
+    batch_size.
+    Grid: blocks of the result, not requests, so that lengths need not be equal.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = place < length
-    # The first request that ends behind the place; B where none does.
+    # The first request that ends after the place; B where none does.
     low = place * 0
     high = low + batch_size
     for _ in range(search_steps):
@@ -93,20 +87,14 @@ def gather_slots(
 
 @triton.jit
 def fill_page_table(
-    table,
-    table_width,
-    rows,
-    lens,
-    starts,
-    result,
-    result_stride,
-    result_column_stride,
-    width,
-    PAGE: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """result [B, width]: the pages of each request's keys, then 0. Grid: requests, columns."""
+    table, table_width, rows, lens, starts, result, result_stride, result_column_stride, width,
+    PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """result [B, width]: the pages of each request's keys, then 0.
+
+    table [R, table_width]; lens [B]: keys; starts [B]: the first key's column. Grid: requests,
+    blocks of columns.
+    """
     request = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_place = place < width
@@ -128,7 +116,7 @@ def fill_page_table(
 def fill_last_page_lens(
     lens, result, result_stride, batch_size, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """result [B]: keys in the last page, PAGE where there are none."""
+    """result [B]: keys in the last page, PAGE without keys. lens [B]: keys."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_request = request < batch_size
     rest = tl.load(lens + request, mask=is_request, other=0) % PAGE
@@ -150,7 +138,7 @@ def fill_splits(
     HAS_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """result [B]: tiles of the keys, 1 to max_splits."""
+    """result [B]: tiles of tile_size keys, 1 to max_splits. lens [B]: keys."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_request = request < batch_size
     num_keys = tl.load(lens + request, mask=is_request, other=0)
@@ -162,22 +150,16 @@ def fill_splits(
 
 @triton.jit
 def view_windows(
-    lens,
-    q_lens,
-    num_queries,
-    starts,
-    view_lens,
-    view_lens_stride,
-    view_starts,
-    view_starts_stride,
+    lens, q_lens, num_queries, starts, view_lens, view_lens_stride, view_starts, view_starts_stride,
     batch_size,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_Q_LENS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, HAS_Q_LENS: tl.constexpr, HAS_STARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """view_lens, view_starts [B]: the keys from the page of the first that any query sees."""
+):  # fmt: skip
+    """view_lens, view_starts [B]: number and first column of the keys, from the page of the first
+    key that any query sees.
+
+    lens [B]: keys; q_lens [B] or num_queries: new tokens; starts [B]: the first key's column.
+    """
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_request = request < batch_size
     num_keys = tl.load(lens + request, mask=is_request, other=0)
@@ -197,26 +179,16 @@ def view_windows(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lens", "new_lens", "starts"])
 def fill_seen_pages(
-    table,
-    table_stride,
-    rows,
-    lens,
-    new_lens,
-    starts,
-    slot_map,
-    result,
-    result_stride,
-    LENS_SHIFT: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
+    table, table_stride, rows, lens, new_lens, starts, slot_map, result, result_stride,
+    LENS_SHIFT: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """result [B, width]: a pool's own pages of the keys that a step's new tokens see.
 
-    slot_map: the pool's slot by that of the table. LENS_SHIFT more than lens are the tokens before
-    the new ones, of which there are new_lens or, without these, QUERIES. Columns are filled from
-    the block of BLOCK on that holds the first key in the window: as kernels load whole blocks.
+    table [R, width]; slot_map: the pool's slot for each slot of the table. lens [B]: lens +
+    LENS_SHIFT tokens precede the new ones, of which there are new_lens [B] or, where that is None,
+    QUERIES. starts [B]: the first key's column; None for 0. Columns are filled from the block of
+    BLOCK that holds the first key in the window, since kernels load whole blocks.
     Grid: requests, programs that share a request's blocks.
     """
     request = tl.program_id(0)
@@ -238,3 +210,28 @@ def fill_seen_pages(
         slot = tl.load(begin + place * PAGE, mask=is_seen, other=0)
         own = tl.load(slot_map + slot, mask=is_seen, other=0)
         tl.store(result + request.to(tl.int64) * result_stride + place, own // PAGE, mask=is_seen)
+
+
+@triton.jit
+def look_up_picks(
+    table,
+    table_width,
+    rows,
+    picks,
+    picks_stride,
+    result,
+    topk,
+    BLOCK: tl.constexpr,
+):
+    """result [T, topk]: the slot of each picked place, -1 for -1.
+
+    table [R, table_width]; rows [T] int64: each token's row in it; picks [T, topk]: places in the
+    token's request. Grid: tokens, blocks of picks.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < topk
+    place = tl.load(picks + token * picks_stride + column, mask=is_column, other=-1)
+    row = tl.load(rows + token)
+    slots = tl.load(table + row * table_width + place, mask=place >= 0, other=-1)
+    tl.store(result + token * topk + column, slots, mask=is_column)

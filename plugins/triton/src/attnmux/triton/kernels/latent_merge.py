@@ -1,7 +1,7 @@
-"""What the programs of `attend_latent` left in parts, merged: the softmax over an item's parts.
+"""Merges the partial results of `attend_latent`: the softmax over an item's parts.
 
-The parts of one long request are megabytes, so that a program takes a slice of an item's rows and
-columns, not the item.
+The parts of one long request are megabytes, so a program takes a slice of an item's rows and
+columns instead of the item.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ WIDTH = tl.constexpr(512)
 TILE = tl.constexpr(64)
 """Rows of an item, as `hopper_latent.ROWS`."""
 HELD = 8192
-"""Values of a program at a time."""
+"""Values that a program holds at a time."""
 
 
 def merge_slices(items: int, part_rows: int, compute_units: int) -> tuple[int, dict[str, int]]:
-    """Slices of an item, and what `merge_latent` is told of them: about two programs a compute
-    unit, for `items` of all requests together."""
+    """Slices of an item, and the constants of `merge_latent` for them: about two programs a compute
+    unit. items: of all requests together. part_rows: rows of a part."""
     whole = part_rows * WIDTH.value
     fair = next_power_of_2(items * whole // (2 * compute_units))
     each = min(max(fair, 128), HELD, whole)
@@ -38,25 +38,16 @@ def merge_slices(items: int, part_rows: int, compute_units: int) -> tuple[int, d
 
 @triton.jit
 def merge_latent(
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    stops,
-    share,
-    partial,
-    partial_lse,
-    v_scale,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    SLICE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Grid: [items of all requests, slices of an item], as `merge_slices` says, launched so that it
-    may begin before `attend_latent` ends: it waits for what that writes."""
+    out, out_stride, lse, lse_stride, stops, share, partial, partial_lse, v_scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, IS_FIXED: tl.constexpr, PART_ROWS: tl.constexpr,
+    SLICE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out [T, GROUP, 512] of a 16-bit dtype, lse [T, GROUP] float32 or None; the other tensors as
+    in `attend_latent`.
+
+    Grid: items of all requests, slices of an item as from `merge_slices`. It may begin before
+    `attend_latent` ends, and waits for its results.
+    """
     ITEMS: tl.constexpr = (QUERIES * GROUP + TILE - 1) // TILE
     ACROSS: tl.constexpr = WIDTH // COLUMNS
     request = tl.program_id(0) // ITEMS

@@ -1,4 +1,4 @@
-"""Two partial results of attention as one."""
+"""Merges two partial results of attention."""
 
 from __future__ import annotations
 
@@ -8,35 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def merge_rows(
-    out_a,
-    out_a_stride,
-    out_a_head_stride,
-    out_a_column_stride,
-    lse_a,
-    lse_a_stride,
-    lse_a_head_stride,
-    out_b,
-    out_b_stride,
-    out_b_head_stride,
-    out_b_column_stride,
-    lse_b,
-    lse_b_stride,
-    lse_b_head_stride,
-    out,
-    out_stride,
-    out_head_stride,
-    out_column_stride,
-    lse,
-    lse_stride,
-    lse_head_stride,
-    num_rows,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Rows of tokens and heads. A program has read both LSE of its rows, and of each column both
-    parts, when it writes: the result may lie where a part does."""
+    out_a, out_a_stride, out_a_head_stride, out_a_column_stride,
+    lse_a, lse_a_stride, lse_a_head_stride,
+    out_b, out_b_stride, out_b_head_stride, out_b_column_stride,
+    lse_b, lse_b_stride, lse_b_head_stride, out, out_stride, out_head_stride, out_column_stride,
+    lse, lse_stride, lse_head_stride, num_rows,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out_a, out_b, out [T, HEADS, DV] of any float dtype; lse_a, lse_b, lse [T, HEADS] float32,
+    natural logarithms. All of any strides, in elements.
+
+    Grid: blocks of BLOCK_R rows, of num_rows = T * HEADS. A program reads both parts of a column,
+    and both LSE, before it writes them: the result may be in the memory of a part.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < num_rows
     token = (row // HEADS).to(tl.int64)
@@ -49,7 +33,7 @@ def merge_rows(
         lse_b + token * lse_b_stride + head * lse_b_head_stride, mask=is_row, other=empty
     )
     top = tl.maximum(top_a, top_b)
-    # Without keys on either side: the difference of two infinities is no number.
+    # Without keys on either side: inf - inf is NaN.
     base = tl.where(top == empty, 0.0, top)
     weight_a = tl.exp(top_a - base)
     weight_b = tl.exp(top_b - base)
@@ -58,7 +42,7 @@ def merge_rows(
     mass = tl.where(is_empty, 1.0, mass)
     weight_a = weight_a / mass
     weight_b = weight_b / mass
-    # Of a side without keys nothing is read.
+    # A side without keys is not read.
     reads_a = is_row & (top_a != empty)
     reads_b = is_row & (top_b != empty)
     for first in tl.static_range(0, DV, BLOCK_D):

@@ -1,9 +1,10 @@
 """Attention of few tokens a request over many keys: the keys of all requests in equal shares.
 
-The work is a line of blocks of keys: request after request, in each its tiles of rows and KV heads,
-in each its blocks. Every program takes the same length of it, wherever that begins and ends, so
-that lengths need not be equal for the device to be busy to the end. What of an item a program did
-not see alone it leaves as a partial result; the last of an item's programs merges them.
+The work is a line of blocks of keys: all requests one after another, in each request its items,
+which are tiles of rows times KV heads, and in each item its blocks. Every program takes the same
+length of this line, wherever that begins and ends, so that the device is busy to the end whatever
+the requests' lengths are. A program that takes a part of an item leaves a partial result; the last
+of the item's programs to finish merges them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import triton
 import triton.language as tl
 
 from attnmux.triton.kernels.blocks import (
+    Keys,
+    Queries,
+    Sight,
+    Widths,
     attend_blocks,
     nothing_seen,
     store_rows,
@@ -21,7 +26,7 @@ from attnmux.triton.kernels.blocks import (
 )
 
 STATE = tl.constexpr(8)
-"""int32 values that a program begins with; see `plan_shares`."""
+"""int32 values of a program's row in `starts`, see `plan_shares`."""
 
 
 @triton.jit(
@@ -29,40 +34,29 @@ STATE = tl.constexpr(8)
     do_not_specialize_on_alignment=["lens", "encoder_lens", "rows"],
 )
 def plan_shares(
-    lens,
-    encoder_lens,
-    rows,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    batch_size,
-    num_programs,
-    least_share,
-    items,
-    split_blocks,
-    max_splits,
-    LENS_SHIFT: tl.constexpr,
-    QUERIES: tl.constexpr,
-    IS_CROSS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MEETS_ENDS: tl.constexpr = False,
-):
-    """Where each program begins, and how many units it takes.
+    lens, encoder_lens, rows, stops, unit_blocks, starts, share, batch_size, num_programs,
+    least_share, items, split_blocks, max_splits,
+    LENS_SHIFT: tl.constexpr, QUERIES: tl.constexpr, IS_CROSS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    PROGRAMS: tl.constexpr, MEETS_ENDS: tl.constexpr = False,
+):  # fmt: skip
+    """Find where each program begins, and how many units it takes.
 
-    A unit is a block of keys or, IS_FIXED, a split: `split_blocks` of them, more where a request
-    would have more than `max_splits`. stops [B + 1] int32: units of the requests before each, of
-    one item. unit_blocks [B] int32: blocks of a unit. share [1] int32: units of a program.
-    starts [programs, STATE] int32: all that a program needs to begin, so that it waits for memory
-    once: the first request, the units of those before it and its own, blocks of its unit, its
-    tokens before the new ones, its keys, its row of the table of slots, and where the program ends.
+    A unit is a block of keys or, IS_FIXED, a split: split_blocks blocks, more where a request would
+    have more than max_splits.
+
+    lens, encoder_lens [B] int32, rows [B] int64: as in `attend_shares`.
+    stops [B + 1] int32: the units of all requests before each, counting one item of a request.
+    unit_blocks [B] int32: blocks of a unit.
+    share [1] int32: units of a program.
+    starts [num_programs, STATE] int32: everything that a program needs to begin, so that it waits
+    for memory once. In this order: its first request, the units of the requests before that, the
+    request's own units, blocks of a unit, tokens before the new ones, keys, its row in the table of
+    slots; and one past the program's last unit.
+
+    items: of a request. BLOCK_B: a power of 2, at least B. Grid: blocks of PROGRAMS programs.
     MEETS_ENDS: where all requests are equally long, a share may be a sixteenth longer to end where
-    an item does, for kernels to which parts of items are dear.
+    an item ends, for kernels whose partial results are expensive.
     """
     request = tl.arange(0, BLOCK_B)
     is_request = request < batch_size
@@ -73,7 +67,7 @@ def plan_shares(
         num_keys = cached + QUERIES
     first, _ = visible_range(cached, num_keys, not IS_CROSS, WINDOW, CHUNK)
     blocks = (num_keys + BLOCK_N - 1) // BLOCK_N - tl.maximum(first, 0) // BLOCK_N
-    # Without keys there is a block that none are seen in: it writes the empty result.
+    # A request without keys has one block in which no key is seen: it writes the empty result.
     blocks = tl.maximum(blocks, 1)
     each = request * 0 + 1
     if IS_FIXED:
@@ -113,28 +107,21 @@ def plan_shares(
 
 @triton.jit
 def merge_parts(
-    partial,
-    partial_lse,
-    first_part,
-    num_parts,
-    begin,
-    share,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """The softmax over the parts of an item: what `attend_blocks` would have for all its keys."""
+    partial, partial_lse, first_part, num_parts, begin, share,
+    DV: tl.constexpr, ROWS: tl.constexpr, IS_FIXED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The softmax over the parts of an item: acc [ROWS, DV], top and mass [ROWS], as after all its
+    keys in `attend_blocks`. partial and partial_lse: as in `attend_shares`."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, DV)
     acc, top, mass = nothing_seen(ROWS, DV)
     for done in range(0, num_parts, PARTS):
         part = first_part + done + tl.arange(0, PARTS)
         is_part = part < first_part + num_parts
-        # The item is the first that its program works on, or the last.
+        # The item is the first of its program, or the last.
         place = part if IS_FIXED else 2 * part + (begin > part * share).to(tl.int32)
         row = place.to(tl.int64)[:, None] * ROWS + rows[None, :]
-        # Other programs wrote these: not from this processor's own cache.
+        # Other programs wrote these: this SM's own cache may be stale.
         lse = tl.load(
             partial_lse + row, mask=is_part[:, None], other=-float("inf"), cache_modifier=".cg"
         )
@@ -156,72 +143,32 @@ def merge_parts(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"])
 def attend_shares(
-    q,
-    q_stride,
-    q_head_stride,
-    q_tail,
-    q_tail_stride,
-    q_tail_head_stride,
-    k,
-    k_stride,
-    k_head_stride,
-    k_tail,
-    k_tail_stride,
-    k_tail_head_stride,
-    v,
-    v_stride,
-    v_head_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    sinks,
-    slots,
-    slots_stride,
-    rows,
-    lens,
-    encoder_lens,
-    mask,
-    mask_indptr,
-    stops,
-    unit_blocks,
-    starts,
-    share,
-    partial,
-    partial_lse,
-    arrivals,
-    scale,
-    cap,
-    v_scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    LENS_SHIFT: tl.constexpr,
-    D: tl.constexpr,
-    REAL_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    REAL_TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    REAL_DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_LATENT: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_CROSS: tl.constexpr,
-    HAS_ENCODER: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Grid: as many programs as `plan_shares` planned for."""
+    q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
+    k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
+    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
+    rows, lens, encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial,
+    partial_lse, arrivals, scale, cap, v_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, LENS_SHIFT: tl.constexpr,
+    D: tl.constexpr, REAL_D: tl.constexpr, TAIL: tl.constexpr, REAL_TAIL: tl.constexpr,
+    DV: tl.constexpr, REAL_DV: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_CROSS: tl.constexpr, HAS_ENCODER: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend from QUERIES new tokens a request to the pool's keys. T = B * QUERIES.
+
+    q, q_tail, k, k_tail, v, out, lse, sinks, slots, rows, mask, mask_indptr and the numbers: as in
+    `attend_tiles`.
+    lens [B] int32: lens + LENS_SHIFT tokens precede the new ones. encoder_lens [B] int32.
+    stops, unit_blocks, starts, share: as `plan_shares` writes them.
+    partial [places, PART_ROWS, DV] float32 or Q's dtype, partial_lse [places, PART_ROWS] float32 in
+    units of log 2: partial results. Program p has places 2p and 2p + 1, for its first item and its
+    last; IS_FIXED each unit has its own.
+    arrivals [B * ITEMS] int32: parts of each item that are done; 0 before and after.
+
+    Grid: num_programs of `plan_shares`.
+    """
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     ITEMS: tl.constexpr = TILES * KV_HEADS
     program = tl.program_id(0)
@@ -252,23 +199,10 @@ def attend_shares(
             keys_base += tl.load(encoder_lens + request)
 
         is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
-            q,
-            q_stride,
-            q_head_stride,
-            q_tail,
-            q_tail_stride,
-            q_tail_head_stride,
-            tile * BLOCK_M,
-            QUERIES,
-            request * QUERIES,
-            kv_head,
-            GROUP,
-            D,
-            REAL_D,
-            TAIL,
-            REAL_TAIL,
-            BLOCK_M,
-        )
+            Queries(q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride),
+            tile * BLOCK_M, QUERIES, request * QUERIES, kv_head, GROUP,
+            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
+        )  # fmt: skip
         position = cached + order
         first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
         mask_rows = mask
@@ -285,63 +219,20 @@ def attend_shares(
             k_tail_base = k_tail + kv_head.to(tl.int64) * k_tail_head_stride
         acc, top, mass = nothing_seen(BLOCK_M, DV)
         acc, top, mass = attend_blocks(
-            acc,
-            top,
-            mass,
-            q_tile,
-            tail_tile,
-            k + kv_head.to(tl.int64) * k_head_stride,
-            k_stride,
-            k_tail_base,
-            k_tail_stride,
-            v + kv_head.to(tl.int64) * v_head_stride,
-            v_stride,
-            keys_base,
-            start,
-            stop,
-            num_keys,
-            first,
-            end,
-            mask_rows,
-            position,
-            position,
-            scale,
-            cap,
-            BLOCK_N,
-            D,
-            REAL_D,
-            TAIL,
-            REAL_TAIL,
-            DV,
-            REAL_DV,
-            PAGE,
-            IS_LATENT,
-            False,
-            HAS_CAP,
-            HAS_MASK,
-            False,
-            True,
-            STAGES,
-        )
+            acc, top, mass, q_tile, tail_tile,
+            Keys(
+                k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
+                v + kv_head.to(tl.int64) * v_head_stride, v_stride, keys_base,
+            ),
+            start, stop, num_keys, Sight(first, end, mask_rows, position, position), scale, cap,
+            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
+            HAS_CAP, HAS_MASK, False, True, STAGES,
+        )  # fmt: skip
         if count == units:
             store_rows(
-                out,
-                out_stride,
-                lse,
-                lse_stride,
-                sinks,
-                acc,
-                top,
-                mass,
-                token,
-                head,
-                is_real,
-                v_scale,
-                DV,
-                REAL_DV,
-                HAS_SINKS,
-                HAS_LSE,
-            )
+                out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real,
+                v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip
         else:
             place = unit if IS_FIXED else 2 * program + (item_begin > begin).to(tl.int32)
             part_rows = place.to(tl.int64) * PART_ROWS + tl.arange(0, BLOCK_M)
@@ -361,45 +252,25 @@ def attend_shares(
             else:
                 first_part = item_begin // taken
                 num_parts = (item_begin + units - 1) // taken - first_part + 1
-            # Every thread's rows are written before the program says that it has arrived.
+            # All threads have written their rows before the program counts as arrived.
             tl.debug_barrier()
             counter = arrivals + request * ITEMS + item
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == num_parts - 1:
                 tl.store(counter, 0)
                 merged, merged_top, merged_mass = merge_parts(
-                    partial,
-                    partial_lse,
-                    first_part,
-                    num_parts,
-                    item_begin,
-                    taken,
-                    DV,
-                    PART_ROWS,
-                    IS_FIXED,
-                    PARTS,
-                )
+                    partial, partial_lse, first_part, num_parts, item_begin, taken, DV, PART_ROWS,
+                    IS_FIXED, PARTS,
+                )  # fmt: skip
                 merged_rows = tile * BLOCK_M + tl.arange(0, PART_ROWS)
                 is_merged = merged_rows < QUERIES * GROUP
                 merged_rows = tl.minimum(merged_rows, QUERIES * GROUP - 1)
                 store_rows(
-                    out,
-                    out_stride,
-                    lse,
-                    lse_stride,
-                    sinks,
-                    merged,
-                    merged_top,
-                    merged_mass,
+                    out, out_stride, lse, lse_stride, sinks, merged, merged_top, merged_mass,
                     request * QUERIES + merged_rows // GROUP,
                     kv_head * GROUP + merged_rows % GROUP,
-                    is_merged,
-                    v_scale,
-                    DV,
-                    REAL_DV,
-                    HAS_SINKS,
-                    HAS_LSE,
-                )
+                    is_merged, v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
         unit += count
         if unit == (before + units) * ITEMS:
             request += 1

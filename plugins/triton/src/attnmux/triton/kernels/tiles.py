@@ -1,4 +1,4 @@
-"""Attention of many new tokens a request: one program for each tile of queries and each KV head."""
+"""Attention of many new tokens a request: a program for each tile of queries and each KV head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import triton
 import triton.language as tl
 
 from attnmux.triton.kernels.blocks import (
+    Keys,
+    Queries,
+    Sight,
+    Widths,
     attend_blocks,
     nothing_seen,
     store_rows,
@@ -20,20 +24,14 @@ from attnmux.triton.kernels.blocks import (
     do_not_specialize_on_alignment=["q_indptr"],
 )
 def plan_tiles(
-    q_indptr,
-    tile_request,
-    tile_row,
-    batch_size,
-    num_tokens,
-    num_tiles,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Which request each of TILES tiles belongs to, and at which of its rows it begins.
+    q_indptr, tile_request, tile_row, batch_size, num_tokens, num_tiles,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Find the request and the first row of TILES tiles.
 
-    Tokens behind those of all requests are those of request B. A tile of none has request -1.
+    q_indptr [B + 1] int32: each request's first new token. tile_request, tile_row [at least
+    num_tiles] int32: the results. Tokens after those of all requests belong to a request B. A tile
+    that has no request gets -1. BLOCK_B: a power of 2, at least B + 1. Grid: blocks of TILES tiles.
     """
     request = tl.arange(0, BLOCK_B)
     begin = tl.load(q_indptr + request, mask=request <= batch_size, other=0)
@@ -63,70 +61,45 @@ def plan_tiles(
     ],
 )
 def attend_tiles(
-    q,
-    q_stride,
-    q_head_stride,
-    q_tail,
-    q_tail_stride,
-    q_tail_head_stride,
-    k,
-    k_stride,
-    k_head_stride,
-    k_tail,
-    k_tail_stride,
-    k_tail_head_stride,
-    v,
-    v_stride,
-    v_head_stride,
-    out,
-    out_stride,
-    lse,
-    lse_stride,
-    sinks,
-    slots,
-    slots_stride,
-    rows,
-    cached_lens,
-    encoder_lens,
-    encoder_indptr,
-    q_indptr,
-    tile_request,
-    tile_row,
-    mask,
-    mask_indptr,
-    shared_lens,
-    token_pos_in_items,
-    batch_size,
-    num_tokens,
-    num_tiles,
-    scale,
-    cap,
+    q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
+    k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
+    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
+    rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, mask,
+    mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, scale, cap,
     v_scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    REAL_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    REAL_TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    REAL_DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_LATENT: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_CROSS: tl.constexpr,
-    IN_CALL: tl.constexpr,
-    HAS_ENCODER: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_ITEMS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Grid: KV heads, tiles. The last tiles of a request see the most keys, so they come first."""
+    GROUP: tl.constexpr, D: tl.constexpr, REAL_D: tl.constexpr, TAIL: tl.constexpr,
+    REAL_TAIL: tl.constexpr, DV: tl.constexpr, REAL_DV: tl.constexpr, PAGE: tl.constexpr,
+    IS_LATENT: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_CROSS: tl.constexpr, IN_CALL: tl.constexpr,
+    HAS_ENCODER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
+
+    Tensors, of which those of a feature that is off are None:
+
+    q [T, Hq, REAL_D], q_tail [T, Hq, REAL_TAIL]: Q in two parts, of a 16-bit or 32-bit float dtype.
+    k [slots, Hkv, REAL_D], k_tail [slots, Hkv, REAL_TAIL], v [slots, Hkv, REAL_DV]: of Q's dtype or
+    of 8-bit floats; IN_CALL their rows are the call's tokens. IS_LATENT: v is not read, K's first
+    part is V.
+    out [T, Hq, REAL_DV] of Q's dtype, lse [T, Hq] float32: a token's heads side by side.
+    sinks [Hq] float32.
+    slots [R, W] int32: slots or, with PAGE above 1, pages of each row. rows [B] int64: each
+    request's row; None where request i has row i.
+    cached_lens [B] int32: tokens before the new ones; None IN_CALL.
+    encoder_lens [B] int32: IS_CROSS or HAS_ENCODER; the decoder's slots then follow the encoder's.
+    encoder_indptr [B + 1] int32: IS_CROSS and IN_CALL, each request's first row of K.
+    q_indptr [B + 1], tile_request and tile_row [num_tiles] int32: see `plan_tiles`.
+    mask flat uint8, mask_indptr [B + 1] int64 or int32: HAS_MASK, each request's q_len x kv_len
+    values and where they begin.
+    shared_lens [B] int32, token_pos_in_items [T] int32: HAS_ITEMS, the length of the prefix that
+    all items see, and each token's place in its item.
+
+    Numbers: batch_size, num_tokens, num_tiles int32; scale, times log2(e) unless HAS_CAP, cap and
+    v_scale float32. Widths without REAL_ are those of tiles, see `Widths`.
+
+    Grid: KV heads, tiles. The last tiles of a request see the most keys, so they come first.
+    """
     kv_head = tl.program_id(0)
     tile = num_tiles - 1 - tl.program_id(1)
     request = tl.load(tile_request + tile)
@@ -155,23 +128,10 @@ def attend_tiles(
             keys_base += tl.load(encoder_lens + request, mask=is_request, other=0)
 
     is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
-        q,
-        q_stride,
-        q_head_stride,
-        q_tail,
-        q_tail_stride,
-        q_tail_head_stride,
-        tl.load(tile_row + tile),
-        q_len,
-        q_begin,
-        kv_head,
-        GROUP,
-        D,
-        REAL_D,
-        TAIL,
-        REAL_TAIL,
-        BLOCK_M,
-    )
+        Queries(q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride),
+        tl.load(tile_row + tile), q_len, q_begin, kv_head, GROUP,
+        Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
+    )  # fmt: skip
     position = cached + order
     first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
     mask_rows = mask
@@ -206,59 +166,13 @@ def attend_tiles(
         else:
             start, stop = whole_high, high
         acc, top, mass = attend_blocks(
-            acc,
-            top,
-            mass,
-            q_tile,
-            tail_tile,
-            k,
-            k_stride,
-            k_tail,
-            k_tail_stride,
-            v,
-            v_stride,
-            keys_base,
-            start,
-            stop,
-            num_keys,
-            first,
-            end,
-            mask_rows,
-            shared_end,
-            item_start,
-            scale,
-            cap,
-            BLOCK_N,
-            D,
-            REAL_D,
-            TAIL,
-            REAL_TAIL,
-            DV,
-            REAL_DV,
-            PAGE,
-            IS_LATENT,
-            IN_CALL,
-            HAS_CAP,
-            HAS_MASK,
-            HAS_ITEMS,
-            part != 1,
-            STAGES,
-        )
+            acc, top, mass, q_tile, tail_tile,
+            Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
+            start, stop, num_keys, Sight(first, end, mask_rows, shared_end, item_start), scale, cap,
+            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
+            HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, STAGES,
+        )  # fmt: skip
     store_rows(
-        out,
-        out_stride,
-        lse,
-        lse_stride,
-        sinks,
-        acc,
-        top,
-        mass,
-        token,
-        head,
-        is_real,
-        v_scale,
-        DV,
-        REAL_DV,
-        HAS_SINKS,
-        HAS_LSE,
-    )
+        out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real, v_scale,
+        DV, REAL_DV, HAS_SINKS, HAS_LSE,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""K and V of new tokens to the slots of a pool, rounded to what it stores."""
+"""Writes K and V of new tokens to the slots of a pool, rounded to the pool's dtype."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import triton.language as tl
 def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
     """float32 as the bits of an 8-bit float: to the nearest, ties to even, saturated.
 
-    MANTISSA: its bits, 3 in e4m3 and 2 in e5m2. LARGEST: the bits of its largest finite value; NaN
-    is all ones. In integers, since Triton has no cast to these formats for SM80, and where it has
-    one, whether it saturates is the device's choice.
+    MANTISSA: its number of bits, 3 in e4m3 and 2 in e5m2. LARGEST: the largest finite value, as
+    bits; NaN is all ones. Uses integers, since Triton has no cast to these formats for SM80, and
+    elsewhere the device decides whether a cast saturates.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
     BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
     LEAST_NORMAL: tl.constexpr = (128 - BIAS) << 23
-    # Beside it a float32's last bit is worth what the format's is below LEAST_NORMAL.
+    # At this magnitude a float32's last bit equals the format's last bit below LEAST_NORMAL.
     BESIDE: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -32,25 +32,13 @@ def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_part(
-    rows,
-    token_stride,
-    head_stride,
-    column_stride,
-    buffer,
-    slot_stride,
-    token,
-    slot,
-    is_there,
-    column,
-    scale,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST: tl.constexpr,
+    rows, token_stride, head_stride, column_stride, buffer, slot_stride, token, slot, is_there,
+    column, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
     IS_SCALED: tl.constexpr,
-):
-    """Columns of rows [T, H, D] to those of buffer [slots, WIDTH]: bits, where MANTISSA says of
-    which 8-bit float, else values."""
+):  # fmt: skip
+    """Write columns of rows [T, H, D] to buffer [slots, WIDTH], WIDTH = H * D: as the bits of an
+    8-bit float where MANTISSA is above 0, else as values."""
     is_within = is_there[:, None] & (column < WIDTH)[None, :]
     head = (column // D).to(tl.int64)
     of_column = head * head_stride + (column % D).to(tl.int64) * column_stride
@@ -71,41 +59,26 @@ def store_part(
 
 @triton.jit(do_not_specialize=["num_tokens", "loc_stride"], do_not_specialize_on_alignment=["loc"])
 def write_kv(
-    first,
-    first_stride,
-    first_head_stride,
-    first_column_stride,
-    second,
-    second_stride,
-    second_head_stride,
-    second_column_stride,
-    first_buffer,
-    first_slot_stride,
-    second_buffer,
-    second_slot_stride,
-    loc,
-    loc_stride,
-    slot_map,
-    num_mapped,
-    num_tokens,
-    num_slots,
-    first_scale,
-    second_scale,
-    FIRST_D: tl.constexpr,
-    FIRST_WIDTH: tl.constexpr,
-    SECOND_D: tl.constexpr,
-    SECOND_WIDTH: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Two tensors of as many tokens, K and V or latent and rotary key, to the same slots.
+    first, first_stride, first_head_stride, first_column_stride,
+    second, second_stride, second_head_stride, second_column_stride,
+    first_buffer, first_slot_stride, second_buffer, second_slot_stride, loc, loc_stride,
+    slot_map, num_mapped, num_tokens, num_slots, first_scale, second_scale,
+    FIRST_D: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_D: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
+    IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write two tensors, K and V or latent and rotary key, to the same slots.
 
-    slot_map: the pool's slot by that of loc, of which there are num_mapped; None where they are the
-    same.
-    Grid: blocks of tokens, blocks of columns. A slot that the pool does not have is left out.
+    first [T, H, FIRST_D], second [T, H, SECOND_D]: of any float dtype and strides.
+    first_buffer [num_slots, FIRST_WIDTH], second_buffer [num_slots, SECOND_WIDTH]: the pool's
+    memory, uint8 where MANTISSA is above 0. A width is a slot's heads times columns.
+    loc [T] int64: the tokens' slots. slot_map [num_mapped] int32 or int64: the pool's slot for each
+    of them; None where they are the same.
+    first_scale, second_scale float32: divided by where IS_SCALED. MANTISSA, LARGEST: as
+    `round_to_8_bits`.
+
+    Grid: blocks of BLOCK_T tokens, blocks of BLOCK_W columns. Slots that the pool does not have are
+    skipped.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
@@ -116,38 +89,12 @@ def write_kv(
         is_there = is_there & (slot < num_slots)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     store_part(
-        first,
-        first_stride,
-        first_head_stride,
-        first_column_stride,
-        first_buffer,
-        first_slot_stride,
-        token,
-        slot,
-        is_there,
-        column,
-        first_scale,
-        FIRST_D,
-        FIRST_WIDTH,
-        MANTISSA,
-        LARGEST,
-        IS_SCALED,
-    )
+        first, first_stride, first_head_stride, first_column_stride, first_buffer,
+        first_slot_stride, token, slot, is_there, column, first_scale, FIRST_D, FIRST_WIDTH,
+        MANTISSA, LARGEST, IS_SCALED,
+    )  # fmt: skip
     store_part(
-        second,
-        second_stride,
-        second_head_stride,
-        second_column_stride,
-        second_buffer,
-        second_slot_stride,
-        token,
-        slot,
-        is_there,
-        column,
-        second_scale,
-        SECOND_D,
-        SECOND_WIDTH,
-        MANTISSA,
-        LARGEST,
-        IS_SCALED,
-    )
+        second, second_stride, second_head_stride, second_column_stride, second_buffer,
+        second_slot_stride, token, slot, is_there, column, second_scale, SECOND_D, SECOND_WIDTH,
+        MANTISSA, LARGEST, IS_SCALED,
+    )  # fmt: skip

@@ -1,13 +1,8 @@
-"""What is compiled when the backend is made, by a Triton whose device launches nothing.
-
-The tests run this file as a script: the interpreter and the compiler cannot share a process.
-"""
+"""The factory compiles ahead, tested with a Triton whose device launches nothing."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +23,7 @@ CASE = Case(name="plain", steps=(extend((0, 5), (0, 33)), decode(6, 34)), window
 
 
 class Driver:
-    """An SM90 with as much shared memory as is said."""
+    """An SM90 with that much shared memory."""
 
     def __init__(self, shared: int) -> None:
         self.utils, self.shared = self, shared
@@ -64,7 +59,7 @@ def main(what: str) -> None:
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from triton.runtime import driver  # noqa: PLC0415  # as above
 
-    from attnmux.triton import launching  # noqa: PLC0415  # not in the interpreter's process
+    from attnmux.triton import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
     from attnmux.triton.factory import triton as made  # noqa: PLC0415  # as above
 
     device = Driver(232448 if what == "fits" else 4096)
@@ -80,7 +75,7 @@ def main(what: str) -> None:
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
     bound: list[tuple[int, str]] = []
-    as_triton_does = launching.BoundKernel._launch_unbound
+    as_triton_does = bound_kernel.BoundKernel._launch_unbound
     for step in CASE.steps:
         made_step = prepare_step(world, step)
         backend.init_forward_metadata(made_step.batch)
@@ -90,30 +85,13 @@ def main(what: str) -> None:
                 bound.append((layer, self.kernel.__name__))
                 as_triton_does(self, *rest)
 
-            launching.BoundKernel._launch_unbound = noted  # type: ignore[method-assign]  # looks on
+            bound_kernel.BoundKernel._launch_unbound = noted  # type: ignore[method-assign]  # looks on
             backend.forward(given.q, given.k, given.v, given.layer, made_step.batch)
     print(json.dumps({"compiled": compiled, "bound": bound, "launched": device.launched}))
 
 
-@pytest.fixture
-def run(tmp_path):
-    def ran(what: str) -> dict[str, Any]:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, what],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return ran
-
-
-def test_no_step_waits_for_a_compiler(run):
-    found = run("fits")
+def test_no_step_waits_for_a_compiler(script):
+    found = script("fits")[-1]
     assert found["compiled"] == []
     # The rows of the second layer's inputs are as far apart as nobody knew.
     assert [name for layer, name in found["bound"] if layer == 0] == []
@@ -123,12 +101,12 @@ def test_no_step_waits_for_a_compiler(run):
     ]
 
 
-def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_made(run):
-    assert "out of resource: shared memory" in run("does not fit")["failed"]
+def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_made(script):
+    assert "out of resource: shared memory" in script("does not fit")[-1]["failed"]
 
 
-def test_a_triton_that_drives_no_device_fails_too(run):
-    assert "drives no device here" in run("no driver")["failed"]
+def test_a_triton_that_drives_no_device_fails_too(script):
+    assert "drives no device here" in script("no driver")[-1]["failed"]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed
 from attnmux.testing import make_world, prepare_step
@@ -18,12 +19,11 @@ from triton import knobs
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.errors import TritonError
 
-from attnmux.triton import launching
+from attnmux.triton import bound_kernel
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.compiling import compile_ahead
-from attnmux.triton.launching import MOST_VARIANTS, BoundKernel, Launcher
-from attnmux.triton.plans import LEAST_BATCH
-from attnmux.triton.rehearsal import rehearse
+from attnmux.triton.bound_kernel import MOST_VARIANTS, BoundKernel, Launcher, RehearsedLaunch
+from attnmux.triton.step import LEAST_BATCH
+from attnmux.triton.warmup import compile_ahead, rehearse
 
 TARGET = GPUTarget("cuda", 90, 32)
 ALIGNED = torch.zeros(64, dtype=torch.int32)
@@ -36,7 +36,7 @@ class Parameter:
 
 
 class Compiled:
-    """What Triton gives back from a launch."""
+    """What a launch through Triton returns."""
 
     function, packed_metadata = "function", "packed"
 
@@ -46,7 +46,7 @@ class Compiled:
 
 
 class Kernel:
-    """A JITFunction that notes its launches: bound by Triton, and without."""
+    """A JITFunction that records its launches: `bound` by Triton, and `direct` ones."""
 
     arg_names = ("x", "anywhere", "stride", "count", "WIDTH")
     __name__ = "kernel"
@@ -80,7 +80,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(launching, "driver", type("Config", (), {"active": found}))
+    monkeypatch.setattr(bound_kernel, "driver", type("Config", (), {"active": found}))
     return found
 
 
@@ -116,18 +116,18 @@ def test_the_second_call_of_a_kind_is_not_bound_again(driver):
     ],
     ids=["another stride", "another dtype", "an address less aligned"],
 )
-def test_what_the_compiler_may_assume_otherwise_is_bound(driver, tensors, stride, dtype):
+def test_other_assumptions_of_the_compiler_are_bound(driver, tensors, stride, dtype):
     kernel = Kernel()
     call = bound(kernel)
     call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,), torch.int32)
     call((1, 1, 1), tensors, (stride,), (5,), dtype)
     assert (len(kernel.bound), len(kernel.direct)) == (2, 0)
-    # And what was known still is.
+    # The first variant is kept.
     call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,), torch.int32)
     assert (len(kernel.bound), len(kernel.direct)) == (2, 1)
 
 
-def test_an_address_of_which_nothing_is_assumed_may_be_any(driver):
+def test_an_argument_without_alignment_may_have_any_address(driver):
     kernel = Kernel()
     call = bound(kernel)
     call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,))
@@ -143,7 +143,7 @@ def test_a_variant_for_an_address_that_is_not_aligned_is_not_kept(driver):
     assert (len(kernel.bound), len(kernel.direct)) == (2, 0)
 
 
-def test_a_launch_that_somebody_watches_is_triton_s(driver):
+def test_a_launch_with_hooks_goes_through_triton(driver):
     kernel = Kernel()
     call = bound(kernel)
     call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,))
@@ -159,13 +159,13 @@ def test_a_launch_that_somebody_watches_is_triton_s(driver):
     assert (len(kernel.bound), len(kernel.direct)) == (2, 0)
 
 
-def test_what_a_triton_backend_assumes_besides_is_asked_at_every_call(driver, monkeypatch):
+def test_further_assumptions_are_checked_at_every_call(driver, monkeypatch):
     class Ranged(BaseBackend):
         @staticmethod
         def get_tensor_specialization(arg, **_):
             return "S" if arg.numel() < 50 else ""
 
-    monkeypatch.setattr(launching, "make_backend", lambda target: Ranged)
+    monkeypatch.setattr(bound_kernel, "make_backend", lambda target: Ranged)
     kernel = Kernel()
     call = bound(kernel)
     for x in (ALIGNED, ALIGNED, ALIGNED[:40]):
@@ -180,14 +180,14 @@ def test_strides_that_never_come_back_do_not_fill_the_memory(driver):
     assert len(call._variants) <= MOST_VARIANTS
 
 
-def test_what_does_not_compile_says_so():
+def test_a_kernel_that_does_not_compile_raises():
     call = bound(Kernel(TritonError("out of resource: shared memory")))
     with pytest.raises(BackendFailed, match="kernel does not compile: TritonError: out of"):
         call((1, 1, 1), (ALIGNED, OTHER), (8,), (5,))
 
 
 class Loading:
-    """Loaded when it is asked for, and a while only half."""
+    """Loads on first access, and is only half loaded for a while."""
 
     packed_metadata = "packed"
     metadata = Compiled([]).metadata
@@ -250,13 +250,14 @@ ACROSS = (extend((0, 5), (0, 3), encoder=(12, 0)), decode(6, 1, encoder=(12, 0))
     ],
     ids=lambda case: case.name,
 )
-def test_what_a_step_launches_was_rehearsed(case):
-    """Nothing is left to compile for a request: the same kernels, constants and kinds of values."""
+def test_every_launch_of_a_step_was_rehearsed(case):
+    """No request has to compile: the rehearsal has its kernels, constants and kinds of values."""
     world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
     backend = TritonBackend(world.context, {}, compute_units=3)
     rehearsed = backend.launcher.rehearse(lambda: rehearse(backend, world.context))
+    call = AttentionCall(torch.zeros(1, 4, 16), None, None, world.context.layers[0])
     with pytest.raises(AttnmuxError, match="no step is prepared"):
-        backend.forward_decode(torch.zeros(1, 4, 16), None, None, world.context.layers[0], None)
+        backend.forward_decode(call, None)
 
     def steps() -> None:
         for step in case.steps:
@@ -277,8 +278,8 @@ def test_what_a_step_launches_was_rehearsed(case):
     assert needed <= {kind(launch) for launch in rehearsed}
 
 
-def kind(launch: launching.Rehearsed) -> tuple[object, ...]:
-    """What a compiler is told of a launch, of counts that they are numbers."""
+def kind(launch: RehearsedLaunch) -> tuple[object, ...]:
+    """What a launch is compiled for; of counts only their type."""
     counts = {"batch_size", "num_tokens", "num_tiles"}
     names = launch.bound.kernel.arg_names
 

@@ -1,9 +1,9 @@
-"""Launches whose arguments are bound once: what a call does not change is not looked at again.
+"""Launches whose fixed arguments are bound once.
 
 Triton's own launch binds every argument, looks up what each lets the compiler assume and asks the
 driver about every pointer: tens of microseconds for kernels like these. The first call of a kind
-goes that way; what it compiled is kept, and later calls hand it the same list of values with what
-has changed put in.
+goes that way. Its compiled kernel is kept, and later calls hand it the same list of values with the
+changed ones replaced.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from triton.runtime import driver
 from attnmux.core.errors import BackendFailed, in_brief
 
 ALIGNMENT = 16
-"""Bytes: what the compiler assumes of an address that is a multiple of it."""
+"""Bytes. The compiler distinguishes addresses that are a multiple of this from others."""
 MOST_VARIANTS = 64
-"""Kept of one bound kernel: strides that never come back must not fill the memory."""
+"""Variants that a bound kernel keeps: strides that never come back must not fill the memory."""
 
 Grid = tuple[int, int, int]
 Tensors = Sequence[torch.Tensor | None]
@@ -33,26 +33,27 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Variant:
-    """What Triton compiled for some arguments, loaded on a device."""
+class CompiledVariant:
+    """A kernel that Triton compiled for some arguments, loaded on a device."""
 
     run: Callable[..., None]
     """Of a `triton.compiler.CompiledKernel`."""
     launched: tuple[object, ...]
-    """What `run` is given of it, and no hooks."""
+    """The first arguments of `run`: the kernel's own, and no hooks."""
     values: list[object]
     """All arguments in the kernel's order, tensors as their addresses."""
     device: int
     assumed: Callable[..., str] | None
-    """What a Triton backend lets its compiler assume of a tensor, beyond its alignment."""
+    """Gives what a Triton backend lets its compiler assume of a tensor, beyond alignment; None
+    where it assumes nothing."""
     of_tensors: tuple[str, ...]
-    """What it assumed of each that calls bring."""
+    """What it assumed of each tensor that calls pass."""
     misaligned: tuple[int, ...]
-    """Bits that no address of each may have."""
+    """For each of these tensors, the bits that its address must not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rehearsed:
+class RehearsedLaunch:
     """A launch that did not take place."""
 
     bound: BoundKernel
@@ -62,14 +63,14 @@ class Rehearsed:
 
 
 class Launcher:
-    """What the launches of a backend share: whether they take place or are only noted."""
+    """Shared by the launches of a backend: whether they take place or are only noted."""
 
     def __init__(self) -> None:
-        self.notes: dict[tuple[BoundKernel, Key], Rehearsed] | None = None
+        self.notes: dict[tuple[BoundKernel, Key], RehearsedLaunch] | None = None
 
-    def rehearse(self, steps: Callable[[], object]) -> list[Rehearsed]:
-        """What `steps` would launch, each kind once."""
-        notes: dict[tuple[BoundKernel, Key], Rehearsed] = {}
+    def rehearse(self, steps: Callable[[], object]) -> list[RehearsedLaunch]:
+        """The launches that `steps` would do, each kind once."""
+        notes: dict[tuple[BoundKernel, Key], RehearsedLaunch] = {}
         self.notes = notes
         try:
             steps()
@@ -79,7 +80,7 @@ class Launcher:
 
 
 class BoundKernel:
-    """A kernel with the arguments that no call changes."""
+    """A kernel and the arguments that no call changes."""
 
     def __init__(
         self,
@@ -92,12 +93,12 @@ class BoundKernel:
         counts: Sequence[str] = (),
         options: Mapping[str, int],
     ) -> None:
-        """fixed: values by name. tensors, numbers, counts: the names of what calls bring. options:
-        the compiler's, such as num_warps.
+        """fixed: values by name. tensors, numbers, counts: the names of the arguments that calls
+        pass. options: the compiler's, such as num_warps.
 
-        A number is what the compiler may know something about, such as a stride. A count is
-        declared as `do_not_specialize`: any value is the same to it. What the kernel has no
-        argument for is left out: kernels that serve less take less, and of tensors only None.
+        The compiler specialises on numbers, such as strides. Counts are declared as
+        `do_not_specialize`. Names that the kernel has no argument for are ignored: a kernel that
+        serves less takes less, and then calls pass None for such a tensor.
         """
         self.kernel, self.options = kernel, dict(options)
         self._launcher = launcher
@@ -106,7 +107,7 @@ class BoundKernel:
         self._tensors = [places.get(name) for name in tensors]
         self._numbers = [places.get(name) for name in numbers]
         self._counts = [places.get(name) for name in counts]
-        self._variants: dict[Key, Variant] = {}
+        self._variants: dict[Key, CompiledVariant] = {}
 
     def __call__(
         self,
@@ -118,8 +119,8 @@ class BoundKernel:
     ) -> None:
         """Launch on the current stream of the tensors' device.
 
-        dtypes: of those tensors whose dtype may change. Which of them are None may not.
-        Raises BackendFailed where what is launched for the first time does not compile.
+        dtypes: of the tensors whose dtype may change. Whether a tensor is None must not change.
+        Raises BackendFailed where the kernel does not compile on its first launch.
         """
         variant = self._variants.get((dtypes, *numbers))
         values = None if variant is None else self._values(variant, tensors, counts)
@@ -135,10 +136,10 @@ class BoundKernel:
             variant.run(*grid, stream, *variant.launched, *values)
 
     def keep(self, key: Key, compiled: Any, values: list[object], tensors: Tensors) -> None:  # noqa: ANN401  # as Triton
-        """Launch what is like this with `compiled` from now on.
+        """Use `compiled` for calls of this key from now on.
 
-        Not where a tensor is less aligned than an allocator's: calls of the same key may bring
-        others.
+        Does nothing where a tensor is less aligned than an allocator's are: other calls of the same
+        key may pass aligned ones.
         """
         misaligned = tuple(
             0
@@ -156,7 +157,7 @@ class BoundKernel:
             assumed = None
         if len(self._variants) >= MOST_VARIANTS:
             self._variants.clear()
-        self._variants[key] = Variant(
+        self._variants[key] = CompiledVariant(
             run=compiled.run,  # loads it
             launched=(compiled.function, compiled.packed_metadata, None, None, None),
             values=[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values],
@@ -167,9 +168,9 @@ class BoundKernel:
         )
 
     def _values(
-        self, variant: Variant, tensors: Tensors, counts: tuple[int, ...]
+        self, variant: CompiledVariant, tensors: Tensors, counts: tuple[int, ...]
     ) -> list[object] | None:
-        """The arguments of a call; None where the variant does not serve it."""
+        """The arguments of a call; None where the variant does not fit it."""
         values, index = variant.values.copy(), variant.device
         for place, tensor, bits in zip(self._tensors, tensors, variant.misaligned, strict=True):
             if tensor is not None and place is not None:
@@ -185,7 +186,7 @@ class BoundKernel:
             if tuple(now) != variant.of_tensors:
                 return None
         hooks = knobs.runtime
-        # A profiler is told of a launch by Triton's own way of launching.
+        # Profilers hook into Triton's own launch.
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return None
         return None if self._launcher.notes is not None else values
@@ -198,7 +199,7 @@ class BoundKernel:
         counts: tuple[int, ...],
         dtypes: Hashable,
     ) -> None:
-        """As Triton does it, which compiles what is new."""
+        """Launch through Triton, which compiles what is new."""
         values = self._fixed.copy()
         for places, given in (
             (self._tensors, tensors),
@@ -211,7 +212,7 @@ class BoundKernel:
         key = dtypes, *numbers
         notes = self._launcher.notes
         if notes is not None:
-            launch = Rehearsed(bound=self, key=key, values=values, tensors=tensors)
+            launch = RehearsedLaunch(bound=self, key=key, values=values, tensors=tensors)
             notes.setdefault((self, key), launch)
             return
         device = next(tensor.device for tensor in tensors if tensor is not None)
@@ -226,12 +227,12 @@ class BoundKernel:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton loads and launches."""
+    """Makes a device the one where Triton loads and launches."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def failure_of(kernel: Any, error: BaseException) -> BackendFailed:  # noqa: ANN401  # as above
-    """Of a kernel that does not compile or load."""
+    """The error for a kernel that does not compile or load."""
     return BackendFailed("triton", f"{kernel.__name__} does not compile: {in_brief(error)}")
 
 

@@ -1,4 +1,4 @@
-"""What launches are timed on: steps of a request's shapes, over pages in random order."""
+"""The steps that the tuner times: a request's shapes over pages in random order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Requests that are all alike: keys of each, of which `new` are queries."""
+    """Requests that are all alike, with `keys` keys each; the last `new` of these are queries."""
 
     batch_size: int
     keys: int
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setup:
-    """A load in a pool of one layer of its own."""
+    """A load, and a pool of one layer that holds its keys."""
 
     context: BackendContext
     batch: ForwardBatch
@@ -46,7 +46,7 @@ class Setup:
 
 
 def make_setup(job: Job, load: Load) -> Setup:
-    """K and V are in the pool. Raises InvalidInput for a request without dims and heads."""
+    """Raises InvalidInput for a request without dims or heads."""
     request, device = job.request, torch.device(job.device)
     layer, page = layer_of(request), request.page_size or 1
     dtype = torch_dtype(request.dtype or "bfloat16")
@@ -73,7 +73,7 @@ def make_setup(job: Job, load: Load) -> Setup:
 
 
 def layer_of(request: Request) -> LayerSpec:
-    """A plain layer of the request's dims and heads; raises InvalidInput where one is not asked."""
+    """A plain layer of the request's dims and heads. Raises InvalidInput where they are missing."""
     kv_heads = 1 if request.latent else request.num_kv_heads
     width = request.kv_lora_rank if request.latent else request.head_dim
     rope = (request.qk_rope_head_dim or 0) if request.latent else 0

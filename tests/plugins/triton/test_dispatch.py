@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import make_world, prepare_step
@@ -16,12 +17,11 @@ pytest.importorskip("triton")
 
 import triton
 
-from attnmux.triton import launch_tables, serving
+from attnmux.triton import config_tables, dispatch
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
-from attnmux.triton.layer_launches import LayerLaunches
 from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
-from attnmux.triton.serving import SHARES, TILES, Asked
 from attnmux.triton.shapes import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,8 +30,8 @@ E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 
 @pytest.fixture(autouse=True)
 def any_kernel(monkeypatch):
-    """As if nothing was interpreted."""
-    monkeypatch.setattr(serving, "can_compile", lambda address: True)
+    """Kernels are chosen as if none was interpreted."""
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
 
 
 def gqa(width: int = 128, v_width: int | None = None, **more: Any) -> LayerSpec:
@@ -52,19 +52,19 @@ def mla(rank: int = 512, rope: int = 64, **more: Any) -> LayerSpec:
     return gqa(rank + rope, rank, **{**heads, **more})
 
 
-def asked(
+def traits(
     layer: LayerSpec, dtype: torch.dtype | None = BF16, stored: torch.dtype = BF16, page: int = 1
-) -> Asked:
+) -> LayerTraits:
     k = torch.zeros(2, layer.tp_k_head_num, layer.qk_head_dim).to(stored)
     v = torch.zeros(2, layer.tp_v_head_num, layer.v_head_dim).to(stored)
     keys = Keys(k=k, v=v)
-    return Asked(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
+    return LayerTraits(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
 
 
-def kernels(what: Asked, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
-    """Of few new tokens, and of many."""
-    launches = LayerLaunches(asked=what, arch=arch, page_size=16)
-    return launches.shares(1, hides=hides).kernel, launches.tiles(hides=hides).kernel
+def kernels(what: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
+    """For few new tokens, and for many."""
+    found = Dispatch(traits=what, arch=arch, page_size=16)
+    return found.shares(1, hides=hides).kernel, found.tiles(hides=hides).kernel
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def kernels(what: Asked, arch: str = "sm90", *, hides: bool = False) -> tuple[st
     ],
 )
 def test_layers(layer, shares, tiles):
-    assert kernels(asked(layer)) == (shares, tiles)
+    assert kernels(traits(layer)) == (shares, tiles)
 
 
 @pytest.mark.parametrize(
@@ -107,50 +107,50 @@ def test_layers(layer, shares, tiles):
     ],
 )
 def test_dtypes(dtype, stored, shares, tiles, latent):
-    assert kernels(asked(gqa(), dtype, stored)) == (shares, tiles)
-    assert kernels(asked(mla(), dtype, stored))[0] == latent
+    assert kernels(traits(gqa(), dtype, stored)) == (shares, tiles)
+    assert kernels(traits(mla(), dtype, stored))[0] == latent
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89", "sm100", "sm120", "gfx942", "xe2", ""])
 def test_other_architectures(arch):
     for layer in (gqa(), gqa(64), mla()):
-        assert kernels(asked(layer), arch) == ("portable", "portable")
+        assert kernels(traits(layer), arch) == ("portable", "portable")
 
 
-def test_steps_that_hide_keys_besides():
-    assert kernels(asked(gqa()), hides=True) == ("hopper", "portable")
-    assert kernels(asked(mla()), hides=True) == ("portable", "portable")
+def test_steps_with_masks_or_items():
+    assert kernels(traits(gqa()), hides=True) == ("hopper", "portable")
+    assert kernels(traits(mla()), hides=True) == ("portable", "portable")
 
 
 def test_latent_keys_are_looked_up_slot_by_slot():
-    assert kernels(asked(mla(), page=16))[0] == "portable"
+    assert kernels(traits(mla(), page=16))[0] == "portable"
 
 
 def test_a_layer_that_no_pool_stores_has_keys_of_the_model_s_dtype():
     encoder = gqa(is_causal=False)
-    assert kernels(replace(asked(encoder), keys=None)) == ("hopper", "hopper")
-    assert kernels(replace(asked(encoder, None), keys=None)) == ("portable", "portable")
+    assert kernels(replace(traits(encoder), keys=None)) == ("hopper", "hopper")
+    assert kernels(replace(traits(encoder, None), keys=None)) == ("portable", "portable")
 
 
-def test_rows_of_a_pool_that_begin_anywhere():
+def test_rows_of_a_pool_that_are_not_aligned():
     buffer = torch.zeros(4, 8, 136, dtype=BF16)
     for keys, expected in (
         (buffer[..., :128], "portable"),
         (buffer.flatten()[1 : 1 + 2 * 8 * 128].view(2, 8, 128), "portable"),
         (buffer.flatten()[: 2 * 8 * 128].view(2, 8, 128), "hopper"),
     ):
-        what = replace(asked(gqa()), keys=Keys(k=keys, v=keys))
+        what = replace(traits(gqa()), keys=Keys(k=keys, v=keys))
         assert kernels(what) == (expected, expected)
 
 
 def test_keys_of_8_bits_have_an_entry_of_their_own():
     found = [
-        LayerLaunches(asked=asked(gqa(), BF16, stored), arch="sm90", page_size=1).shares(
+        Dispatch(traits=traits(gqa(), BF16, stored), arch="sm90", page_size=1).shares(
             1, hides=False
         )
         for stored in (BF16, E4M3)
     ]
-    assert [(launch.block_n, launch.num_stages) for launch in found] == [(64, 4), (128, 6)]
+    assert [(config.block_n, config.num_stages) for config in found] == [(64, 4), (128, 6)]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_keys_of_8_bits_have_an_entry_of_their_own():
     [(gqa(), 1, 8), (gqa(), 4, 16), (gqa(), 40, 64), (mla(), 1, 64), (mla(), 5, 64)],
 )
 def test_rows_of_a_tile(layer, queries, rows):
-    launches = LayerLaunches(asked=asked(layer), arch="sm90", page_size=1)
-    assert launches.shares(queries, hides=False).block_m == rows
+    found = Dispatch(traits=traits(layer), arch="sm90", page_size=1)
+    assert found.shares(queries, hides=False).block_m == rows
 
 
 def test_whole_rows():
@@ -198,8 +198,8 @@ GQA: dict[str, Any] = {"head_dim": 128, "v_head_dim": 128}
 TREE: dict[str, Any] = {"spec_topk": 4}
 
 
-def told(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]]:
-    """What a step launches, by the kernels' modules or plans' names, and what they are told."""
+def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]]:
+    """The arguments of each launch of a step, by the kernel's module, a plan's by its name."""
     world = make_world(
         Case(name="of-this-test", steps=(step,), windows=(None,), **case),
         Platform.parse("nvidia:sm90,cuda=13.0"),
@@ -213,16 +213,16 @@ def told(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]
 
     def taken() -> None:
         backend.init_forward_metadata(made.batch)
-        backend.forward_extend(
+        call = AttentionCall(
             given.q,
             given.k,
             given.v,
             given.layer,
-            made.batch,
             case.get("save_kv_cache", True),
-            q_rope=given.q_rope,
-            k_rope=given.k_rope,
+            given.q_rope,
+            given.k_rope,
         )
+        backend.forward_extend(call, made.batch)
 
     launched = {}
     for launch in backend.launcher.rehearse(taken):
@@ -248,19 +248,19 @@ def told(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]
     ],
 )
 def test_what_a_step_launches(step, case, kernel):
-    launched = {name for name in told(step, **case) if not name.startswith("plan")}
+    launched = {name for name in launched_by(step, **case) if not name.startswith("plan")}
     merge = {"latent_merge"} if kernel == "hopper_latent" else set()
     assert launched - {"indices"} == {kernel} | merge
 
 
 def test_each_kernel_s_tiles_are_planned_for_it():
     """A step's mask may leave it to a kernel whose tiles are others."""
-    plain, tree = (told(verify(5, 40, 4), **MLA, **more) for more in ({}, TREE))
+    plain, tree = (launched_by(verify(5, 40, 4), **MLA, **more) for more in ({}, TREE))
     assert plain["plan_shares"]["BLOCK_N"] == 64
     assert tree["plan_shares"]["BLOCK_N"] == tree["shares"]["BLOCK_N"] == 32
 
 
-def test_copies_are_made_of_what_begins_anywhere():
+def test_rows_that_are_not_aligned_are_copied():
     def shifted(given: Any) -> Any:
         def moved(rows: torch.Tensor) -> torch.Tensor:
             wide = torch.zeros(*rows.shape[:2], rows.shape[2] + 1, dtype=rows.dtype)
@@ -274,29 +274,30 @@ def test_copies_are_made_of_what_begins_anywhere():
         (extend((16, 41)), {}, "hopper_tiles"),
         (extend((0, 41)), {"save_kv_cache": False}, "hopper_tiles"),
     ):
-        values = told(step, shifted, **GQA, **more)[kernel]
+        values = launched_by(step, shifted, **GQA, **more)[kernel]
         for name in ("q", "k", "v"):
             assert values[name].data_ptr() % 16 == 0
             assert values[f"{name}_stride"] % 16 == 0
             assert values[f"{name}_head_stride"] % 16 == 0
 
 
-def test_keys_of_a_call_are_of_q_s_dtype():
+def test_keys_of_a_call_are_converted_to_the_dtype_of_q():
     def as_floats(given: Any) -> Any:
         return dataclasses.replace(given, k=given.k.float(), v=given.v.float())
 
-    values = told(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper_tiles"]
+    values = launched_by(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper_tiles"]
     assert values["k"].dtype == values["v"].dtype == values["q"].dtype
 
 
 def test_parts_of_a_batch_are_merged_in_slices_by_its_size():
-    one, many = (told(decode(*[45] * size), **MLA)["latent_merge"] for size in (1, 4))
+    one, many = (launched_by(decode(*[45] * size), **MLA)["latent_merge"] for size in (1, 4))
     assert one["SLICE_ROWS"] < many["SLICE_ROWS"]
 
 
-def test_where_the_batch_must_not_matter_slices_are_the_same():
+def test_deterministic_slices_do_not_depend_on_the_batch():
     one, many = (
-        told(decode(*[45] * size), **MLA, deterministic=True)["latent_merge"] for size in (1, 4)
+        launched_by(decode(*[45] * size), **MLA, deterministic=True)["latent_merge"]
+        for size in (1, 4)
     )
     assert all(one[name] == many[name] for name in ("SLICE_ROWS", "COLUMNS", "PARTS"))
 
@@ -313,21 +314,21 @@ def test_slices_cover_an_item(items, part_rows, slices):
     assert constants["PARTS"] * values == HELD
 
 
-def test_a_triton_of_another_gluon_has_the_portable_kernels(monkeypatch):
+def test_another_release_of_gluon_leaves_the_portable_kernels(monkeypatch):
     monkeypatch.undo()
-    address = SHARES["hopper"].address
+    address = SHARE_KERNELS["hopper"].address
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton, "__version__", "3.6.1")
-    assert serving.can_compile(address)
-    assert not serving.can_compile("attnmux.triton.kernels.not_there:kernel")
+    assert dispatch.can_compile(address)
+    assert not dispatch.can_compile("attnmux.triton.kernels.not_there:kernel")
     monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert not serving.can_compile(address)
-    assert kernels(asked(gqa())) == ("portable", "portable")
+    assert not dispatch.can_compile(address)
+    assert kernels(traits(gqa())) == ("portable", "portable")
     monkeypatch.setattr(triton, "__version__", "3.6.1")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert kernels(asked(gqa())) == ("portable", "portable")
+    assert kernels(traits(gqa())) == ("portable", "portable")
 
 
-def test_every_launch_names_a_kernel_that_there_is():
-    assert {entry.launch.kernel for entry in launch_tables.SHARES} == SHARES.keys()
-    assert {entry.launch.kernel for entry in launch_tables.TILES} == TILES.keys()
+def test_every_config_names_a_known_kernel():
+    assert {entry.config.kernel for entry in config_tables.SHARES} == SHARE_KERNELS.keys()
+    assert {entry.config.kernel for entry in config_tables.TILES} == TILE_KERNELS.keys()

@@ -1,7 +1,6 @@
-"""The tiles for Hopper, compiled for a GPU that need not be here, and run where there is one.
+"""The Hopper kernel for tiles: compiled without a GPU, and run where there is one.
 
-Run as a script, for the interpreter of the other kernels and the compiler cannot share a process:
-`compile` prints a line for each variant, `run` one for each case on the GPU.
+As a script, `compile` prints a line for each variant, `run` one for each case on the GPU.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from attnmux.triton.launch_tables import HOPPER_TILES
+from attnmux.triton.config_tables import HOPPER_TILES
 
 SHARED = 232448
 """Bytes of shared memory that one program may take, by NVIDIA's manual."""
 
 MOST_SPILLED_OF_PAGES = 160
-"""Bytes: a table of pages, which only pools of window layers have, takes more registers than the
-warps that copy are given; with 56 they put no more aside than without pages."""
+"""Bytes. A table of pages, which only pools of window layers have, needs more registers than the
+warps that copy have; with 56 registers they would spill no more than without pages."""
 
 LAUNCH = {
     "BLOCK_M": HOPPER_TILES.block_m,
     "BLOCK_N": HOPPER_TILES.block_n,
     "STAGES": HOPPER_TILES.num_stages,
-    **HOPPER_TILES.more,
+    **HOPPER_TILES.constants,
 }
 PLAIN: dict[str, Any] = {
     "GROUP": 4,
@@ -102,8 +101,7 @@ def absent(variant: dict[str, Any]) -> set[str]:
 
 def compile_variants(folder: Path) -> Iterator[dict[str, Any]]:
     import triton  # noqa: PLC0415  # not in the interpreter's process
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  # as above
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  # as above
+    from compile_kernel import compile_kernel  # noqa: PLC0415  # as above
 
     from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # as above
         attend_hopper_tiles,
@@ -111,18 +109,10 @@ def compile_variants(folder: Path) -> Iterator[dict[str, Any]]:
 
     for name, changed in VARIANTS.items():
         variant = {**PLAIN, **changed}
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(attend_hopper_tiles.params):
-            if parameter.is_constexpr or parameter.name in absent(variant):
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = {**LAUNCH, **variant}.get(parameter.name)
-                continue
-            signature[parameter.name] = POINTERS.get(parameter.name, "i32")
-            if signature[parameter.name].startswith("*") or parameter.name.endswith("stride"):
-                attributes[place,] = [["tt.divisibility", 16]]
-        compiled = triton.compile(
-            GluonASTSource(attend_hopper_tiles, signature, constants, attributes),
-            target=GPUTarget("cuda", 90, 32),
+        compiled = compile_kernel(
+            attend_hopper_tiles,
+            {**POINTERS, **dict.fromkeys(absent(variant), "constexpr")},
+            {**LAUNCH, **variant},
             options={"num_warps": 4},
         )
         ptx = folder / f"{name}.ptx"
@@ -146,11 +136,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def run_case(changed: dict[str, Any]) -> float:
-    """The largest error beside float64."""
+    """The largest error compared with float64."""
     from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # not the interpreter's
         attend_hopper_tiles,
     )
-    from attnmux.triton.plans import TileKey, TilePlan  # noqa: PLC0415  # as above
+    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # as above
 
     variant = {**PLAIN, **changed}
     new, cached = variant.pop("new"), variant.pop("cached")
@@ -205,27 +195,15 @@ def run_case(changed: dict[str, Any]) -> float:
     return worst
 
 
-def started(what: str, folder: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, what, folder],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_every_variant_fits_and_overlaps(tmp_path):
-    lines = started("compile", tmp_path)
+def test_every_variant_fits_and_overlaps(script, tmp_path):
+    lines = script("compile", str(tmp_path))
     assert [line["variant"] for line in lines] == list(VARIANTS)
     for line in lines:
         assert line["shared"] <= SHARED, line
         # The assembler says when it makes products wait for each other, or ignores register counts.
         assert "(C75" not in line["said"], line
         spilled = re.search(r"(\d+) bytes spill stores", line["said"])
-        # The warps that copy may put a few numbers aside; those that multiply have no time to.
+        # The warps that copy may spill a few numbers; those that multiply have no time to.
         assert spilled is not None, line
         assert int(spilled[1]) <= (MOST_SPILLED_OF_PAGES if line["variant"] == "pages" else 32), (
             line
@@ -236,8 +214,8 @@ def test_every_variant_fits_and_overlaps(tmp_path):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
-def test_it_attends_as_float64_does(tmp_path):
-    lines = started("run", tmp_path)
+def test_it_attends_as_float64_does(script):
+    lines = script("run")
     assert [line["case"] for line in lines] == list(RUNS)
     assert [line for line in lines if not line["error"] < 0.02] == []
 

@@ -1,0 +1,194 @@
+"""The tables of launch configurations: those of this version, and those tuned on this machine.
+
+Entries without `measured` were not measured: they fit the shared memory of their architectures, or
+repeat a measured neighbour.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.errors import InvalidInput
+from attnmux.triton.configs import (
+    HOPPER,
+    HOPPER_LATENT,
+    PORTABLE,
+    C,
+    ConfigEntry,
+    ConfigQuery,
+    ShareConfig,
+    TileConfig,
+    tuned_fields,
+)
+from attnmux.triton.shapes import next_power_of_2
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.launches import TunedLaunch
+
+H200 = "H200, triton 3.6.0"
+SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
+"""The fields of `TunedLaunch.subject`: "tiles" or "shares", columns of K and of V, query heads of
+a KV head, and the pool's page size."""
+
+HOPPER_TILES = TileConfig(
+    kernel=HOPPER,
+    block_m=128,
+    block_n=128,
+    num_warps=4,
+    num_stages=2,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
+)
+HOPPER_SHARES = ShareConfig(
+    kernel=HOPPER,
+    block_m=64,
+    least_block_m=8,
+    block_n=64,
+    num_warps=4,
+    num_stages=4,
+    programs_per_unit=2,
+    least_share=4,
+    merged_rows=32,
+    # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
+    options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
+)
+HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_n=128, num_stages=6, least_share=2)
+HOPPER_LATENT_SHARES = ShareConfig(
+    kernel=HOPPER_LATENT,
+    block_m=64,
+    least_block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    programs_per_unit=1,
+    least_share=2,
+    merged_rows=64,
+    meets_ends=True,
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+)
+
+
+def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileConfig:
+    return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+
+TILES: tuple[ConfigEntry[TileConfig], ...] = (
+    ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
+    ConfigEntry(width="wide", config=_tiles(64, 32, 4, 2)),
+    ConfigEntry(width="latent", config=_tiles(32, 16, 4, 2)),
+    ConfigEntry(arch="sm", width="narrow", config=_tiles(128, 64, 8, 3)),
+    ConfigEntry(arch="sm", width="wide", config=_tiles(64, 64, 8, 2)),
+    ConfigEntry(arch="sm", width="latent", config=_tiles(64, 16, 8, 2)),
+    ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
+    ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_TILES, measured=H200),
+    # The configuration of 128 columns, not measured here.
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
+)
+
+NARROW = ShareConfig(
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    programs_per_unit=2,
+    least_share=2,
+    merged_rows=32,
+)
+WIDE = replace(NARROW, block_m=32, block_n=32, least_share=4, merged_rows=16)
+LATENT = replace(WIDE, block_m=16, block_n=16, programs_per_unit=1)
+
+SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
+    ConfigEntry(width="narrow", config=NARROW),
+    ConfigEntry(width="wide", config=WIDE),
+    ConfigEntry(width="latent", config=LATENT),
+    ConfigEntry(arch="sm", width="narrow", config=replace(NARROW, num_stages=5)),
+    ConfigEntry(
+        arch="sm", width="wide", config=replace(WIDE, block_m=64, num_stages=3, least_share=2)
+    ),
+    ConfigEntry(arch="sm", width="latent", config=replace(LATENT, num_stages=3)),
+    ConfigEntry(
+        arch="sm90",
+        width="latent",
+        config=replace(LATENT, block_m=64, block_n=32, num_warps=8, num_stages=3, least_share=2),
+    ),
+    ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_SHARES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_EIGHT_BITS, measured=H200),
+    # The configurations of 128 columns, not measured here.
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_SHARES),
+    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS),
+    ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigTables:
+    """TILES and SHARES, and this machine's own entries, which win over them."""
+
+    own_tiles: Sequence[ConfigEntry[TileConfig]] = ()
+    own_shares: Sequence[ConfigEntry[ShareConfig]] = ()
+
+    @classmethod
+    def of(cls, tuned: Iterable[TunedLaunch], arch: str) -> ConfigTables:
+        """The tables with what was tuned on this machine. Warns of a launch that no kernel here
+        takes, and leaves it out."""
+        tiles: list[ConfigEntry[TileConfig]] = []
+        shares: list[ConfigEntry[ShareConfig]] = []
+        for each in tuned:
+            try:
+                if each.subject.get("kind") == "tiles":
+                    tiles.append(_entry(each, arch, TileConfig))
+                else:
+                    shares.append(_entry(each, arch, ShareConfig))
+            except InvalidInput as error:
+                warnings.warn(f"a tuned launch is left out: {error}", stacklevel=2)
+        return cls(own_tiles=tuple(tiles), own_shares=tuple(shares))
+
+    def tiles(self, query: ConfigQuery) -> TileConfig:
+        """For many new tokens a request; `query.rows` counts the heads alone."""
+        return _best(query, self.own_tiles) or _required(query, TILES)
+
+    def shares(self, query: ConfigQuery) -> ShareConfig:
+        """For few new tokens a request. A tile has no more rows than a request has."""
+        config = _best(query, self.own_shares) or _required(query, SHARES)
+        rows = max(next_power_of_2(query.rows), config.least_block_m)
+        return replace(config, block_m=min(rows, config.block_m))
+
+
+def _best(query: ConfigQuery, entries: Sequence[ConfigEntry[C]]) -> C | None:
+    """The most specific entry that fits; of two that are as specific, the later."""
+    fitting = [entry for entry in reversed(entries) if entry.fits(query)]
+    return max(fitting, key=lambda entry: entry.specificity).config if fitting else None
+
+
+def _required(query: ConfigQuery, entries: Sequence[ConfigEntry[C]]) -> C:
+    """The entries for any architecture cover every width."""
+    config = _best(query, entries)
+    if config is None:
+        raise LookupError(f"no launch configuration for {query}")
+    return config
+
+
+def _entry(tuned: TunedLaunch, arch: str, kind: type[C]) -> ConfigEntry[C]:
+    subject = dict(tuned.subject)
+    values: dict[str, Any] = dict(tuned.values)
+    numbers = [subject.get(name) for name in SUBJECT[1:]]
+    named = "tiles" if kind is TileConfig else "shares"
+    if subject.pop("kind", None) != named or not all(type(n) is int and n > 0 for n in numbers):
+        raise InvalidInput("launch, subject", came=dict(tuned.subject), expected=f"{SUBJECT}")
+    known = tuned_fields(kind)
+    sizes = {name: value for name, value in values.items() if name != "kernel"}
+    is_ours = values.get("kernel", PORTABLE) == PORTABLE and sizes.keys() == known
+    if not is_ours or not all(type(n) is int and n > 0 for n in sizes.values()):
+        raise InvalidInput("launch, values", came=values, expected=f"numbers: {sorted(known)}")
+    k_dim, v_dim, rows, page = (int(n) for n in numbers if n is not None)
+    return ConfigEntry(
+        arch=arch,
+        dims=(k_dim, v_dim),
+        least_rows=rows,
+        page=page,
+        config=kind(**values),
+        measured=f"{tuned.device.name or tuned.device.arch}, {tuned.date:%Y-%m-%d}",
+    )

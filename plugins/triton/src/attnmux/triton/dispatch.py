@@ -1,0 +1,194 @@
+"""Which attention kernel serves a layer, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import triton
+
+from attnmux.core.layer import LayerSpec
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.configs import (
+    HOPPER,
+    HOPPER_LATENT,
+    PORTABLE,
+    ConfigQuery,
+    ShareConfig,
+    TileConfig,
+)
+from attnmux.triton.operands import Keys, has_whole_rows
+from attnmux.triton.shapes import Shape
+
+GLUON_RELEASE = "3.6."
+"""The kernels for Hopper are written in Gluon, which is experimental and changes with each
+release."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+DIMS = (64, 128)
+"""Columns of K and V that the kernels for Hopper take."""
+LATENT_DIMS = (512, 64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTraits:
+    """What decides which kernels serve a layer, in whatever step."""
+
+    layer: LayerSpec
+    shape: Shape
+    dtype: torch.dtype | None
+    """Q's dtype; None where the request does not name one."""
+    keys: Keys | None
+    """The pool's memory, for a layer that the pool stores."""
+    page_size: int
+    """The page size of the table of slots."""
+
+    @property
+    def key_dtype(self) -> torch.dtype | None:
+        return self.dtype if self.keys is None else self.keys.k.dtype
+
+    @property
+    def key_bits(self) -> int:
+        """Bits of an element of K; 16 where its dtype is not known."""
+        return 16 if self.key_dtype is None else 8 * self.key_dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKernel:
+    """A kernel that launch configurations name."""
+
+    address: str
+    """module:name."""
+    serves: Callable[[LayerTraits], bool]
+    hides: bool = True
+    """Whether it serves custom masks and items."""
+    takes_whole_rows: bool = False
+    """Whether rows have to begin at multiples of 16 bytes, see `whole_rows`."""
+    leaves_parts: bool = False
+    """Whether `LatentMerge` has to merge the partial results."""
+
+
+def _always(traits: LayerTraits) -> bool:
+    return True
+
+
+def _serves_rows(traits: LayerTraits) -> bool:
+    """Q of 16 bits; K and V equally wide."""
+    shape, keys = traits.shape, traits.keys
+    return (
+        traits.dtype in SIXTEEN_BITS
+        and (shape.real_d in DIMS and shape.real_d == shape.real_dv)
+        and not (shape.is_latent or shape.real_tail)
+        and (keys is None or (has_whole_rows(keys.k) and has_whole_rows(keys.v)))
+    )
+
+
+def _serves_shares(traits: LayerTraits) -> bool:
+    return _serves_rows(traits) and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+
+
+def _serves_tiles(traits: LayerTraits) -> bool:
+    # The kernel compares logits before it scales them.
+    return _serves_rows(traits) and traits.key_dtype == traits.dtype and traits.layer.scaling > 0
+
+
+def _serves_latent(traits: LayerTraits) -> bool:
+    shape, layer, keys = traits.shape, traits.layer, traits.keys
+    return (
+        traits.dtype in SIXTEEN_BITS
+        and (shape.is_latent and (shape.real_d, shape.real_tail) == LATENT_DIMS)
+        and (keys is not None and keys.k.dtype == traits.dtype and has_whole_rows(keys.k))
+        and (layer.is_causal and not layer.is_cross_attention and layer.scaling > 0)
+        and (layer.sliding_window_size < 0 and layer.attention_chunk_size <= 0)
+        and (layer.logit_cap <= 0 and layer.sinks is None)
+        and traits.page_size == 1
+    )
+
+
+KERNELS = "attnmux.triton.kernels"
+TILE_KERNELS: Mapping[str, AttentionKernel] = {
+    PORTABLE: AttentionKernel(address=f"{KERNELS}.tiles:attend_tiles", serves=_always),
+    HOPPER: AttentionKernel(
+        address=f"{KERNELS}.hopper_tiles:attend_hopper_tiles",
+        serves=_serves_tiles,
+        hides=False,
+        takes_whole_rows=True,
+    ),
+}
+SHARE_KERNELS: Mapping[str, AttentionKernel] = {
+    PORTABLE: AttentionKernel(address=f"{KERNELS}.shares:attend_shares", serves=_always),
+    HOPPER: AttentionKernel(
+        address=f"{KERNELS}.hopper_shares:attend_shares",
+        serves=_serves_shares,
+        takes_whole_rows=True,
+    ),
+    HOPPER_LATENT: AttentionKernel(
+        address=f"{KERNELS}.hopper_latent:attend_latent",
+        serves=_serves_latent,
+        hides=False,
+        takes_whole_rows=True,
+        leaves_parts=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatch:
+    """Chooses a layer's launch configurations, each of which names its kernel."""
+
+    traits: LayerTraits
+    arch: str
+    """As `Platform.arch`."""
+    page_size: int
+    """The pool's."""
+    tables: ConfigTables = field(default_factory=ConfigTables)
+
+    def tiles(self, *, hides: bool) -> TileConfig:
+        """For many new tokens a request. hides: in steps with a custom mask or items."""
+        return self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides))
+
+    def shares(self, queries: int, *, hides: bool) -> ShareConfig:
+        """For `queries` new tokens a request."""
+        return self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides))
+
+    def _query(
+        self, kernels: Mapping[str, AttentionKernel], queries: int, *, hides: bool
+    ) -> ConfigQuery:
+        traits = self.traits
+        serving = frozenset(
+            name
+            for name, kernel in kernels.items()
+            if (kernel.hides or not hides)
+            and kernel.serves(traits)
+            and (name == PORTABLE or can_compile(kernel.address))
+        )
+        return ConfigQuery.of(
+            traits.shape, queries, self.arch, self.page_size, serving, traits.key_bits
+        )
+
+
+def can_compile(address: str) -> bool:
+    """Whether this Triton has the Gluon that a kernel is written in."""
+    # The interpreter has none.
+    return (
+        not triton.knobs.runtime.interpret
+        and triton.__version__.startswith(GLUON_RELEASE)
+        and _is_importable(address)
+    )
+
+
+def kernel_at(address: str) -> Any:  # noqa: ANN401  # a JITFunction or what interprets one
+    return resolve_name(address)
+
+
+@cache
+def _is_importable(address: str) -> bool:
+    try:
+        kernel_at(address)
+    except ImportError:
+        return False
+    return True

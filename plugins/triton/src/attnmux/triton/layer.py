@@ -1,0 +1,142 @@
+"""What the kernels need to know of a layer, in whatever step and call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from attnmux.core.context import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import AttnmuxError
+from attnmux.core.layer import LayerSpec
+from attnmux.triton.bound_kernel import Launcher
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.configs import ShareConfig, TileConfig
+from attnmux.triton.dispatch import Dispatch, LayerTraits
+from attnmux.triton.operands import Keys
+from attnmux.triton.shapes import Shape
+from attnmux.triton.slots import SlotGroup
+
+LOG2_E = math.log2(math.e)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TritonLayer:
+    """A layer: its shape, its keys in the pool, and how its kernels are launched."""
+
+    spec: LayerSpec
+    shape: Shape
+    dispatch: Dispatch
+    slot_group: SlotGroup | None
+    """None for a layer whose K and V always come with the call."""
+    keys: Keys | None
+    """The pool's memory; None as `slot_group`."""
+    scales: tuple[float, float]
+    """Factors of the pool's K and V."""
+    tiles: TileConfig
+    hiding_tiles: TileConfig
+    """In steps with a custom mask or items."""
+    launcher: Launcher = field(default_factory=Launcher)
+
+    @classmethod
+    def of(
+        cls,
+        spec: LayerSpec,
+        context: BackendContext,
+        launcher: Launcher | None = None,
+        tables: ConfigTables | None = None,
+    ) -> TritonLayer:
+        """Raises InvalidInput for a layer beyond the kernels' dims."""
+        shape, pool, dtype = Shape.of(spec), context.token_to_kv_pool, context.request.dtype
+        is_encoders = not spec.is_causal and not spec.is_cross_attention
+        is_stored = not is_encoders and spec.layer_id in pool.layer_ids
+        group = SlotGroup.of(spec, context) if is_stored else None
+        keys = Keys.of_pool(pool, spec) if is_stored else None
+        traits = LayerTraits(
+            layer=spec,
+            shape=shape,
+            dtype=torch_dtype(dtype) if dtype else None,
+            keys=keys,
+            page_size=group.page_size(context) if group else 1,
+        )
+        dispatch = Dispatch(
+            traits=traits,
+            arch=context.platform.arch,
+            page_size=pool.page_size,
+            tables=tables or ConfigTables(),
+        )
+        return cls(
+            spec=spec,
+            shape=shape,
+            dispatch=dispatch,
+            slot_group=group,
+            keys=keys,
+            scales=pool.read_scales(spec.k_scale, spec.v_scale) if is_stored else (1.0, 1.0),
+            tiles=dispatch.tiles(hides=False),
+            hiding_tiles=dispatch.tiles(hides=not spec.is_cross_attention),
+            launcher=launcher or Launcher(),
+        )
+
+    def tile_config(self, *, hides: bool) -> TileConfig:
+        """hides: in steps with a custom mask or items."""
+        return self.hiding_tiles if hides else self.tiles
+
+    def share_config(self, queries: int, *, hides: bool = False) -> ShareConfig:
+        return self.dispatch.shares(queries, hides=hides and not self.spec.is_cross_attention)
+
+    def required_group(self) -> SlotGroup:
+        """Raises AttnmuxError for a layer that the pool does not store."""
+        return _stored(self.slot_group, self.spec)
+
+    def required_keys(self) -> Keys:
+        """Raises AttnmuxError for a layer that the pool does not store."""
+        return _stored(self.keys, self.spec)
+
+    def tail(self, rows: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor | None:
+        """The second part of Q or K: the rotary part of MLA, or the columns after a power of 2."""
+        if rope is None and self.shape.real_tail:
+            return rows[:, :, self.shape.real_d :]
+        return rope
+
+    @property
+    def window(self) -> int:
+        return -1 if self.spec.is_cross_attention else self.spec.sliding_window_size
+
+    @property
+    def chunk(self) -> int:
+        return 0 if self.spec.is_cross_attention else self.spec.attention_chunk_size
+
+    def fixed(self, *, over_pool: bool, has_mask: bool, has_lse: bool) -> dict[str, Any]:
+        """The arguments that only the layer decides, by the attention kernels' names."""
+        spec, is_cross = self.spec, self.spec.is_cross_attention
+        k_scale, v_scale = self.scales if over_pool else (1.0, 1.0)
+        scale, cap = spec.scaling * k_scale, spec.logit_cap
+        return {
+            "sinks": spec.sinks,
+            "scale": scale if cap else scale * LOG2_E,
+            "cap": cap,
+            "v_scale": v_scale,
+            **self.shape.constants(),
+            "IS_CAUSAL": spec.is_causal and not is_cross and not has_mask,
+            "IS_CROSS": is_cross,
+            "WINDOW": self.window,
+            "CHUNK": self.chunk,
+            "HAS_CAP": spec.logit_cap > 0,
+            "HAS_MASK": has_mask,
+            "HAS_SINKS": spec.sinks is not None,
+            "HAS_LSE": has_lse,
+        }
+
+
+def _stored(value: T | None, spec: LayerSpec) -> T:
+    if value is None:
+        raise AttnmuxError(
+            f"layer {spec.layer_id} is not in the KV pool: call it with its own k and v and "
+            "save_kv_cache=False"
+        )
+    return value

@@ -1,0 +1,238 @@
+"""Attention of many new tokens a request, in tiles of queries: the plan of a step, and the launch.
+
+The kernels are in `kernels/tiles.py` and `kernels/hopper_tiles.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.call import AttentionCall
+from attnmux.core.errors import InvalidInput
+from attnmux.triton.bound_kernel import BoundKernel, Launcher
+from attnmux.triton.configs import TileConfig
+from attnmux.triton.dispatch import TILE_KERNELS, kernel_at
+from attnmux.triton.kernels.tiles import plan_tiles
+from attnmux.triton.layer import TritonLayer
+from attnmux.triton.operands import (
+    KEY_STRIDES,
+    OPERANDS,
+    STRIDES,
+    Keys,
+    Results,
+    has_whole_rows,
+    key_strides,
+    strides,
+    whole_rows,
+)
+from attnmux.triton.shapes import next_power_of_2
+from attnmux.triton.slots import Slots
+from attnmux.triton.step import TritonStep, batch_block
+
+TILES = 16
+"""Tiles that one program plans."""
+MOST_TILES = 65535
+"""Tiles of a step: they lie along a grid's second axis, which CUDA limits to this many
+(CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+TENSORS = (
+    *OPERANDS,
+    "k",
+    "k_tail",
+    "v",
+    "slots",
+    "rows",
+    "cached_lens",
+    "encoder_lens",
+    "encoder_indptr",
+    "q_indptr",
+    "tile_request",
+    "tile_row",
+    "mask",
+    "mask_indptr",
+    "shared_lens",
+    "token_pos_in_items",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileKey:
+    """What a plan of tiles depends on: layers with the same key share one."""
+
+    group: int
+    """Query heads of a KV head."""
+    block_m: int
+    """Rows of a tile."""
+
+
+class TilePlan:
+    """The request and the first row of each tile. Its buffers grow with the steps."""
+
+    def __init__(
+        self, key: TileKey, device: torch.device, launcher: Launcher | None = None
+    ) -> None:
+        self.key = key
+        self.num_tiles = 0
+        self.request = torch.empty(0, dtype=torch.int32, device=device)
+        self.row = torch.empty(0, dtype=torch.int32, device=device)
+        self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Graphs that were captured before the buffers grew still write and read these."""
+        self._launcher = launcher or Launcher()
+        self._bound: dict[int, BoundKernel] = {}
+
+    def fill(self, q_indptr: torch.Tensor, batch_size: int, num_tokens: int) -> None:
+        """q_indptr: [B + 1] int32.
+
+        Raises InvalidInput for more tiles than a launch takes.
+        """
+        key = self.key
+        # The last tile of each request may be partly empty, and so may that of padding's tokens.
+        num_tiles = num_tokens * key.group // key.block_m + batch_size + 1
+        if num_tiles > MOST_TILES:
+            most = (MOST_TILES - batch_size - 1) * key.block_m // key.group
+            raise InvalidInput(
+                "num_tokens", came=f"{num_tokens} new tokens", expected=f"at most {most} a step"
+            )
+        self.num_tiles = num_tiles
+        if self.request.shape[0] < self.num_tiles:
+            room = next_power_of_2(self.num_tiles)
+            self._outgrown.append((self.request, self.row))
+            self.request, self.row = self.request.new_empty(room), self.row.new_empty(room)
+        block_b = batch_block(batch_size + 1)
+        bound = self._bound.get(block_b)
+        if bound is None:
+            bound = self._bound[block_b] = self._bind(block_b)
+        bound(
+            (-(-self.num_tiles // TILES), 1, 1),
+            (q_indptr, self.request, self.row),
+            counts=(batch_size, num_tokens, self.num_tiles),
+        )
+
+    def _bind(self, block_b: int) -> BoundKernel:
+        return BoundKernel(
+            self._launcher,
+            plan_tiles,
+            {
+                "GROUP": self.key.group,
+                "BLOCK_M": self.key.block_m,
+                "BLOCK_B": block_b,
+                "TILES": TILES,
+            },
+            tensors=("q_indptr", "tile_request", "tile_row"),
+            counts=("batch_size", "num_tokens", "num_tiles"),
+            options={"num_warps": 4},
+        )
+
+
+class TileAttention:
+    """A layer's launches of `attend_tiles` or of the Hopper kernel for tiles."""
+
+    def __init__(self, layer: TritonLayer) -> None:
+        self._layer = layer
+        self._bound: dict[Hashable, BoundKernel] = {}
+
+    def key(self, *, hides: bool) -> TileKey:
+        config = self._layer.tile_config(hides=hides)
+        return TileKey(group=self._layer.shape.group, block_m=config.block_m)
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        step: TritonStep,
+        plan: TilePlan,
+        slots: Slots | None,
+        results: Results,
+    ) -> None:
+        """Attend over the pool, or over the call's own K and V where slots is None."""
+        layer, batch, q, out = self._layer, step.batch, call.q, results.out
+        keys = layer.required_keys() if slots is not None else Keys.of_call(call)
+        config = layer.tile_config(hides=step.hides)
+        if TILE_KERNELS[config.kernel].takes_whole_rows:
+            q = whole_rows(q)
+            if slots is None:
+                keys = keys.whole(q.dtype)
+            if not has_whole_rows(out):
+                fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+                results = Results(fresh, results.lse)
+        is_cross, indptr = layer.spec.is_cross_attention, step.indptr
+        mask = None if is_cross else step.mask
+        items = None if is_cross else batch.multi_item
+        has_encoder = slots is not None and slots.begins_with_encoder and not is_cross
+        variant = (
+            None if slots is None else (slots.page_size, slots.rows is None),
+            has_encoder,
+            mask is None,
+            items is None,
+            results.lse is None,
+        )
+        bound = self._bound.get(variant)
+        if bound is None:
+            bound = self._bound[variant] = self._bind(
+                config, slots, results, has_mask=mask is not None, has_items=items is not None
+            )
+        tail, key_tail = layer.tail(q, call.q_rope), layer.tail(keys.k, keys.k_rope)
+        bound(
+            (layer.shape.kv_heads, plan.num_tiles, 1),
+            (
+                q,
+                tail,
+                *results,
+                keys.k,
+                key_tail,
+                keys.v,
+                None if slots is None else slots.table,
+                None if slots is None else slots.rows,
+                None if slots is None else step.lens,
+                batch.encoder_lens if has_encoder or is_cross else None,
+                indptr["encoder"] if is_cross else None,
+                indptr["queries"],
+                plan.request,
+                plan.row,
+                None if mask is None else mask.view(torch.uint8),
+                None if mask is None else indptr["mask"],
+                None if items is None else items.prefix_lens,
+                None if items is None else items.token_pos_in_items,
+            ),
+            (*strides(q, tail, results, slots), *key_strides(keys, key_tail)),
+            (batch.batch_size, q.shape[0], plan.num_tiles),
+            (q.dtype, keys.k.dtype, keys.v.dtype),
+        )
+        if results.out is not out:
+            out.copy_(results.out)
+
+    def _bind(
+        self,
+        config: TileConfig,
+        slots: Slots | None,
+        results: Results,
+        *,
+        has_mask: bool,
+        has_items: bool,
+    ) -> BoundKernel:
+        layer = self._layer
+        has_encoder = slots is not None and slots.begins_with_encoder
+        return BoundKernel(
+            layer.launcher,
+            kernel_at(TILE_KERNELS[config.kernel].address),
+            {
+                **layer.fixed(
+                    over_pool=slots is not None,
+                    has_mask=has_mask,
+                    has_lse=results.lse is not None,
+                ),
+                "HAS_ITEMS": has_items,
+                "PAGE": 1 if slots is None else slots.page_size,
+                "IN_CALL": slots is None,
+                "HAS_ENCODER": has_encoder and not layer.spec.is_cross_attention,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "STAGES": config.num_stages,
+                **config.constants,
+            },
+            tensors=TENSORS,
+            numbers=(*STRIDES, *KEY_STRIDES),
+            counts=("batch_size", "num_tokens", "num_tiles"),
+            options={"num_warps": config.num_warps, **config.options},
+        )

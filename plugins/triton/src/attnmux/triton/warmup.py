@@ -1,0 +1,148 @@
+"""Compiles what a backend will launch, before the first request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton import AsyncCompileMode
+
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.dtypes import torch_dtype
+from attnmux.triton.bound_kernel import RehearsedLaunch, current, failure_of
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+    from attnmux.triton.backend import TritonBackend
+
+
+def rehearse(backend: TritonBackend, context: BackendContext) -> None:
+    """Take every layer's decode and extend steps, at each batch size that plans are compiled for.
+
+    Leaves out what only some requests bring: LSE, masks, items, and verification.
+    """
+    is_encoder = not context.layers[0].is_causal
+    modes = (ForwardMode.EXTEND,) if is_encoder else (ForwardMode.DECODE, ForwardMode.EXTEND)
+    for mode in modes:
+        for size in _batch_sizes(context.max_batch_size):
+            batch = _batch(mode, size, context)
+            backend.init_forward_metadata_out_graph(batch)
+            backend.init_forward_metadata_in_graph(batch)
+            # Only decode's merge of partial results depends on the batch size.
+            if size == 1 or mode is ForwardMode.DECODE:
+                for layer in context.layers:
+                    _call(backend, layer, batch, context)
+    # Leaves no step prepared.
+    backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """The powers of 2 and `most`: plans are compiled for the next power of 2 of a batch size."""
+    return sorted({most, *(1 << exponent for exponent in range(most.bit_length()))})
+
+
+def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatch:
+    """One token a request, in the rows and slots that are reserved for padding."""
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=context.device)
+
+    has_encoder = any(layer.is_cross_attention for layer in context.layers)
+    extends = mode is ForwardMode.EXTEND
+    ones = zeros(torch.int32) + 1
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=zeros(torch.int64),
+        seq_lens=ones,
+        out_cache_loc=zeros(torch.int64),
+        positions=zeros(torch.int64),
+        extend_seq_lens=ones if extends else None,
+        extend_prefix_lens=zeros(torch.int32) if extends else None,
+        extend_num_tokens=size if extends else None,
+        encoder_lens=ones if has_encoder else None,
+        encoder_out_cache_loc=zeros(torch.int64) if has_encoder else None,
+    )
+
+
+def _call(
+    backend: TritonBackend, layer: LayerSpec, batch: ForwardBatch, context: BackendContext
+) -> None:
+    pool = context.token_to_kv_pool
+    dtype = torch.bfloat16 if context.request.dtype is None else torch_dtype(context.request.dtype)
+
+    def rows(heads: int, width: int) -> torch.Tensor:
+        return torch.zeros((batch.batch_size, heads, width), dtype=dtype, device=context.device)
+
+    rope = layer.qk_rope_head_dim
+    q = rows(layer.tp_q_head_num, layer.qk_head_dim - rope)
+    k = rows(layer.tp_k_head_num, layer.qk_head_dim - rope)
+    v = None if rope else rows(layer.tp_v_head_num, layer.v_head_dim)
+    q_rope = rows(layer.tp_q_head_num, rope) if rope else None
+    k_rope = rows(1, rope) if rope else None
+    is_stored = layer.is_causal and layer.layer_id in pool.layer_ids
+    if is_stored:
+        backend.save_kv(k, v, layer, batch, k_rope=k_rope)
+    call = AttentionCall(q, k, v, layer, is_stored, q_rope, k_rope)
+    if not batch.forward_mode.is_decode():
+        backend.forward_extend(call, batch)
+    elif is_stored:
+        backend.forward_decode(call, batch)
+
+
+def compile_ahead(launches: Sequence[RehearsedLaunch], device: torch.device) -> None:
+    """Compile and load all rehearsed launches, in threads; later calls launch them without binding.
+
+    Triton keeps compiled kernels on disk, so that the next process only loads them.
+    Raises BackendFailed for the first kernel that does not compile, or that needs more of the
+    device than it has.
+    """
+    with current(device), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        here = _with_index(device)
+
+        def load(launch: RehearsedLaunch, compiled: Any) -> None:  # noqa: ANN401  # no types of Triton's
+            with current(here):  # the current device is a thread's own
+                _load(launch, compiled)
+
+        # Failures are raised below: an error in here would leave the mode on.
+        with AsyncCompileMode(threads, ignore_errors=True):
+            begun = [
+                launch.bound.kernel.warmup(*launch.values, grid=(1,), **launch.bound.options)
+                for launch in launches
+            ]
+        compiled = [_finished(*pair) for pair in zip(launches, begun, strict=True)]
+        # Each once: a second thread would get a kernel that the first has only half loaded.
+        each = {
+            id(kernel): (launch, kernel) for launch, kernel in zip(launches, compiled, strict=True)
+        }
+        for _ in threads.map(lambda pair: load(*pair), each.values()):
+            pass
+    for launch, kernel in zip(launches, compiled, strict=True):
+        launch.bound.keep(launch.key, kernel, launch.values, launch.tensors)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _finished(launch: RehearsedLaunch, compiled: Any) -> Any:  # noqa: ANN401  # as above
+    """compiled: a CompiledKernel, or one that will be."""
+    try:
+        return compiled.result() if hasattr(compiled, "result") else compiled
+    except Exception as error:  # whatever a compiler raises
+        raise failure_of(launch.bound.kernel, error) from error
+
+
+def _load(launch: RehearsedLaunch, compiled: Any) -> None:  # noqa: ANN401  # as above
+    try:
+        # Indexing loads the kernel, and raises where the device has too little of something.
+        compiled[1, 1, 1]
+    except Exception as error:  # whatever a driver raises
+        raise failure_of(launch.bound.kernel, error) from error

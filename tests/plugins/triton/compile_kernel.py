@@ -1,0 +1,53 @@
+"""Compiles a kernel for a GPU that need not be here, for the tests that run as scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+SM90 = GPUTarget("cuda", 90, 32)
+
+
+def compile_kernel(
+    kernel: Any,
+    words: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    target: GPUTarget = SM90,
+    options: Mapping[str, int],
+    odd_strides: frozenset[str] = frozenset(),
+) -> Any:
+    """A `triton.compiler.CompiledKernel`.
+
+    words: Triton's types by argument, "constexpr" for a tensor that is None; int32 for those left
+    out. Addresses and all strides but odd_strides are multiples of 16.
+    """
+    signature, fixed, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        name, word = parameter.name, words.get(parameter.name, "i32")
+        if parameter.is_constexpr or word == "constexpr":
+            word, fixed[name] = "constexpr", constants.get(name)
+        elif word.startswith("*") or (name.endswith("stride") and name not in odd_strides):
+            attributes[place,] = [["tt.divisibility", 16]]
+        signature[name] = word
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(
+        source(kernel, signature, fixed, attributes), target=target, options=dict(options)
+    )
+
+
+def facts(compiled: Any) -> dict[str, int]:
+    """Bytes of shared memory, and how often some instructions occur."""
+    ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
+    return {
+        "shared": compiled.metadata.shared,
+        "matrix": ptx.count("wgmma.mma_async"),
+        "wide copies": ptx.count("cp.async.cg"),
+        "narrow copies": ptx.count("cp.async.ca"),
+        "local memory": sass.count("LDL") + sass.count("STL"),
+    }
