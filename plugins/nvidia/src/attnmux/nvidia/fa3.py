@@ -61,7 +61,7 @@ class FA3Backend(FA3Base):
         return aligned(call.q), None
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
-        """Also where K and V go to the pool, if they are all keys of the step and stored unchanged."""
+        """Also K and V that go to the pool, if they are all keys of the step, stored unchanged."""
         k, v = call.k, call.v
         if k is None or v is None:
             return None
