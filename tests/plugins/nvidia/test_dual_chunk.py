@@ -10,8 +10,7 @@ import torch
 
 from attnmux.core.batch import MultiItem
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
-from attnmux.core.kv import MHATokenToKVPool
+from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.library import imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.dual_chunk import DualChunkBackend, DualChunkKernels, make, merge
@@ -29,6 +28,7 @@ from attnmux.testing.adapters import (
     AdapterWorld,
     KernelCall,
     check_graphs_side_by_side,
+    check_layers_outside_the_pool,
     misaligned,
     outputs,
     recorded,
@@ -221,24 +221,8 @@ def test_graphs_live_side_by_side():
     check_graphs_side_by_side(WORLD, decode(40, 7), decode(3, 90, 21))
 
 
-def test_layers_without_a_place_in_the_pool():
-    world = WORLD.world(step := extend((0, 70), (0, 9)), save_kv_cache=False)
-    elsewhere = MHATokenToKVPool(
-        size=16,
-        page_size=1,
-        dtype=torch.bfloat16,
-        layer_ids=[99],
-        num_kv_heads=2,
-        head_dim=128,
-        device="cpu",
-    )
-    backend = WORLD.backend(replace(world.context, token_to_kv_pool=elsewhere))
-    made = prepare_step(world, step)
-    backend.init_forward_metadata(made.batch)
-    assert all(out.isfinite().all() for out in outputs(backend, made))
-    given = made.inputs[0]
-    with pytest.raises(AttnmuxError, match="layer 1 is not in the KV pool"):
-        backend.forward(given.q, None, None, given.layer, made.batch)
+def test_layers_outside_the_pool():
+    check_layers_outside_the_pool(WORLD, extend((0, 70), (0, 9)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from attnmux.core.batch import ForwardMode, MultiItem
 from attnmux.core.choosing.conditions import ANY
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.kv import MHATokenToKVPool
 from attnmux.core.library import imported
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import FA3Backend, make
@@ -21,7 +20,6 @@ from attnmux.testing import (
     Candidate,
     Case,
     prepare_step,
-    reference,
     run_case,
 )
 from attnmux.testing.adapters import (
@@ -29,6 +27,7 @@ from attnmux.testing.adapters import (
     AdapterWorld,
     KernelCall,
     check_graphs_side_by_side,
+    check_layers_outside_the_pool,
     outputs,
     recorded,
 )
@@ -221,28 +220,8 @@ def test_a_captured_table_is_as_wide_as_the_longest_context():
     assert call["num_splits"] == 0
 
 
-def test_layers_without_a_place_in_the_pool():
-    world = WORLD.world(step := extend((0, 9), (0, 4)), save_kv_cache=False)
-    elsewhere = MHATokenToKVPool(
-        size=16,
-        page_size=1,
-        dtype=torch.bfloat16,
-        layer_ids=[99],
-        num_kv_heads=2,
-        head_dim=128,
-        device="cpu",
-    )
-    backend = WORLD.backend(replace(world.context, token_to_kv_pool=elsewhere))
-    made = prepare_step(world, step)
-    backend.init_forward_metadata(made.batch)
-    given, table = made.inputs[0], world.context.req_to_token_pool.req_to_token
-    expected, _ = reference.attention(
-        given.q, given.layer, made.batch, table, elsewhere, k=given.k, v=given.v
-    )
-    out, *_ = outputs(backend, made)
-    torch.testing.assert_close(out.double(), expected, atol=8e-3, rtol=1.6e-2)
-    with pytest.raises(AttnmuxError, match="layer 1 is not in the KV pool"):
-        backend.forward(given.q, None, None, given.layer, made.batch)
+def test_layers_outside_the_pool():
+    check_layers_outside_the_pool(WORLD, extend((0, 9), (0, 4)))
 
 
 def test_queries_beyond_the_range_of_fp8_saturate():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attnmux.core.choosing.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.kv import MLATokenToKVPool
+from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.library import imported
 from attnmux.core.spec import tree_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
@@ -22,6 +21,7 @@ from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     check_graphs_side_by_side,
+    check_layers_outside_the_pool,
     outputs,
     recorded,
 )
@@ -219,24 +219,8 @@ def test_pools_that_are_refused(kv_dtype):
         WORLD.backend(WORLD.world(decode(3), kv_dtype=kv_dtype).context)
 
 
-def test_layers_without_a_place_in_the_pool():
-    world = WORLD.world(step := extend((0, 9), (0, 4)), save_kv_cache=False)
-    elsewhere = MLATokenToKVPool(
-        size=16,
-        page_size=1,
-        dtype=torch.bfloat16,
-        layer_ids=[99],
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        device="cpu",
-    )
-    backend = WORLD.backend(replace(world.context, token_to_kv_pool=elsewhere))
-    made = prepare_step(world, step)
-    backend.init_forward_metadata(made.batch)
-    outputs(backend, made)
-    given = made.inputs[0]
-    with pytest.raises(AttnmuxError, match="layer 1 is not in the KV pool"):
-        backend.forward(given.q, None, None, given.layer, made.batch, q_rope=given.q_rope)
+def test_layers_outside_the_pool():
+    check_layers_outside_the_pool(WORLD, extend((0, 9), (0, 4)))
 
 
 def test_latents_of_another_dtype_are_refused():

@@ -9,7 +9,6 @@ import torch
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.kv import MHATokenToKVPool
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.fa4 import FA4Backend, FA4Kernels, make
@@ -19,6 +18,7 @@ from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
+    check_layers_outside_the_pool,
     outputs,
     recorded,
 )
@@ -239,28 +239,15 @@ def test_kernels_are_compiled_before_the_first_step(settings, calls) -> None:
     assert all("page_table" in call.kwargs for call in made)
 
 
-def test_a_layer_that_the_pool_does_not_store() -> None:
-    """It is compiled for keys of the call."""
-    world = WORLD.world(step := extend((0, 3)))
-    elsewhere = MHATokenToKVPool(
-        size=256,
-        page_size=128,
-        dtype=torch.bfloat16,
-        layer_ids=[99],
-        num_kv_heads=2,
-        head_dim=128,
-        device="cpu",
-    )
-    context = replace(world.context, token_to_kv_pool=elsewhere)
-    calls = compiled(context)
-    assert len(calls) == 2
+def test_layers_outside_the_pool() -> None:
+    """They are compiled for keys of the call."""
+    step = extend((0, 9), (0, 4))
+    check_layers_outside_the_pool(WORLD, step)
+    context = WORLD.world(step).context
+    layers = tuple(replace(layer, layer_id=layer.layer_id + 100) for layer in context.layers)
+    calls = compiled(replace(context, layers=layers))
     assert {call.kwargs["max_seqlen_q"] for call in calls} == {1, 256}
     assert all("cu_seqlens_k" in each.kwargs and "page_table" not in each.kwargs for each in calls)
-    backend, made = WORLD.backend(context), prepare_step(world, step)
-    backend.init_forward_metadata(made.batch)
-    given = made.inputs[0]
-    with pytest.raises(AttnmuxError, match="save_kv_cache=False"):
-        backend.forward(given.q, None, None, given.layer, made.batch)
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError, TypeError])

@@ -1,4 +1,4 @@
-"""The emulator of `flash_attn.cute` itself: its signature, its conventions, what it refuses."""
+"""The emulator of `flash_attn.cute` has the real signature, conventions and refusals."""
 
 from __future__ import annotations
 
@@ -29,49 +29,33 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def packed(arch: int = 90, dim: int = 64, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def call(arch: int, given: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{"return_lse": True, **given})
+
+
+def packed(arch: int = 90, dim: int = 64, **more: Any) -> tuple[torch.Tensor, Any]:
     """Two requests, of three tokens and of two; four heads over two."""
-    given = {
-        "q": rows(5, 4, dim),
-        "k": rows(5, 2, dim),
-        "v": rows(5, 2, dim),
-        "cu_seqlens_q": ints(0, 3, 5),
-        "cu_seqlens_k": ints(0, 3, 5),
-        "return_lse": True,
-    }
-    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+    given = {"q": rows(5, 4, dim), "k": rows(5, 2, dim), "v": rows(5, 2, dim)}
+    bounds = {"cu_seqlens_q": ints(0, 3, 5), "cu_seqlens_k": ints(0, 3, 5)}
+    return call(arch, {**given, **bounds, **more})
 
 
 def paged(
     page_size: int = 128, dim: int = 64, arch: int = 90, **more: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, Any]:
     """One request of two tokens on top of three."""
-    given = {
-        "q": rows(2, 4, dim),
-        "k": rows(9, page_size, 2, dim),
-        "v": rows(9, page_size, 2, dim),
-        "cu_seqlens_q": ints(0, 2),
-        "seqused_k": ints(5),
-        "page_table": ints(*range(1, 9)).view(1, -1),
-        "return_lse": True,
-    }
-    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+    k, v = rows(2, 9, page_size, 2, dim)
+    keys = {"seqused_k": ints(5), "page_table": ints(*range(1, 9)).view(1, -1)}
+    given = {"q": rows(2, 4, dim), "k": k, "v": v, "cu_seqlens_q": ints(0, 2), **keys}
+    return call(arch, {**given, **more})
 
 
-def latent(heads: int = 16, arch: int = 100, **more: Any) -> tuple[Any, Any]:
+def latent(heads: int = 16, arch: int = 100, **more: Any) -> tuple[torch.Tensor, Any]:
     cache = rows(3, 128, 1, 576)
-    given = {
-        "q": rows(2, heads, 64),
-        "k": cache[..., 512:],
-        "v": cache[..., :512],
-        "qv": rows(2, heads, 512),
-        "cu_seqlens_q": ints(0, 2),
-        "seqused_k": ints(5),
-        "page_table": ints(2).view(1, 1),
-        "causal": True,
-        "return_lse": True,
-    }
-    return FlashAttnCute(arch=arch).flash_attn_varlen_func(**{**given, **more})
+    queries = {"q": rows(2, heads, 64), "qv": rows(2, heads, 512), "cu_seqlens_q": ints(0, 2)}
+    keys = {"seqused_k": ints(5), "page_table": ints(2).view(1, 1), "causal": True}
+    given = {"k": cache[..., 512:], "v": cache[..., :512], **queries, **keys}
+    return call(arch, {**given, **more})
 
 
 def test_emulated_signature() -> None:
@@ -84,12 +68,12 @@ def test_emulated_signature() -> None:
 
 
 def test_installed_signature() -> None:
-    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
+    """The installed library takes the recorded arguments, in order."""
     try:
         installed = distribution(RECORDED["distribution"])
     except PackageNotFoundError:
         pytest.skip(f"{RECORDED['distribution']} is not installed")
-    # It imports beside a CUDA driver alone.
+    # It imports only where a CUDA driver is.
     module = ast.parse(Path(str(installed.locate_file(RECORDED["file"]))).read_text("utf-8"))
     (arguments,) = (
         node.args
@@ -108,7 +92,6 @@ def test_installed_signature() -> None:
 def test_lse_is_natural_and_by_heads() -> None:
     q = torch.zeros(5, 4, 64, dtype=torch.bfloat16)
     _, lse = packed(q=q, causal=True)
-    assert lse is not None
     assert lse.shape == (4, 5)
     seen = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0])
     torch.testing.assert_close(lse, seen.log().expand(4, 5))
@@ -119,14 +102,13 @@ def test_lse_of_latents_is_by_tokens() -> None:
     torch.testing.assert_close(lse, torch.tensor([4.0, 5.0]).log().view(2, 1).expand(2, 16))
 
 
-def test_no_lse_unless_it_is_asked_for() -> None:
+def test_lse_is_optional() -> None:
     assert packed(return_lse=False)[1] is None
 
 
 def test_sinks_are_in_lse() -> None:
     q, sinks = torch.zeros(5, 4, 64, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
     _, lse = packed(q=q, causal=True, learnable_sink=sinks)
-    assert lse is not None
     assert math.isclose(lse[0, 1].item(), math.log(2 + math.e), rel_tol=1e-6)
 
 
@@ -137,7 +119,6 @@ def test_sinks_are_in_lse() -> None:
 def test_windows_count_keys_before_a_token(window, seen) -> None:
     q = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
     _, lse = paged(q=q, causal=True, window_size=window)
-    assert lse is not None
     assert math.isclose(lse[0, -1].item(), math.log(seen), rel_tol=1e-6)
 
 
@@ -146,17 +127,14 @@ def test_a_row_without_keys() -> None:
     sinks = torch.ones(4, dtype=torch.bfloat16)
     for arch, with_sink in ((90, math.nan), (100, 1.0)):
         out, lse = paged(arch=arch, seqused_k=ints(1), causal=True)
-        assert lse is not None
         assert not out[0].any()
         assert lse[:, 0].isneginf().all()
         _, lse = paged(arch=arch, seqused_k=ints(1), causal=True, learnable_sink=sinks)
-        assert lse is not None
         torch.testing.assert_close(lse[0, 0].item(), with_sink, equal_nan=True)
 
 
 def test_a_request_without_keys_is_garbage() -> None:
     out, lse = paged(seqused_k=ints(0), causal=True)
-    assert lse is not None
     assert out.isnan().all()
     assert lse.isnan().all()
 
@@ -168,22 +146,21 @@ def test_rows_of_no_request_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize(("page_size", "spoils"), [(128, True), (64, False)])
-def test_what_is_loaded_behind_the_end_has_to_be_finite(page_size, spoils) -> None:
+def test_v_after_the_end_of_a_whole_page_must_be_finite(page_size, spoils) -> None:
     v = rows(9, page_size, 2, 64)
     v[1, 5:] = torch.nan
     out, _ = paged(page_size=page_size, v=v, causal=True)
     assert bool(out.isnan().any()) == spoils
 
 
-def test_nothing_to_attend_to() -> None:
+def test_no_keys_at_all() -> None:
     out, lse = packed(k=rows(0, 2, 64), v=rows(0, 2, 64), cu_seqlens_k=ints(0, 0, 0))
-    assert lse is not None
     assert not out.any()
     assert lse.isneginf().all()
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"dim": 60}, "not supported"),
         ({"k": rows(5, 2, 64).half()}, "float16 != torch.bfloat16"),
@@ -195,8 +172,8 @@ def test_nothing_to_attend_to() -> None:
         ({"dim": 256, "arch": 100, "v": rows(5, 2, 128)}, "not supported"),
     ],
 )
-def test_refused_over_packed_keys(more, said) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_refused_over_packed_keys(more, message) -> None:
+    with pytest.raises(AssertionError, match=message):
         packed(**more)
 
 
@@ -218,7 +195,7 @@ def test_pages_that_are_served(page_size, dim, arch) -> None:
     [(10, 72, None, False), (10, 72, False, True), (10, 80, None, True), (8, 72, None, True),
      (6, 72, None, True), (6, 104, None, False)],
 )  # fmt: skip
-def test_packed_heads_that_fill_no_tile_want_regular_dims(heads, dim, pack_gqa, compiles) -> None:
+def test_packed_heads_that_fill_no_tile_need_regular_dims(heads, dim, pack_gqa, compiles) -> None:
     more = {"q": rows(5, heads, dim), "dim": dim, "pack_gqa": pack_gqa}
     if compiles:
         assert packed(**more)[0].isfinite().all()
@@ -227,7 +204,7 @@ def test_packed_heads_that_fill_no_tile_want_regular_dims(heads, dim, pack_gqa, 
             packed(**more)
 
 
-def test_pages_that_are_no_tile_want_regular_dims() -> None:
+def test_pages_smaller_than_a_tile_need_regular_dims() -> None:
     with pytest.raises(AssertionError, match="irregular"):
         paged(page_size=64, dim=72)
 
@@ -239,7 +216,7 @@ def test_pages_of_128_where_a_tile_has_fewer_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"arch": 90}, "not supported"),
         ({"softcap": 3.0}, "softcap"),
@@ -247,8 +224,8 @@ def test_pages_of_128_where_a_tile_has_fewer_keys() -> None:
         ({"heads": 24}, "packed"),
     ],
 )
-def test_refused_over_latents(more, said) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_refused_over_latents(more, message) -> None:
+    with pytest.raises(AssertionError, match=message):
         latent(**more)
 
 

@@ -23,6 +23,7 @@ from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.core.layer import LayerSpec
 from attnmux.core.library import KernelLibrary
 from attnmux.core.rehearsal import rehearse
+from attnmux.testing import reference
 from attnmux.testing.builders import PreparedStep, prepare_step
 from attnmux.testing.cases import Case, Step, decode, extend
 from attnmux.testing.placement import buffers
@@ -201,6 +202,43 @@ def check_graphs_side_by_side(
     graph.outputs.zero_()
     graph.replay()
     assert torch.equal(graph.outputs, expected)
+
+
+def check_layers_outside_the_pool(
+    adapter: AdapterWorld,
+    step: Step,
+    **settings: Any,  # noqa: ANN401  # fields of Case
+) -> None:
+    """Layers that the pool does not store attend to K and V of the call, and cannot do without.
+
+    step: an extend step without prefixes.
+    """
+    world = adapter.world(step, save_kv_cache=False, **settings)
+    made = adapter.prepare(world, step)
+    inputs = tuple(
+        replace(given, layer=replace(given.layer, layer_id=given.layer.layer_id + 100))
+        for given in made.inputs
+    )
+    backend = adapter.backend(replace(world.context, layers=tuple(each.layer for each in inputs)))
+    backend.init_forward_metadata(made.batch)
+    table, pool = world.context.req_to_token_pool.req_to_token, world.context.token_to_kv_pool
+    found = outputs(backend, replace(made, inputs=inputs))
+    for given, out in zip(made.inputs, found, strict=True):
+        expected, _ = reference.attention(
+            given.q,
+            given.layer,
+            made.batch,
+            table,
+            pool,
+            k=given.k,
+            v=given.v,
+            q_rope=given.q_rope,
+            k_rope=given.k_rope,
+        )
+        torch.testing.assert_close(out.double(), expected, atol=8e-3, rtol=1.6e-2)
+    given = inputs[0]
+    with pytest.raises(AttnmuxError, match=r"not in the KV pool.*save_kv_cache=False"):
+        backend.forward(given.q, None, None, given.layer, made.batch, q_rope=given.q_rope)
 
 
 class AdapterTests:

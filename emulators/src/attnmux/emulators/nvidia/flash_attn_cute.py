@@ -1,20 +1,20 @@
-"""FlashAttention 4 as `flash_attn.cute` offers it, in plain torch.
+"""FlashAttention 4 of `flash_attn.cute`, in plain torch.
 
-What the real function does with its arguments, as far as an adapter can notice:
+What an adapter can notice of the real function:
 
 - Q is packed, [total, Hq, D]; K and V are packed too, or [pages, page, Hkv, D] with `page_table`.
-  It allocates its output and answers (output, LSE), the latter None unless it is asked for.
-- LSE is the natural logarithm, float32, [Hq, total], with `qv` [total, Hq]; sinks are in it.
+  It allocates its output and returns (output, LSE); LSE is None unless `return_lse`.
+- LSE is the natural logarithm, float32, [Hq, total], with `qv` [total, Hq]; sinks are included.
 - Causality and windows count from the end of a request's keys. A window's side is off where it is
   None; -1 is a number, but two sides whose sum is negative are both off.
 - A row without keys has output 0 and LSE -inf; with a sink, LSE is NaN on SM90 and the sink on
-  SM100. A request that has queries and no keys at all is garbage, here NaN: its first block is
-  number -1, which no mask hides.
+  SM100. A request with queries and without keys gives garbage, here NaN: its first block has number
+  -1, which no mask hides.
 - Rows of Q that no request owns are not computed: here NaN.
-- A page of 128 keys is loaded whole, and packed keys in blocks of as many: V behind a request's end
-  is multiplied by weights of 0, and what is not finite there spoils the result. Keys on other pages
+- A page of 128 keys is loaded whole, and packed keys in blocks of as many: V after a request's end
+  is multiplied by weights of 0, and spoils the result where it is not finite. Keys on other pages
   are loaded one by one.
-- With `qv`, of V's dims, a logit is q · k + qv · v, and the scale defaults to that of both dims.
+- With `qv`, of V's dims, a logit is q · k + qv · v, and the default scale counts both dims.
 - Each architecture refuses other arguments, most of them by an assertion.
 """
 
@@ -28,7 +28,7 @@ import torch
 from attnmux.emulators.nvidia.dense import attend, padded, unpadded
 
 _BLOCK = 128
-"""Keys that a kernel loads at once; where SM90 has fewer, `FlashAttnCute` refuses pages."""
+"""Keys that a kernel loads at once. Where SM90 loads fewer, it takes no pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class FlashAttnCute:
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Raises AssertionError for what the library refuses, RuntimeError for what does not
-        compile or faults, NotImplementedError for what it serves and the emulator does not."""
+        compile or faults, NotImplementedError for what only the real library serves."""
         others = (seqused_q, gather_kv_indices, score_mod, mask_mod, block_sparse_tensors)
         if any(given is not None for given in others) or cu_seqlens_q is None:
             raise NotImplementedError("the emulator knows packed queries, and no modifications")
@@ -145,7 +145,7 @@ class FlashAttnCute:
         check(pack_gqa is False or not _BLOCK % heads or not heads % _BLOCK, "whole packed tiles")
 
     def _check_packing(self, q: torch.Tensor, v: torch.Tensor, pack_gqa: bool | None) -> None:
-        """On SM90, heads that do not fill the rows of a tile are loaded by another way than TMA."""
+        """On SM90, TMA does not load heads that do not fill the rows of a tile."""
         rows = 192 if q.shape[-1] <= 96 else 128
         by_itself = pack_gqa is False or not rows % (q.shape[-2] // v.shape[-2])
         if self.arch == 90 and not by_itself and (q.shape[-1] % 16 or v.shape[-1] % 16):
@@ -157,11 +157,11 @@ class FlashAttnCute:
             return
         check(not dim % 16 and not v_dim % 16, "Paged KV does not support irregular head dim")
         if block < _BLOCK:
-            raise RuntimeError("a thread of the 128 that look pages up has none to look up")
+            raise RuntimeError("one of the 128 threads that look pages up has no page")
 
 
 def _resolved(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """The keys before and behind a query that it sees, None for all."""
+    """How many keys before and after itself a query sees; None for all."""
     if causal:
         right = 0
     if left is not None and right is not None and left + right < 0:
@@ -170,7 +170,7 @@ def _resolved(causal: bool, left: int | None, right: int | None) -> tuple[int | 
 
 
 def _keys_at_once(dim: int, v_dim: int, *, is_local: bool) -> int:
-    """The library's tiles on SM90, of causal calls."""
+    """The library's tiles of keys on SM90, for causal calls."""
     if dim <= 128:
         return 128
     if dim <= 192:
@@ -185,7 +185,7 @@ def _by_request(
     seqused_k: torch.Tensor | None,
     page_table: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [B, S, Hkv, …] and lengths [B]: V is 0 behind what is loaded."""
+    """Keys and values [B, S, Hkv, …] and lengths [B]; V is 0 after the loaded part."""
     if page_table is not None and seqused_k is not None:
         keys, values = (cache[page_table.long()].flatten(1, 2) for cache in (k, v))
         lens, loaded_at_once = seqused_k, _BLOCK if v.shape[1] == _BLOCK else 1
@@ -272,7 +272,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def _check_aligned(rows: torch.Tensor | None) -> None:
-    """The library does not look; its loads of 16 bytes fault."""
+    """The library does not check; its loads of 16 bytes fault."""
     if rows is None:
         return
     steps = [rows.stride(dim) for dim in range(rows.dim() - 1) if rows.shape[dim] > 1]

@@ -61,7 +61,7 @@ class FA3Backend(FA3Base):
         return aligned(call.q), None
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
-        """Also where the call brings all keys of the step, and the pool stores them unchanged."""
+        """Also K and V that go to the pool, if they are all keys of the step, stored unchanged."""
         k, v = call.k, call.v
         if k is None or v is None:
             return None

@@ -48,7 +48,7 @@ class FA3Buffers:
     schedules: dict[FA3Schedule, torch.Tensor]
     max_num_tokens: int
     drafts: dict[tuple[KeyGroup, int], Keys] = field(default_factory=dict)
-    """Of draft trees, by the drafts of a request. Allocated before the first capture of as many."""
+    """Of draft trees, by the number of drafts of a request: allocated by the first capture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,13 +58,13 @@ class FA3Step:
     tables: PageTables
     buffers: FA3Buffers | None
     schedules: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By layer, whose id is hashed faster than what a schedule depends on."""
+    """By layer id, which hashes faster than an `FA3Schedule`."""
     drafts: dict[KeyGroup, Keys] = field(default_factory=dict)
     """Of a draft tree: a row for each draft token."""
 
 
 class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
-    """Steps and calls; a subclass prepares layers and gives queries and keys by call."""
+    """Prepares steps and calls the library; subclasses prepare layers, queries and keys."""
 
     def __init__(
         self, context: BackendContext, options: Mapping[str, object], kernels: FA3Kernels
@@ -75,7 +75,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
         self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
         self._schedules: dict[FA3Schedule, list[int]] = {}
-        """The layers of each. None where keys are never split: a schedule saves nothing then."""
+        """The layers of each. Empty where keys are never split: a schedule would save nothing."""
         for number, layer in self._layers.items():
             if layer.cache is not None and self._num_splits != 1:
                 self._schedules.setdefault(layer.cache.schedule, []).append(number)
@@ -85,11 +85,11 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
 
     @abstractmethod
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The library's `q` [T, Hq, D] and `qv` [T, Hq, Dv], in rows that it can load."""
+        """The library's `q` [T, Hq, D] and `qv` [T, Hq, Dv] or None, in rows that it can load."""
 
     @abstractmethod
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
-        """The library's K and V [T, Hkv, D] where it shall read the call's; None for the pool's."""
+        """The call's K and V as the library takes them, [T, Hkv, D]; None to read the pool's."""
 
     def plan_step(self, batch: ForwardBatch, buffers: FA3Buffers | None) -> FA3Step:
         tables = PageTables.of(batch, self.context, buffers.keys if buffers else {}, trees=True)
@@ -265,7 +265,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         q: torch.Tensor,
         **arguments: Any,  # noqa: ANN401  # the library's
     ) -> Any:  # noqa: ANN401  # a tuple with LSE
-        """Attention over cached keys. arguments: those that differ from the layer's, too."""
+        """Attention over cached keys. arguments: of this call; they override the layer's."""
         if layer.descales is not None:
             k_descale, v_descale = layer.descales
             arguments["k_descale"] = k_descale.expand(len(keys.lens), -1)
