@@ -79,10 +79,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
             self._paged_kv_last_page_len_buf.copy_(last_page_len)
             self._paged_kv_indices_buf[: len(indices)].copy_(indices)
         self._was_planned = True
-        lists = (each.to(self.device) for each in (indptr, indices, last_page_len))
         fast_decode_plan(
             self,
-            *lists,
+            indptr.to(self.device),
+            indices.to(self.device),
+            last_page_len.to(self.device),
             num_qo_heads,
             num_kv_heads,
             head_dim,
