@@ -71,31 +71,30 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
         refuse(data_type, rope_scale, rope_theta, block_tables, seq_lens)
         if fixed_split_size is not None and not self._use_tensor_cores:
             raise ValueError("fixed_split_size is only supported by tensor core decode for now.")
-        size = len(last_page_len)
+        self._check_group(num_qo_heads // num_kv_heads)
         if self._use_cuda_graph:
             room = len(self._paged_kv_indices_buf)
-            self._check_graph(size, self._fixed_batch_size, len(indices), room)
+            self._check_graph(len(last_page_len), self._fixed_batch_size, len(indices), room)
             self._paged_kv_indptr_buf.copy_(indptr)
             self._paged_kv_last_page_len_buf.copy_(last_page_len)
             self._paged_kv_indices_buf[: len(indices)].copy_(indices)
-        else:
-            self._paged_kv_indptr_buf = indptr.to(self.device)
-            self._paged_kv_indices_buf = indices.to(self.device)
-            self._paged_kv_last_page_len_buf = last_page_len.to(self.device)
-            self._qo_indptr_buf = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self._was_planned = True
-        self._check_group(num_qo_heads // num_kv_heads)
-        self._page_size = page_size
-        self._planned(
-            size,
-            heads=(num_qo_heads, num_kv_heads, head_dim, head_dim),
-            causal=False,
+        fast_decode_plan(
+            self,
+            indptr.to(self.device),
+            indices.to(self.device),
+            last_page_len.to(self.device),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
             sm_scale=sm_scale,
-            dtypes=(dtype_of(q_data_type), dtype_of(kv_data_type or q_data_type)),
-            pos_encoding_mode=pos_encoding_mode,
-            disable_split_kv=disable_split_kv and self._use_tensor_cores,
+            disable_split_kv=disable_split_kv,
         )
 
     def _check_group(self, size: int) -> None:

@@ -16,7 +16,7 @@ import math
 import torch
 
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of
+from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, refuse
 from attnmux.nvidia.rows import ALIGNMENT, is_aligned
 
 RANK, ROPE = 512, 64
@@ -46,18 +46,15 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        if backend == "cutlass":
-            raise NotImplementedError("the emulator has fa2 and fa3 alone")
+        refuse(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        if use_cuda_graph or backend == "cutlass":
+            raise NotImplementedError("the emulator has fa2 and fa3, without buffers for graphs")
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(
             INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
-        self._use_cuda_graph = use_cuda_graph
-        self._qo_indptr_buf = qo_indptr
-        self._kv_indptr_buf = kv_indptr
-        self._kv_indices_buf = kv_indices
-        self._kv_len_arr_buf = kv_len_arr
+        self._kv_indices_buf: torch.Tensor | None = None
         self._backend = "fa3" if backend == "auto" else backend
         self._batch_size: int | None = None
 
@@ -78,13 +75,7 @@ class BatchMLAPagedAttentionWrapper:
         use_profiler: bool = False,
     ) -> None:
         self._check_module(head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, use_profiler)
-        if self._use_cuda_graph:
-            buffer_of(self._qo_indptr_buf).copy_(qo_indptr)
-            buffer_of(self._kv_indptr_buf).copy_(kv_indptr)
-            buffer_of(self._kv_indices_buf)[: len(kv_indices)].copy_(kv_indices)
-            buffer_of(self._kv_len_arr_buf).copy_(kv_len_arr)
-        else:
-            self._kv_indices_buf = kv_indices.to(self.device)
+        self._kv_indices_buf = kv_indices.to(self.device)
         lists = [values.to("cpu") for values in (qo_indptr, kv_indptr, kv_len_arr)]
         if any(values.dtype != torch.int32 for values in lists):
             raise RuntimeError("Check failed: lengths and indptr must be int32")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +17,7 @@ from attnmux.core.library import KernelLibrary, LibraryBackend, imported
 from attnmux.core.rehearsal import rehearse, smallest_batches
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.layers import FlashInferLayer, PlanGroup
-from attnmux.nvidia.flashinfer.planning import (
-    FlashInferKernels,
-    Planner,
-    check_served,
-)
+from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check_served
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
@@ -90,9 +86,9 @@ class FlashInferBackend(
         # The latest buffers first: a batch may have been captured again.
         replayed = next((each for each in reversed(self._buffers) if each.has(batch)), None)
         if buffers is not None:
-            step.wrappers = _from_pool(step, buffers.capture(step))
+            step.wrappers |= buffers.capture(step)
         elif replayed is not None:
-            step.wrappers = _from_pool(step, replayed.replan(step))
+            step.wrappers |= replayed.replan(step)
         else:
             step.new = self._roles(step)
             for number, group in enumerate(self._groups):
@@ -208,11 +204,6 @@ class FlashInferBackend(
 
     def _make_planner(self, workspace_bytes: int) -> Planner:
         return Planner(self.kernels, self._settings, workspace(self.context, workspace_bytes))
-
-
-def _from_pool(step: FlashInferStep, wrappers: list[Any]) -> dict[tuple[Role, int], Any]:
-    (role,) = step.in_pool
-    return {(role, number): wrapper for number, wrapper in enumerate(wrappers)}
 
 
 def store_natural(base_2: torch.Tensor | None, lse: torch.Tensor | None) -> None:

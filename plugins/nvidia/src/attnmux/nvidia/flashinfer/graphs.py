@@ -18,7 +18,7 @@ from attnmux.nvidia.flashinfer.planning import (
 )
 from attnmux.nvidia.flashinfer.settings import graph_plan_bytes
 from attnmux.nvidia.flashinfer.shared import CaptureKey, capture_key
-from attnmux.nvidia.flashinfer.step import FlashInferStep, Role
+from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, Wrappers
 
 
 class GraphPlans:
@@ -65,32 +65,35 @@ class GraphPlans:
             group: zeros(graph_plan_bytes(group, max_batch_size, max_num_tokens), torch.uint8)
             for group in groups
         }
-        self._captured: dict[CaptureKey, tuple[Role, list[Any]]] = {}
+        self._captured: dict[CaptureKey, Wrappers] = {}
 
     def has(self, batch: ForwardBatch) -> bool:
         """Whether the batch was captured."""
         return capture_key(batch) in self._captured
 
-    def capture(self, step: FlashInferStep) -> list[Any]:
+    def capture(self, step: FlashInferStep) -> Wrappers:
         """The wrappers of all groups, planned for a step that is about to be captured.
 
         Raises InvalidInput for a step that the kernels do not serve.
         """
-        key, size = capture_key(step.batch), step.batch.batch_size
+        key, size, (role,) = capture_key(step.batch), step.batch.batch_size, step.in_pool
         if key not in self._captured:
-            (role,) = step.in_pool
             for group in self._groups:
                 check_served(role, group, step.batch)
-            self._captured[key] = role, [self._make(role, group, size) for group in self._groups]
-        role, wrappers = self._captured[key]
-        for group, wrapper in zip(self._groups, wrappers, strict=True):
-            self._planner.plan(wrapper, role, group, step, self._indices)
+            self._captured[key] = {
+                (role, number): self._make(role, group, size)
+                for number, group in enumerate(self._groups)
+            }
+        wrappers = self._captured[key]
+        for (role, number), wrapper in wrappers.items():
+            self._planner.plan(wrapper, role, self._groups[number], step, self._indices)
         return wrappers
 
-    def replan(self, step: FlashInferStep) -> list[Any]:
+    def replan(self, step: FlashInferStep) -> Wrappers:
         """The wrappers of a captured batch, planned for its next replay."""
-        role, wrappers = self._captured[capture_key(step.batch)]
-        for group, wrapper in zip(self._groups, wrappers, strict=True):
+        wrappers = self._captured[capture_key(step.batch)]
+        for (role, number), wrapper in wrappers.items():
+            group = self._groups[number]
             if has_decode_kernel(role, group):
                 self._replan_decode(wrapper, group, step)
             else:

@@ -114,6 +114,10 @@ class Role(Enum):
     """Many new tokens against K and V of the call, in cross attention those of the encoder."""
 
 
+Wrappers = dict[tuple[Role, int], Any]
+"""The library's wrappers, by role and number of the group of layers."""
+
+
 def pool_role(batch: ForwardBatch) -> Role:
     """How a step reads all of its keys from the pool."""
     mode, spec = batch.forward_mode, batch.spec_info
@@ -139,8 +143,8 @@ class FlashInferStep:
     """Those of a call that brings K and V which are in the pool too, as most do."""
     own: tuple[Role, ...]
     """Those of a call whose keys are its own alone. Decode reads the pool."""
-    wrappers: dict[tuple[Role, int], Any]
-    """By role and number of the group: planned for this step."""
+    wrappers: Wrappers
+    """Planned for this step."""
 
     def __init__(self, batch: ForwardBatch, context: BackendContext, page_size: int) -> None:
         """page_size: of the view that kernels have of the pool.

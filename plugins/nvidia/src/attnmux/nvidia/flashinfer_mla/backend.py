@@ -143,7 +143,8 @@ class FlashInferMLABackend(
             self._staging.wait()
             for group in self._groups:
                 out = None if buffers is None else buffers.of_group[group.pool_group]
-                step.in_pool[group] = self._planner.plan(group, step, out)
+                pages = step.indices(group, out)
+                step.in_pool[group] = self._planner.plan(group, step, pages)
             self._staging.mark()
         return step
 
@@ -195,7 +196,7 @@ class FlashInferMLABackend(
         """Planned now: most calls have their keys in the pool."""
         planned = step.in_call.get(group)
         if planned is None:
-            planned = step.in_call[group] = self._planner.plan_call(group, step)
+            planned = step.in_call[group] = self._planner.plan(group, step, None)
             self._staging.mark()
         return planned
 

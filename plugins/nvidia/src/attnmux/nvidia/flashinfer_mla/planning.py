@@ -128,18 +128,10 @@ class Planner:
         self._wrappers: dict[tuple[bool, LatentGroup, int], Any] = {}
 
     def plan(
-        self, group: LatentGroup, step: FlashInferMLAStep, out: torch.Tensor | None
-    ) -> Planned:
-        """Over the pool. out: where the indices go, for a step of a captured graph."""
-        return self._plan(group, step, step.indices(group, out))
-
-    def plan_call(self, group: LatentGroup, step: FlashInferMLAStep) -> Planned:
-        """Over the keys that the call brings."""
-        return self._plan(group, step, None)
-
-    def _plan(
         self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor | None
     ) -> Planned:
+        """slots: the pages of keys, as `FlashInferMLAStep.indices` has them; None where the call
+        brings the keys."""
         settings, of_call = self._settings, slots is None
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
         parts = step.parts(heads, of_call=of_call)

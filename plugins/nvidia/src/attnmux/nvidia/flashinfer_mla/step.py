@@ -23,14 +23,14 @@ then no more than two a request."""
 
 PLAN_TILES = 16384 - 512
 """Tiles that a plan holds. It has room for 16384 works (`max_total_num_works` in scheduler.cuh),
-writes behind them unchecked, and makes up to a work for each SM of those whose keys are split."""
+writes past them unchecked, and makes up to a work for each SM of those whose keys are split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
     """What one plan serves: requests, of the first and the last perhaps some of their rows.
 
-    Rows of a request see no keys behind themselves, so those that end early have fewer keys.
+    Rows of a request see no keys after themselves, so parts that end early have fewer keys.
     All on the host.
     """
 

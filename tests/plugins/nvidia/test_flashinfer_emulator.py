@@ -1,22 +1,70 @@
-"""flashinfer's conventions, one by one: what the emulator keeps and the adapter has to know."""
+"""flashinfer's emulator has the library's arguments and conventions, also where they surprise."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import math
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from attnmux.core.graph.devices import GraphStep
 from attnmux.core.library import imported
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import merge, store_natural
 from attnmux.nvidia.flashinfer.layers import merged_heads
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.shared import writable_lse
+from attnmux.testing.recording import RecordingGraphs
+
+RECORDED: dict[str, Any] = {
+    name: parameters
+    for file in ("flashinfer-0.6.13.json", "flashinfer-mla-0.6.13.json")
+    for name, parameters in json.loads((Path(__file__).parent / "data" / file).read_text())[
+        "signatures"
+    ].items()
+}
+MODULES = {
+    "fast_decode_plan": "flashinfer.decode",
+    "get_batch_prefill_attention_sink_uri": "flashinfer.jit.attention",
+    "BatchMLAPagedAttentionWrapper": "flashinfer.mla",
+}
+"""Where the library has names that the package itself does not export."""
 
 KERNELS = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 DECODE = emulator.BatchDecodeWithPagedKVCacheWrapper
 PAGED = emulator.BatchPrefillWithPagedKVCacheWrapper
+RAGGED = emulator.BatchPrefillWithRaggedKVCacheWrapper
+
+
+def parameters(function: Callable[..., Any]) -> list[list[str | None]]:
+    """Name, kind and default of each, as recorded."""
+    return [
+        [found.name, found.kind.name, None if found.default is found.empty else repr(found.default)]
+        for found in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_emulated_signature(name) -> None:
+    assert parameters(attrgetter(name)(emulator)) == RECORDED[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_installed_signature(name) -> None:
+    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
+    pytest.importorskip("flashinfer")
+    module = importlib.import_module(MODULES.get(name.split(".")[0], "flashinfer"))
+    installed = parameters(attrgetter(name)(module))
+    assert [each for each in installed if each in RECORDED[name]] == RECORDED[name]
+
 
 HEADS = {
     "num_qo_heads": 4,
@@ -56,62 +104,12 @@ def decode_in_graph(size: int = 2) -> emulator.BatchDecodeWithPagedKVCacheWrappe
     )
 
 
-def test_lse_is_in_base_2_and_empty_rows_are_finite() -> None:
-    wrapper = DECODE(workspace())
-    wrapper.plan(ints(0, 1, 1), ints(3), ints(2, 0), **HEADS)
-    q, (keys, values) = torch.randn(2, 4, 64), cache()
-    out, lse = wrapper.run(q, (keys, values), return_lse=True)
-    logits = torch.einsum("hd,shd->hs", q[0], keys[3, :2].repeat_interleave(2, 1)) / 8
-    torch.testing.assert_close(lse[0], torch.logsumexp(logits, 1) / math.log(2))
-    assert not out[1].any()
-    assert lse[1].tolist() == [-5e4] * 4
-
-
 def test_lse_becomes_natural_and_minus_infinity() -> None:
     # Masked keys of an empty row each add to the sum: log2(100) above -5e4.
     lse = torch.tensor([[-5e4, -5e4 + math.log2(100), -130.0, 0.0, 12.0]])
     store_natural(lse, lse)
     assert lse[0, :2].isneginf().all()
     torch.testing.assert_close(lse[0, 2:], torch.tensor([-130.0, 0, 12]) * math.log(2))
-
-
-def test_a_plan_with_host_lengths_keeps_the_length_of_empty_requests() -> None:
-    """Pages count from indptr, so an empty request's last page has to hold 0."""
-    wrapper = DECODE(workspace())
-    wrapper.plan(ints(0, 0, 1), ints(5), ints(0, 4), **HEADS)
-    out = wrapper.run(torch.randn(2, 4, 64), cache())
-    assert not out[0].any()
-    assert out[1].any()
-
-
-@pytest.mark.parametrize("window", [0, 1, 3])
-def test_window_left_counts_the_keys_before(window) -> None:
-    wrapper = DECODE(workspace())
-    wrapper.plan(ints(0, 2), ints(1, 6), ints(3), window_left=window, **HEADS)
-    q, (keys, values) = torch.randn(1, 4, 64), cache()
-    out = wrapper.run(q, (keys, values))
-    seen_k, seen_v = (
-        torch.cat([part[1], part[6, :3]])[-window - 1 :].repeat_interleave(2, 1).transpose(0, 1)
-        for part in (keys, values)
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), seen_k, seen_v)
-    torch.testing.assert_close(out, expected.transpose(0, 1))
-
-
-def test_custom_mask_keeps_where_true() -> None:
-    wrapper = PAGED(workspace(), backend="fa2")
-    mask = torch.tensor([True, False, True, False, True, True, False, True, True])
-    # 3 tokens on 3 keys, then 1 token on 5: the second request begins in a byte of its own.
-    mask = torch.cat([mask, torch.tensor([True, False, False, False, True])])
-    wrapper.plan(
-        ints(0, 3, 4), ints(0, 1, 3), ints(2, 4, 7), ints(3, 1), custom_mask=mask, **PAGED_HEADS
-    )
-    keys, values = cache()
-    values[:] = 0
-    values[2, :3, :, 0] = torch.tensor([[1.0], [10.0], [100.0]])
-    values[4, 0, :, 0], values[7, 0, :, 0], values[4, 1:, :, 0] = 4, 6, 1000
-    out = wrapper.run(torch.zeros(4, 4, 64), (keys, values))
-    assert out[:, 0, 0].tolist() == pytest.approx([50.5, 55, 55, 5])
 
 
 def plan_items(wrapper, places, prefix_lens=(2,), longest=(9,), width=None, **kwargs) -> None:
@@ -150,7 +148,7 @@ def test_items_begin_with_a_delimiter_that_they_do_not_see() -> None:
     assert seen(wrapper) != [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5]]
 
 
-def test_items_stand_above_causality_and_windows_hold() -> None:
+def test_items_replace_causality_and_windows_hold() -> None:
     wrapper = PAGED(workspace(), backend="fa2")
     plan_items(wrapper, (1, 2, 1, 2), causal=False, window_left=3)
     assert seen(wrapper) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 4], [4, 5]]
@@ -332,9 +330,7 @@ def test_workspace_is_aligned() -> None:
 
 def test_no_rows_cannot_be_launched() -> None:
     with pytest.raises(RuntimeError, match="no blocks"):
-        emulator.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
-            ints(0, 0), ints(0, 0), 4, 2, 64
-        )
+        RAGGED(workspace()).plan(ints(0, 0), ints(0, 0), 4, 2, 64)
 
 
 def test_without_tensor_cores_groups_are_few() -> None:
@@ -342,3 +338,203 @@ def test_without_tensor_cores_groups_are_few() -> None:
     with pytest.raises(RuntimeError, match="group_size"):
         DECODE(workspace()).plan(ints(0, 1), ints(3), ints(2), **heads)
     DECODE(workspace(), use_tensor_cores=True).plan(ints(0, 1), ints(3), ints(2), **heads)
+
+
+MLA_WORKSPACE_BYTES = 18 << 20
+
+
+class Latents:
+    """Requests with random rows, in pages that are no neighbours."""
+
+    def __init__(
+        self, *lens: tuple[int, int], heads: int = 16, page: int = 4, causal: bool = True
+    ) -> None:
+        """lens: keys and rows of each request."""
+        generator = torch.Generator().manual_seed(5)
+        self.kv_lens, self.q_lens = torch.tensor(lens, dtype=torch.int32).unbind(1)
+        self.heads, self.page, self.causal, self.scale = heads, page, causal, 0.1
+        counts = (self.kv_lens + page - 1) // page
+        self.kv_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        self.qo_indptr = torch.nn.functional.pad(self.q_lens.cumsum(0), (1, 0)).int()
+        pages, rows = int(self.kv_indptr[-1]), int(self.qo_indptr[-1])
+        self.indices = torch.randperm(pages + 3, generator=generator)[:pages].int()
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).bfloat16()
+
+        self.cache = random(pages + 3, page, 576)
+        self.q, self.q_pe = random(rows, heads, 512), random(rows, heads, 64)
+        self.wrapper = emulator.BatchMLAPagedAttentionWrapper(
+            torch.empty(MLA_WORKSPACE_BYTES, dtype=torch.uint8)
+        )
+
+    def plan(self, **others: Any) -> None:
+        given: dict[str, Any] = {
+            "qo_indptr": self.qo_indptr,
+            "kv_indptr": self.kv_indptr,
+            "kv_indices": self.indices,
+            "kv_len_arr": self.kv_lens,
+            "num_heads": self.heads,
+            "head_dim_ckv": 512,
+            "head_dim_kpe": 64,
+            "page_size": self.page,
+            "causal": self.causal,
+            "sm_scale": self.scale,
+            "q_data_type": torch.bfloat16,
+            "kv_data_type": torch.bfloat16,
+        }
+        self.wrapper.plan(**{**given, **others})
+
+    def run(self, **others: Any) -> Any:
+        return self.wrapper.run(
+            self.q, self.q_pe, self.cache[..., :512], self.cache[..., 512:], **others
+        )
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row by row, output and natural LSE."""
+        outs, lses = [], []
+        for request, (kv_len, q_len) in enumerate(zip(self.kv_lens, self.q_lens, strict=True)):
+            pages = self.indices[self.kv_indptr[request] : self.kv_indptr[request + 1]]
+            keys = self.cache[pages.long()].flatten(0, 1).double()
+            for place in range(int(q_len)):
+                row = int(self.qo_indptr[request]) + place
+                seen = int(kv_len - q_len) + place + 1 if self.causal else int(kv_len)
+                query = torch.cat([self.q[row], self.q_pe[row]], dim=-1).double()
+                logits = query @ keys[:seen].T * self.scale
+                outs.append(logits.softmax(-1) @ keys[:seen, :512])
+                lses.append(logits.logsumexp(-1))
+        return torch.stack(outs), torch.stack(lses)
+
+
+def test_rows_behind_the_plan_are_left_alone() -> None:
+    setup = Latents((5, 2), (9, 3))
+    setup.plan(qo_indptr=torch.tensor([0, 2], dtype=torch.int32), kv_indptr=setup.kv_indptr[:2],
+               kv_len_arr=setup.kv_lens[:1])  # fmt: skip
+    out = torch.full_like(setup.q, 7)
+    assert setup.run(out=out) is out
+    assert (out[2:] == 7).all()
+    torch.testing.assert_close(out[:2].double(), setup.expected()[0][:2], rtol=8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "wrong_row"),
+    [
+        # Tiles of 128: the first ends in token 6, which sees 65 keys.
+        ([(68, 10)], 20, 6),
+        # Tiles of 64, since the rows of five requests are few: the first ends within token 0.
+        ([(66, 2), (5, 0), (5, 0), (5, 0), (5, 0)], 128, 0),
+    ],
+)
+def test_causal_tiles_that_end_within_a_token_miss_its_key(lens, heads, wrong_row) -> None:
+    setup = Latents(*lens, heads=heads)
+    setup.plan()
+    out, expected = setup.run().double(), setup.expected()[0]
+    wrong = ((out - expected).abs() > 0.02).flatten(1).any(1)
+    assert wrong.nonzero().flatten().tolist() == [wrong_row]
+
+
+def test_an_indptr_may_begin_anywhere_and_indices_go_on_behind() -> None:
+    setup = Latents((9, 2), (70, 3))
+    setup.plan(
+        qo_indptr=setup.qo_indptr[1:] - setup.qo_indptr[1],
+        kv_indptr=setup.kv_indptr[1:],
+        kv_len_arr=setup.kv_lens[1:],
+        kv_indices=torch.cat([setup.indices, torch.zeros(40, dtype=torch.int32)]),
+    )
+    expected = setup.expected()[0][2:]
+    setup.q, setup.q_pe = setup.q[2:], setup.q_pe[2:]
+    torch.testing.assert_close(setup.run().double(), expected, rtol=8e-3, atol=1e-6)
+
+
+def test_a_run_reads_the_workspace_and_the_indices_where_they_are() -> None:
+    """Which is what a captured run does."""
+    setup = Latents((9, 1), (70, 1), causal=False)
+    setup.plan()
+    first = setup.run()
+    kept = setup.wrapper._int_workspace_buffer
+    shorter = torch.tensor([9, 12], dtype=torch.int32)
+    setup.plan(kv_len_arr=shorter)
+    assert setup.wrapper._int_workspace_buffer is kept
+    second = setup.run()
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+    setup.indices.copy_(setup.indices.flip(0))
+    assert not torch.equal(setup.run()[0], second[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"kv_data_type": torch.float8_e4m3fn}, RuntimeError, "float8"),
+        ({"kv_len_arr": torch.zeros(0, dtype=torch.int32)}, RuntimeError, "floating point"),
+        ({"kv_len_arr": torch.zeros(1, dtype=torch.int64)}, RuntimeError, "int32"),
+        ({"qo_indptr": torch.tensor([3, 0], dtype=torch.int32)}, RuntimeError, "non-negative"),
+        ({"head_dim_ckv": 256}, NotImplementedError, "512"),
+    ],
+)
+def test_plans_that_it_refuses(given, error, says) -> None:
+    with pytest.raises(error, match=says):
+        Latents((9, 3)).plan(**given)
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(16384, True), (16500, False)])
+def test_a_plan_has_room_for_so_many_tiles(rows, fits) -> None:
+    """One of 128 heads for each token; none of the keys is split, for there are few."""
+    setup = Latents((9, 3), heads=128, page=1)
+    lens = torch.tensor([rows], dtype=torch.int32)
+    bounds = torch.tensor([0, rows], dtype=torch.int32)
+    given = {"kv_len_arr": lens, "qo_indptr": bounds, "kv_indptr": bounds}
+    if fits:
+        setup.plan(**given)
+    else:
+        with pytest.raises(RuntimeError, match="works"):
+            setup.plan(**given)
+
+
+def test_a_workspace_for_two_tiles_of_each_sm() -> None:
+    setup = Latents((9, 3))
+    needed = 2 * 132 * 64 * (512 * 2 + 4)
+    setup.wrapper._float_workspace_buffer = torch.empty(needed, dtype=torch.uint8)
+    setup.plan()
+    setup.wrapper._float_workspace_buffer = torch.empty(needed - 16, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="mla_partial"):
+        setup.plan()
+
+
+def test_runs_that_it_refuses() -> None:
+    setup = Latents((9, 3))
+    with pytest.raises(AttributeError):
+        setup.run()
+    setup.plan()
+    with pytest.raises(ValueError, match="out"):
+        setup.run(out=torch.empty_like(setup.q_pe))
+    with pytest.raises(ValueError, match="lse"):
+        setup.run(lse=torch.empty(3, 16, dtype=torch.float64), return_lse=True)
+    with pytest.raises(NotImplementedError, match="LSE"):
+        setup.run(lse=torch.empty(16, 3).t(), return_lse=True)
+    with pytest.raises(ValueError, match="o_scale"):
+        setup.run(o_scale=1.0)
+    whole, setup.q = setup.q, setup.q[:2]
+    with pytest.raises(ValueError, match="rows"):
+        setup.run()
+    setup.q = whole.half()
+    with pytest.raises(ValueError, match="float16"):
+        setup.run()
+    odd = torch.zeros(3, 16 * 512 + 1, dtype=torch.bfloat16)
+    setup.q = odd[:, 1:].view(3, 16, 512)
+    with pytest.raises(RuntimeError, match="misaligned"):
+        setup.run()
+
+
+def test_a_captured_launch_has_the_blocks_of_its_plan() -> None:
+    """16 heads of 4 rows a request are a tile of 64; of 5 they are tiles of 128."""
+    setup = Latents((20, 4), (30, 4))
+    setup.plan()
+    step = GraphStep(prepare=lambda: None, forward=setup.run, host_tensors=())
+    graph = RecordingGraphs().capture(step)
+    setup.plan(kv_len_arr=setup.kv_lens - 1)
+    graph.replay()
+    assert graph.outputs.isfinite().all()
+    setup.plan(qo_indptr=torch.tensor([0, 3, 10], dtype=torch.int32))
+    graph.replay()
+    assert graph.outputs.isnan().all()
