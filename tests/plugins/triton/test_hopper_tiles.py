@@ -160,7 +160,7 @@ def run_case(changed: dict[str, Any]) -> float:
     lse = torch.empty(q.shape[:2], device=cuda) if variant["HAS_LSE"] else None
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=cuda)
     plan = TilePlan(TileKey(group=group, block_m=128), cuda)
-    plan.fill(q_indptr, batch_size, tokens)
+    plan.fill_for(q_indptr, batch_size, tokens)
     in_call = variant["IN_CALL"]
     attend_hopper_tiles[heads, plan.num_tiles](
         *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(0)),
