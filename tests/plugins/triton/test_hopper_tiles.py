@@ -200,7 +200,7 @@ def test_every_variant_fits_and_overlaps(script, tmp_path):
     assert [line["variant"] for line in lines] == list(VARIANTS)
     for line in lines:
         assert line["shared"] <= SHARED, line
-        # The assembler says when it makes products wait for each other, or ignores register counts.
+        # The assembler warns where products wait for each other, and of register counts it ignores.
         assert "(C75" not in line["said"], line
         spilled = re.search(r"(\d+) bytes spill stores", line["said"])
         # The warps that copy may spill a few numbers; those that multiply have no time to.
