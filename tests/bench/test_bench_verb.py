@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from datetime import datetime, timezone
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -13,6 +15,8 @@ from attnmux.core.choosing.card import Offer
 from attnmux.core.choosing.conditions import ANY, NONE
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.failures import PluginFailure
+from attnmux.core.choosing.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.measurement import Device
 from attnmux.core.choosing.measurement_file import read_measurements
 from attnmux.core.choosing.platform import Platform
 from attnmux.core.choosing.probe import Detection
@@ -79,6 +83,16 @@ class WrongElsewhere(FakeBackend):
     def forward_decode(self, call, batch):
         out = super().forward_decode(call, batch)
         return out.mul_(1.5) if batch.batch_size == 5 else out
+
+
+class Launched(FakeBackend):
+    """Notes the tuned launches of its contexts."""
+
+    seen: ClassVar[list[tuple[TunedLaunch, ...]]] = []
+
+    def __init__(self, context, options=None) -> None:
+        super().__init__(context, options)
+        self.seen.append(context.launches)
 
 
 class Missing(FakeBackend):
@@ -354,6 +368,29 @@ def test_one_that_is_wrong_keeps_no_time(installed, file) -> None:
     installed(Wrong, FakeBackend)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert [each["backend"] for each in data["kept"]["measurements"]] == ["fakes/FakeBackend"]
+
+
+@pytest.mark.parametrize("given", [(), ("--keep",)])
+def test_backends_are_timed_and_checked_with_tuned_launches(
+    installed, file, tmp_path, monkeypatch, given
+) -> None:
+    tuned = TunedLaunch(
+        backend="fakes/Launched",
+        device=Device.of(HERE),
+        versions={},
+        subject={"page": 1},
+        values={"warps": 4},
+        median_us=1.0,
+        date=datetime(2026, 5, 1, tzinfo=timezone.utc),
+    )
+    path = tmp_path / "launches.json"
+    monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
+    launch_file(path).add([tuned])
+    installed(Launched)
+    Launched.seen.clear()
+    answer(bench("--json", *given, *STEPS[2:]))
+    assert len(Launched.seen) > len(given)
+    assert set(Launched.seen) == {(tuned,)}
 
 
 def test_measurements_that_are_not_to_be_used(installed, file, monkeypatch) -> None:

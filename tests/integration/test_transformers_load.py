@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime, timezone
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior
 from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.choosing.launches import TunedLaunch
+from attnmux.core.choosing.measurement import Device
 from attnmux.core.choosing.policy import Policy
 from attnmux.core.choosing.probe import probe_cpu
 from attnmux.core.errors import NoBackend
@@ -69,6 +72,20 @@ def test_tensors_that_the_model_does_not_read_are_named(tiny, tmp_path):
             [GOOD],
             RunnerOptions(max_batch_size=2, max_context_len=64, max_total_tokens=128),
         )
+
+
+def test_the_backend_is_built_with_the_tuned_launches(tiny):
+    tuned = TunedLaunch(
+        backend="some/good",
+        device=Device.of(probe_cpu()),
+        versions={},
+        subject={"page": 1},
+        values={"warps": 4},
+        median_us=1.0,
+        date=datetime(2026, 5, 1, tzinfo=timezone.utc),
+    )
+    runner, _ = load(tiny("llama")[1], GOOD, launches=(tuned,))
+    assert runner.backend.context.launches == (tuned,)
 
 
 def test_scales_of_a_checkpoint_that_are_not_used_are_named(tiny, tmp_path):

@@ -36,7 +36,7 @@ class Parameter:
 
 
 class Compiled:
-    """What a launch through Triton returns."""
+    """The result of a launch through Triton."""
 
     function, packed_metadata = "function", "packed"
 
@@ -68,7 +68,7 @@ class Kernel:
 
 
 class Driver:
-    current = -1  # what a tensor of the CPU says
+    current = -1  # as `get_device()` of a tensor on the CPU
 
     def get_current_device(self) -> int:
         return self.current
@@ -279,7 +279,7 @@ def test_every_launch_of_a_step_was_rehearsed(case):
 
 
 def kind(launch: RehearsedLaunch) -> tuple[object, ...]:
-    """What a launch is compiled for; of counts only their type."""
+    """The kernel and its specialisation; of counts only their type."""
     counts = {"batch_size", "num_tokens", "num_tiles"}
     names = launch.bound.kernel.arg_names
 

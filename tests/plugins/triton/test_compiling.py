@@ -75,7 +75,7 @@ def cases_of(arch: str) -> dict[str, Case]:
 
 
 def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
-    """What every case launches, by its name."""
+    """The launches of every case, with its name."""
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
 
     vendor = "amd" if arch.startswith("gfx") else "nvidia"

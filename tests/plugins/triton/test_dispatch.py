@@ -61,9 +61,9 @@ def traits(
     return LayerTraits(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
 
 
-def kernels(what: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
+def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
     """For few new tokens, and for many."""
-    found = Dispatch(traits=what, arch=arch, page_size=16)
+    found = Dispatch(traits=layer, arch=arch, page_size=16)
     return found.shares(1, hides=hides).kernel, found.tiles(hides=hides).kernel
 
 
@@ -139,8 +139,8 @@ def test_rows_of_a_pool_that_are_not_aligned():
         (buffer.flatten()[1 : 1 + 2 * 8 * 128].view(2, 8, 128), "portable"),
         (buffer.flatten()[: 2 * 8 * 128].view(2, 8, 128), "hopper"),
     ):
-        what = replace(traits(gqa()), keys=Keys(k=keys, v=keys))
-        assert kernels(what) == (expected, expected)
+        layer = replace(traits(gqa()), keys=Keys(k=keys, v=keys))
+        assert kernels(layer) == (expected, expected)
 
 
 def test_keys_of_8_bits_have_an_entry_of_their_own():
@@ -247,7 +247,7 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
         (extend((16, 41), (0, 7)), MLA, "tiles"),
     ],
 )
-def test_what_a_step_launches(step, case, kernel):
+def test_the_kernel_of_a_step(step, case, kernel):
     launched = {name for name in launched_by(step, **case) if not name.startswith("plan")}
     merge = {"latent_merge"} if kernel == "hopper_latent" else set()
     assert launched - {"indices"} == {kernel} | merge

@@ -1,4 +1,4 @@
-"""The benchmark against the libraries goes through on a CPU, with what emulates them."""
+"""The benchmark against the libraries runs on a CPU, with emulators of the libraries."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def run_case(changed: dict[str, Any]) -> float:
     lse = torch.empty(q.shape[:2], device=cuda) if variant["HAS_LSE"] else None
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=cuda)
     plan = TilePlan(TileKey(group=group, block_m=128), cuda)
-    plan.fill(q_indptr, batch_size, tokens)
+    plan.fill_for(q_indptr, batch_size, tokens)
     in_call = variant["IN_CALL"]
     attend_hopper_tiles[heads, plan.num_tiles](
         *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(0)),
@@ -200,7 +200,7 @@ def test_every_variant_fits_and_overlaps(script, tmp_path):
     assert [line["variant"] for line in lines] == list(VARIANTS)
     for line in lines:
         assert line["shared"] <= SHARED, line
-        # The assembler says when it makes products wait for each other, or ignores register counts.
+        # The assembler warns where products wait for each other, and of register counts it ignores.
         assert "(C75" not in line["said"], line
         spilled = re.search(r"(\d+) bytes spill stores", line["said"])
         # The warps that copy may spill a few numbers; those that multiply have no time to.

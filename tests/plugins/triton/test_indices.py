@@ -100,7 +100,7 @@ def assert_same(name: str, *args: Any, **options: Any) -> Any:
 
 
 def assert_same_into(name: str, buffer: torch.Tensor, *args: Any, **options: Any) -> None:
-    """What is written to a buffer, what is left alone, and that the result is part of it."""
+    """Writes the same values to a buffer, leaves the same rest alone, and returns a part of it."""
     for make in (torch.clone, apart):
         mine, theirs = make(buffer), make(buffer)
         result = getattr(ours, name)(*args, **options, out=mine)
@@ -284,12 +284,12 @@ WRONG: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_refuses_what_core_does(what):
+@pytest.mark.parametrize("case", WRONG)
+def test_refuses_as_core_does(case):
     with pytest.raises(InvalidInput) as theirs:
-        WRONG[what](core)
+        WRONG[case](core)
     with pytest.raises(InvalidInput) as mine:
-        WRONG[what](ours)
+        WRONG[case](ours)
     assert str(mine.value) == str(theirs.value)
 
 

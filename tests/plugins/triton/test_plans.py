@@ -119,7 +119,7 @@ def test_a_fixed_split_depends_on_its_request_alone(lens, split_blocks, most):
 def test_tiles_cover_every_row_once(new, group, trailing):
     indptr = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
     plan = TilePlan(TileKey(group=group, block_m=16), CPU)
-    plan.fill(indptr, len(new), sum(new) + trailing)
+    plan.fill_for(indptr, len(new), sum(new) + trailing)
     wanted = [
         (request, row)
         for request, tokens in enumerate([*new, trailing])
@@ -134,5 +134,5 @@ def test_tiles_cover_every_row_once(new, group, trailing):
 def test_more_tiles_than_a_grid_holds_are_refused():
     plan = TilePlan(TileKey(group=128, block_m=64), CPU)
     with pytest.raises(InvalidInput, match=r"at most 32766 a step, got 32769 new tokens"):
-        plan.fill(torch.tensor([0, 32769], dtype=torch.int32), 1, 32769)
+        plan.fill_for(torch.tensor([0, 32769], dtype=torch.int32), 1, 32769)
     assert plan.num_tiles == 0

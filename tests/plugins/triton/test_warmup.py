@@ -38,7 +38,7 @@ class Driver:
         return torch.device("cpu")
 
     def get_current_device(self) -> int:
-        return -1  # what a tensor of the CPU says
+        return -1  # as `get_device()` of a tensor on the CPU
 
     def get_current_stream(self, index: int) -> int:
         return 0
@@ -54,16 +54,16 @@ class Driver:
         return lambda *args: self.launched.append(args[4])
 
 
-def main(what: str) -> None:
-    """Make the backend, take the steps, and print what happened."""
+def main(case: str) -> None:
+    """Make the backend, take the steps, and print the launches."""
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from triton.runtime import driver  # noqa: PLC0415  # as above
 
     from attnmux.triton import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
     from attnmux.triton.factory import triton as made  # noqa: PLC0415  # as above
 
-    device = Driver(232448 if what == "fits" else 4096)
-    if what != "no driver":
+    device = Driver(232448 if case == "fits" else 4096)
+    if case != "no driver":
         driver.set_active(device)
     platform = replace(Platform.parse("nvidia:sm90,cuda=13.0"), core_count=3)
     world = make_world(CASE, platform, "cpu")
@@ -93,7 +93,7 @@ def main(what: str) -> None:
 def test_no_step_waits_for_a_compiler(script):
     found = script("fits")[-1]
     assert found["compiled"] == []
-    # The rows of the second layer's inputs are as far apart as nobody knew.
+    # The rehearsal could not know the strides of the second layer's inputs.
     assert [name for layer, name in found["bound"] if layer == 0] == []
     assert found["launched"] == [
         *("sum_lens", "plan_tiles", *("write_kv", "attend_hopper_tiles") * 2),

@@ -1,4 +1,4 @@
-"""What the backend writes is what the pool's own methods write, bit for bit."""
+"""The backend writes the same bits as the pool's own methods."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def layer_of(pool: KVPool, layer_id: int = 5, **changes: Any) -> LayerSpec:
 
 
 def rows_of(layer: LayerSpec, num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of all magnitudes, with what no format holds among them."""
+    """Values of all magnitudes, some of which no format holds."""
     heads, rope = layer.tp_k_head_num, layer.qk_rope_head_dim
     made = []
     for width in (layer.qk_head_dim - rope, rope or layer.v_head_dim):
@@ -217,7 +217,7 @@ def test_a_pool_that_translates_slots(make, layer_id):
 
 
 def test_slots_that_there_are_not():
-    """They are left out, whatever lies behind the pool; and padding's slot takes what it gets."""
+    """They are skipped, and no memory after the pool changes. Padding writes to slot 0."""
     room = torch.zeros(NUM_SLOTS + 8, 3, 10)
     pool, expected = mha(torch.float32), mha(torch.float32)
     pool._k[0] = room[4:-4]
@@ -301,8 +301,8 @@ BAD: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("has_written", [False, True])
-@pytest.mark.parametrize("what", BAD)
-def test_refuses_what_the_pool_does(what, has_written):
+@pytest.mark.parametrize("case", BAD)
+def test_refuses_as_the_pool_does(case, has_written):
     backend, step = backend_of(kv_dtype="fp8_e5m2", head_dim=16, v_head_dim=12)
     call = step.inputs[0]
     given = {"k": call.k, "v": call.v, "layer": call.layer, "k_rope": None, "batch": step.batch}
@@ -310,7 +310,7 @@ def test_refuses_what_the_pool_does(what, has_written):
         backend.save_kv(**given)
     memory = backend.context.token_to_kv_pool.get_kv_buffer(call.layer.layer_id)
     before = [bits(buffer) for buffer in memory]
-    given |= BAD[what](call)
+    given |= BAD[case](call)
     ours = refusal(lambda: backend.save_kv(**given))
     theirs = refusal(lambda: super(TritonBackend, backend).save_kv(**given))
     assert ours == theirs

@@ -69,6 +69,8 @@ class TritonBackend(AttentionBackend):
         tiles: dict[TileKey, TilePlan] = {}
         self._tile_plans: dict[tuple[int, bool], TilePlan] = {}
         """By layer, and whether the step hides keys."""
+        self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
+        """By new tokens a request, None where these differ, and whether the step hides keys."""
         for hides in (False, True):
             for name, attention in self._tile_attention.items():
                 key = attention.key(hides=hides)
@@ -101,15 +103,8 @@ class TritonBackend(AttentionBackend):
             return
         self._sums.fill(step)
         self._tables.fill(step)
-        hides, queries = step.hides, step.queries
-        if queries is None:
-            for tiles in dict.fromkeys(self._tile_plans[name, hides] for name in self._layers):
-                tiles.fill(step.indptr["queries"], batch.batch_size, batch.num_tokens)
-            return
-        for shares in dict.fromkeys(
-            self._share_plan(name, queries, hides=hides) for name in self._stored
-        ):
-            shares.fill(step)
+        for plan in self._plans(step.queries, hides=step.hides):
+            plan.fill(step)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Checks the size alone: plans have room for the context's largest batch from the start."""
@@ -169,6 +164,18 @@ class TritonBackend(AttentionBackend):
         if call.lse is not None and results.lse is not None and results.lse is not call.lse:
             call.lse.copy_(results.lse)
         return results.out
+
+    def _plans(self, queries: int | None, *, hides: bool) -> tuple[SharePlan | TilePlan, ...]:
+        """Each plan of a step's layers once."""
+        plans = self._plans_of_step.get((queries, hides))
+        if plans is None:
+            of_layers: list[SharePlan | TilePlan] = (
+                [self._tile_plans[name, hides] for name in self._layers]
+                if queries is None
+                else [self._share_plan(name, queries, hides=hides) for name in self._stored]
+            )
+            plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
+        return plans
 
     def _share_plan(self, layer_id: int, queries: int, *, hides: bool) -> SharePlan:
         plan = self._share_plans.get((layer_id, queries, hides))

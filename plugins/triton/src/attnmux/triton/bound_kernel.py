@@ -1,9 +1,9 @@
 """Launches whose fixed arguments are bound once.
 
-Triton's own launch binds every argument, looks up what each lets the compiler assume and asks the
-driver about every pointer: tens of microseconds for kernels like these. The first call of a kind
-goes that way. Its compiled kernel is kept, and later calls hand it the same list of values with the
-changed ones replaced.
+Triton's own launch binds every argument, looks up the compiler's assumptions about each and asks
+the driver about every pointer: tens of microseconds for kernels like these. The first call of a
+kind goes that way. Its compiled kernel is kept, and later calls hand it the same list of values
+with the changed ones replaced.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class CompiledVariant:
     """All arguments in the kernel's order, tensors as their addresses."""
     device: int
     assumed: Callable[..., str] | None
-    """Gives what a Triton backend lets its compiler assume of a tensor, beyond alignment; None
-    where it assumes nothing."""
+    """A Triton backend's assumption about a tensor beyond its alignment; None for a backend that
+    makes none."""
     of_tensors: tuple[str, ...]
-    """What it assumed of each tensor that calls pass."""
+    """The assumption about each tensor that calls pass."""
     misaligned: tuple[int, ...]
     """For each of these tensors, the bits that its address must not have."""
 
@@ -98,7 +98,7 @@ class BoundKernel:
 
         The compiler specialises on numbers, such as strides. Counts are declared as
         `do_not_specialize`. Names that the kernel has no argument for are ignored: a kernel that
-        serves less takes less, and then calls pass None for such a tensor.
+        serves less takes less, and calls pass None for the tensors that it lacks.
         """
         self.kernel, self.options = kernel, dict(options)
         self._launcher = launcher
@@ -199,7 +199,7 @@ class BoundKernel:
         counts: tuple[int, ...],
         dtypes: Hashable,
     ) -> None:
-        """Launch through Triton, which compiles what is new."""
+        """Launch through Triton, which compiles a new kind."""
         values = self._fixed.copy()
         for places, given in (
             (self._tensors, tensors),

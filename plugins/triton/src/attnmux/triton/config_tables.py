@@ -132,8 +132,8 @@ class ConfigTables:
 
     @classmethod
     def of(cls, tuned: Iterable[TunedLaunch], arch: str) -> ConfigTables:
-        """The tables with what was tuned on this machine. Warns of a launch that no kernel here
-        takes, and leaves it out."""
+        """The tables with the launches that were tuned on this machine. Leaves out, with a warning,
+        those that no kernel here takes."""
         tiles: list[ConfigEntry[TileConfig]] = []
         shares: list[ConfigEntry[ShareConfig]] = []
         for each in tuned:

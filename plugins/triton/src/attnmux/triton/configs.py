@@ -77,7 +77,7 @@ def tuned_fields(kind: type[TileConfig] | type[ShareConfig]) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigQuery:
-    """What a configuration is looked up for."""
+    """A layer and its kernels, as a configuration is looked up for them."""
 
     arch: str
     """As `Platform.arch`."""

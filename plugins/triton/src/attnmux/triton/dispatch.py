@@ -36,7 +36,7 @@ LATENT_DIMS = (512, 64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTraits:
-    """What decides which kernels serve a layer, in whatever step."""
+    """The facts about a layer that decide which kernels serve it; no step changes them."""
 
     layer: LayerSpec
     shape: Shape

@@ -1,4 +1,4 @@
-"""What the kernels need to know of a layer, in whatever step and call."""
+"""A layer as the kernels see it: everything that no step and no call changes."""
 
 from __future__ import annotations
 

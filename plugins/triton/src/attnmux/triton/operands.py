@@ -76,7 +76,7 @@ class Keys(NamedTuple):
         return cls(call.k, call.k if call.v is None else call.v, call.k_rope)
 
     def whole(self, dtype: torch.dtype) -> Keys:
-        """These keys as whole rows of that dtype; copies only what is not."""
+        """These keys as whole rows of that dtype, copied only where they are not."""
         return Keys(whole_rows(self.k, dtype), whole_rows(self.v, dtype), self.k_rope)
 
 

@@ -54,7 +54,7 @@ class Splitting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitOptions:
-    """The card's options, and what they make of a request's keys."""
+    """The card's options, which decide how keys are split and in which dtype parts are kept."""
 
     num_kv_splits: int
     split_tile_size: int

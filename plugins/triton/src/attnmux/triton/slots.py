@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +59,7 @@ def own_page_size(context: BackendContext) -> int:
     return 1 if has_encoder else context.token_to_kv_pool.page_size
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Slots:
+class Slots(NamedTuple):
     """A table of slots or pages, and each request's row in it."""
 
     table: torch.Tensor

@@ -82,11 +82,14 @@ class TilePlan:
         self._launcher = launcher or Launcher()
         self._bound: dict[int, BoundKernel] = {}
 
-    def fill(self, q_indptr: torch.Tensor, batch_size: int, num_tokens: int) -> None:
-        """q_indptr: [B + 1] int32.
+    def fill(self, step: TritonStep) -> None:
+        """For a step with `indptr["queries"]`. Raises InvalidInput for more tiles than a launch
+        takes."""
+        batch = step.batch
+        self.fill_for(step.indptr["queries"], batch.batch_size, batch.num_tokens)
 
-        Raises InvalidInput for more tiles than a launch takes.
-        """
+    def fill_for(self, q_indptr: torch.Tensor, batch_size: int, num_tokens: int) -> None:
+        """q_indptr: [B + 1] int32. Raises as `fill`."""
         key = self.key
         # The last tile of each request may be partly empty, and so may that of padding's tokens.
         num_tiles = num_tokens * key.group // key.block_m + batch_size + 1

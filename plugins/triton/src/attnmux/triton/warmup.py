@@ -1,4 +1,4 @@
-"""Compiles what a backend will launch, before the first request."""
+"""Compiles a backend's kernels before the first request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def rehearse(backend: TritonBackend, context: BackendContext) -> None:
     """Take every layer's decode and extend steps, at each batch size that plans are compiled for.
 
-    Leaves out what only some requests bring: LSE, masks, items, and verification.
+    Leaves out features of some requests alone: LSE, masks, items, and verification.
     """
     is_encoder = not context.layers[0].is_causal
     modes = (ForwardMode.EXTEND,) if is_encoder else (ForwardMode.DECODE, ForwardMode.EXTEND)
