@@ -13,7 +13,7 @@ from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Q_HEADS
 from benchmarks.setups import DIM, RANK, ROPE
 from benchmarks.timing import Call
 
-from attnmux.core.choosing.options import complete
+from attnmux.core.choosing.offer.named import complete
 from attnmux.emulators.nvidia import flashinfer as emulated
 from attnmux.nvidia.cards.flashinfer import FLASHINFER as FLASHINFER_CARD
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA as FLASHINFER_MLA_CARD

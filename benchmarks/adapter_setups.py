@@ -10,8 +10,8 @@ from benchmarks.adapter_workloads import DTYPE, KV_HEADS, Workload
 from benchmarks.setups import COLD_BYTES, DIM, RANK, ROPE, make_batch, make_layer, paged
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.kv import (
     KVPool,

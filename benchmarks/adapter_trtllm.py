@@ -12,7 +12,7 @@ from benchmarks.adapter_setups import Setup
 from benchmarks.adapter_sides import ALONE, SAME, Adapter, Ways, after_writes, kernels_of
 from benchmarks.adapter_workloads import DTYPE
 
-from attnmux.core.choosing.options import complete
+from attnmux.core.choosing.offer.named import complete
 from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_prefill
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA as CARD
 from attnmux.nvidia.trtllm_mha import Kernels, TRTLLMMHABackend

@@ -15,8 +15,8 @@ from attnmux.bench.cli.bench_place import Place, find_place
 from attnmux.bench.cli.bench_timing import Result, measured
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.workload import Workload, completed
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.measurement_file import read_measurements
+from attnmux.core.choosing.measured.measurement import read_measurements
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided
 from attnmux.core.errors import in_brief
@@ -89,7 +89,7 @@ class Measuring:
                 show=False,
             )
             kept = keeper.keep(result, self.check_seconds, show=False)
-            known = read_measurements(file).measurements
+            known = read_measurements(file).found
             decisions = {
                 phase: decided(
                     asked.replace(phases=(phase,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmux.bench.workload import Workload
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.cli.select import requested
 from attnmux.core.graph.sizes import graph_batch_sizes
 

@@ -24,9 +24,12 @@ import importlib_metadata
 from rich.console import Console
 from rich.table import Table
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior, when
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     at_most,
@@ -38,9 +41,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import NoBackend
 
 SMALL, LARGE = 40, 1000

@@ -29,7 +29,7 @@ import transformers
 
 from attnmux.core import detect, load_plugins, pick_platform
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.errors import GraphUnsupported
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.transformers import (

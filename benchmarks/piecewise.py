@@ -27,7 +27,7 @@ from torch._inductor.utils import run_and_get_code
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.context import BackendContext
 from attnmux.core.graph.config import Forward, ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces

@@ -21,8 +21,8 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.kv import MHATokenToKVPool, PagedAllocator, ReqToTokenPool

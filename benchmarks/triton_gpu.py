@@ -49,7 +49,7 @@ from benchmarks.triton_sides import (
 )
 from benchmarks.triton_workloads import TINY, WORKLOADS, Workload
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import in_brief
 
 

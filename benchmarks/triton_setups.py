@@ -10,8 +10,8 @@ from benchmarks.setups import DIM, RANK, ROPE, make_batch, make_layer, paged
 from benchmarks.triton_workloads import Workload
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.kv import (

@@ -11,15 +11,15 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import ANY, NONE
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.launches import TunedLaunch, launch_file
-from attnmux.core.choosing.measurement import Device
-from attnmux.core.choosing.measurement_file import read_measurements
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.probe import Detection
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.measured.measurement import read_measurements
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.conditions import ANY, NONE
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -290,7 +290,7 @@ def test_what_is_kept_changes_the_choice(installed, file) -> None:
         ("fakes/Slow", True),
         ("fakes/SlowAlone", True),
     ]
-    stored = read_measurements(file).measurements
+    stored = read_measurements(file).found
     assert [each.to_dict() for each in stored] == kept["measurements"]
     assert {each.batch_size for each in stored} == {1, 4}
     after = select()
@@ -347,7 +347,7 @@ def test_people_see_what_changes(installed, file) -> None:
         assert said in words
         assert "2 figures are kept in" in words
     assert "before: Slow (fakes) serves extend and decode" in words
-    assert len(read_measurements(file).measurements) == 3
+    assert len(read_measurements(file).found) == 3
 
 
 @pytest.mark.parametrize("factory", [WrongElsewhere])
@@ -357,7 +357,7 @@ def test_one_that_does_not_conform_is_kept_as_such(installed, file, factory) -> 
     checks = {each["backend"]: each for each in data["kept"]["checks"]}
     assert not checks[f"fakes/{factory.__name__}"]["conformant"]
     assert "decode-uneven" in checks[f"fakes/{factory.__name__}"]["failure"]
-    assert {each.backend: each.conformant for each in read_measurements(file).measurements} == {
+    assert {each.backend: each.conformant for each in read_measurements(file).found} == {
         "fakes/Slow": True,
         f"fakes/{factory.__name__}": False,
     }
@@ -415,7 +415,7 @@ def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
     data = answer(result)
     assert any(str(file) in text for text in data["warnings"])
     assert str(file) in result.stderr
-    assert len(read_measurements(file).measurements) == 1
+    assert len(read_measurements(file).found) == 1
     assert file.with_name("measurements.json.damaged").read_text() == "{"
 
 

@@ -19,10 +19,10 @@ from attnmux.bench.steps import make_step
 from attnmux.bench.subjects import find_subjects
 from attnmux.bench.timing import Ceilings, ceilings, median_us
 from attnmux.bench.workload import Workload, completed
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import NONE, one_of
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.conditions import NONE, one_of
 from attnmux.core.errors import GraphViolation, InvalidInput, NoBackend, UnknownBackend
 from attnmux.testing import (
     Candidate,

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.launches import current_launches, launch_file
-from attnmux.core.choosing.probe import Detection
-from attnmux.core.choosing.trials import Job, Trial
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.measured.launches import Job, Trial, current_launches, launch_file
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import fake_card, fake_platform

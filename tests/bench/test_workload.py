@@ -15,8 +15,8 @@ from attnmux.bench.workload import (
     completed,
     default_grid,
 )
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput
 from attnmux.testing.reference import visibility
 

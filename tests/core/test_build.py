@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from attnmux.core import AttentionBackend, BackendContext, Decision, HybridAttnBackend, build
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import one_of
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import BackendFailed, InvalidInput, PluginError
 from attnmux.testing import Case, FakeBackend, fake_card, fake_platform, make_world

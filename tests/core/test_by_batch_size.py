@@ -10,9 +10,9 @@ import torch
 
 from attnmux.core import BatchSizeAttnBackend, HybridAttnBackend, build
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.card import Offer, Option
-from attnmux.core.choosing.decision import SizeRange
-from attnmux.core.choosing.solver import choice_of, solve
+from attnmux.core.choosing.offer.card import Offer, Option
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.choice import SizeRange, choice_of
 from attnmux.core.compose.by_batch_size import Sizes
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput

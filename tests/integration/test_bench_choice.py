@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.probe import Detection
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.cli import run as shared
 
 torch = pytest.importorskip("torch", reason="timing runs the backends")

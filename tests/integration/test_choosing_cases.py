@@ -17,15 +17,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing import axes, probe
-from attnmux.core.choosing.card import BackendCard, Clause, Offer
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.probe import detect
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find import devices as probe
+from attnmux.core.choosing.find.devices import detect
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.judge import axes
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.conditions import ANY
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.errors import InvalidInput, NoBackend
@@ -34,9 +36,9 @@ ASKED = Policy(hypothetical=True)
 DENSE = "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8"
 LATENT = "kind=mla,dtype=bf16,num_q_heads=16,kv_lora_rank=512,qk_rope_head_dim=64"
 FIRST = """
-from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.plugins import hookimpl
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.offer.conditions import ANY
+from attnmux.core.choosing.find.plugins import hookimpl
 
 @hookimpl
 def attnmux_cards():
@@ -51,9 +53,9 @@ def attnmux_cards():
 COMMAND = "from attnmux.core.cli import main; main()"
 CHECK = """
 import pathlib, sys
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.probe import probe_cpu
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.machine.cpu import probe_cpu
 
 decision = Decision.from_json(pathlib.Path(sys.argv[1]).read_text())
 decision.check(probe_cpu(), load_plugins().offers())

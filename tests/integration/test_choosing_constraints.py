@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request, parse_fields
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import NoBackend
 
 BY_DECODE = "speculative_attention_mode=decode"

@@ -13,8 +13,8 @@ from pathlib import Path
 import importlib_metadata
 import pytest
 
-from attnmux.core.choosing.naming import KNOWN
-from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.offer.named import KNOWN
 
 WITHOUT_TORCH = """
 import sys

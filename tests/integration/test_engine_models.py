@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.testing.fakes import fake_platform
 from attnmux.testing.graph_fakes import graph_card

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.conditions import ANY, NONE
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request, parse_fields
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.conditions import ANY, NONE
+from attnmux.core.choosing.solver import solve
 
 try:
     import tomllib
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFERS: tuple[Offer, ...] = load_plugins().offers()
 CARDS = {offer.address: offer for offer in OFFERS}
 KNOWN = json.loads(
-    files("attnmux.core.choosing").joinpath("known_backends.json").read_text(encoding="utf-8")
+    files("attnmux.core.choosing.offer").joinpath("known_backends.json").read_text(encoding="utf-8")
 )
 FIELD = {
     "flashinfer",

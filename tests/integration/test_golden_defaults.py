@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import NoBackend
 
 ELSEWHERE = json.loads(

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import NoBackend
 
 MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"

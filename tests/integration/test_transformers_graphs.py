@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from attnmux.core.choosing.card import Offer
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.testing.fakes import fake_platform
 from attnmux.testing.graph_fakes import graph_card
 from attnmux.testing.recording import RecordingGraphs

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.probe import probe_cpu
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.layer import LayerSpec

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from attnmux.core.choosing.card import Clause, Option
-from attnmux.core.choosing.conditions import ANY, NONE, at_most, multiple_of, one_of
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugin, Plugins, hookimpl
+from attnmux.core.choosing.find.plugins import Plugin, Plugins, hookimpl
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Clause, Option
+from attnmux.core.choosing.offer.conditions import ANY, NONE, at_most, multiple_of, one_of
 from attnmux.core.errors import InvalidInput, UnknownBackend
 from attnmux.testing import (
     Candidate,

@@ -10,7 +10,7 @@ import torch
 from attnmux.core import HybridAttnBackend
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.conditions import one_of
+from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.errors import GraphUnsupported, GraphViolation
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (

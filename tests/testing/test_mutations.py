@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.conditions import NONE, one_of
+from attnmux.core.choosing.offer.conditions import NONE, one_of
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Candidate,

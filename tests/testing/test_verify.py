@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.conditions import one_of
+from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import Candidate, FakeBackend, fake_card, fake_platform, graph_card
 from attnmux.testing.standard import standard_cases

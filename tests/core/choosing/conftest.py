@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, one_of
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior
+from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
 
 MakeClause = Callable[..., Clause]
 MakeOffer = Callable[..., Offer]

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.card import Option
-from attnmux.core.choosing.conditions import includes
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Option
+from attnmux.core.choosing.offer.conditions import includes
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import InvalidInput
 
 SPLITS = Option(name="splits", type=int, default=8)

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.batch_sizes import solve_measured
-from attnmux.core.choosing.card import BackendCard, Clause, Offer, Option
-from attnmux.core.choosing.conditions import ANY, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.measurement import Device, Measurement, shape_of, versions_of
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.batch_sizes import solve_measured
+from attnmux.core.choosing.measured.measurement import Measurement, shape_of, versions_of
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Option
+from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import BackendFailed, InvalidInput
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from attnmux.core.choosing.bounded import ask_each
+from attnmux.core.choosing.find.devices import ask_each
 
 
 def test_each_is_answered_in_its_place() -> None:

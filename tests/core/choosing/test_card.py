@@ -5,10 +5,10 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.choosing.axes import AXES
-from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import ANY, NONE, at_most, one_of
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import AXES
+from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.offer.conditions import ANY, NONE, at_most, one_of
 from attnmux.core.errors import InvalidInput
 
 

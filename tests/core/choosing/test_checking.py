@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing import axes
-from attnmux.core.choosing.axes import Axis, Question
-from attnmux.core.choosing.card import DEFAULT_RANK, Prior, when
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.judge import axes
+from attnmux.core.choosing.judge.axes import Axis, Question
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import DEFAULT_RANK, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     at_least,
@@ -18,10 +22,6 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.explaining import is_served
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request, parse_fields
 
 
 def codes(verdict) -> list[str]:

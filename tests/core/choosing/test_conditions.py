@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     anything_but,
@@ -20,7 +20,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.openings import joint_examples
+from attnmux.core.choosing.search.points import joint_examples
 from attnmux.core.errors import InvalidInput
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import copy
 import pickle
 
-from attnmux.core.choosing.conditions import one_of
-from attnmux.core.choosing.deferred import Deferred
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.frozen import Deferred
+from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.card import Prior, when
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     at_least,
     at_most,
@@ -17,9 +20,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import NoBackend
 
 ASKED = Policy(hypothetical=True)

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.launches import TunedLaunch, current_launches, launch_file
-from attnmux.core.choosing.measurement import Device
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.record_file import Records
-from attnmux.core.choosing.trials import Trial, by_subject, winner
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import (
+    Trial,
+    TunedLaunch,
+    by_subject,
+    current_launches,
+    launch_file,
+    winner,
+)
+from attnmux.core.choosing.measured.records import Device, Records
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import InvalidInput
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.errors import InvalidInput
 
 DATA = Path(__file__).parent / "data"

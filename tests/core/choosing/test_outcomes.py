@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.card import Prior, when
-from attnmux.core.choosing.conditions import ANY, NONE, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
-from attnmux.core.choosing.outcomes import outcomes, outcomes_of_refusal
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request, parse_fields
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Prior, when
+from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.outcomes import (
+    Outcome,
+    joined_by_first_reason,
+    outcomes,
+    outcomes_of_refusal,
+)
 from attnmux.core.errors import NoBackend
 
 DATA = Path(__file__).parent / "data"

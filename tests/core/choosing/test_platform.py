@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.vendors import VENDORS
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.errors import InvalidInput
 
 

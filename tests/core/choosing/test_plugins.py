@@ -8,19 +8,19 @@ from pathlib import Path
 import importlib_metadata
 import pytest
 
-from attnmux.core.choosing import libraries
-from attnmux.core.choosing.plugins import load_plugins
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.offer import libraries
 from attnmux.core.errors import InvalidInput
 
 GOOD = """
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.plugins import hookimpl
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.find.plugins import hookimpl
 
 @hookimpl
 def attnmux_cards():
     return [BackendCard(name={name!r}, summary="", clauses=(), factory="a:b")]
 """
-HOOK = "from attnmux.core.choosing.plugins import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.choosing.find.plugins import hookimpl\n@hookimpl\n"
 
 
 @pytest.fixture

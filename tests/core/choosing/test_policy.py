@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.errors import InvalidInput
 
 

@@ -11,12 +11,11 @@ from types import ModuleType
 
 import pytest
 
-from attnmux.core.choosing import probe as module
-from attnmux.core.choosing.cpu import probe_cpu
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugin, Plugins, hookimpl
-from attnmux.core.choosing.probe import detect, pick_platform
+from attnmux.core.choosing.find import devices as module
+from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.find.plugins import Plugin, PluginFailure, Plugins, hookimpl
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.conditions import ANY, one_of
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import NoBackend
 

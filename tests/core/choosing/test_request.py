@@ -4,9 +4,8 @@ import pickle
 
 import pytest
 
-from attnmux.core.choosing.dtypes import ALIASES, DTYPES, canonical_dtype
-from attnmux.core.choosing.request import DEFAULTS, Request
-from attnmux.core.choosing.values import READERS
+from attnmux.core.choosing.ask.request import DEFAULTS, Request
+from attnmux.core.choosing.ask.values import ALIASES, DTYPES, READERS, canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 

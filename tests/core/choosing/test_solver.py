@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing import axes
-from attnmux.core.choosing.card import Option, Prior, when
-from attnmux.core.choosing.checking import Rank
-from attnmux.core.choosing.conditions import ANY, anything_but, emulated, multiple_of, one_of
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge import axes
+from attnmux.core.choosing.judge.checking import Rank
+from attnmux.core.choosing.offer.card import Option, Prior, when
+from attnmux.core.choosing.offer.conditions import ANY, anything_but, emulated, multiple_of, one_of
+from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
 
 NO_LIBRARIES = {}.get

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.card import ALWAYS, BackendCard, Clause, Offer, Prior, when
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.ask.values import DTYPES
+from attnmux.core.choosing.common.verdict import Verdict
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Offer, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     anything_but,
@@ -20,12 +25,8 @@ from attnmux.core.choosing.conditions import (
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.dtypes import DTYPES
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request, parse_fields
-from attnmux.core.choosing.solver import Policy, solve
-from attnmux.core.choosing.verdict import Verdict
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import NoBackend, UnknownBackend
 
 CPU = Platform.parse("cpu:x86_64")

@@ -11,19 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.card import LAST_RESORT, Prior, when
-from attnmux.core.choosing.checking import prior_rank
-from attnmux.core.choosing.conditions import one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.measurement import Device, Measurement, shape_of, versions_of
-from attnmux.core.choosing.measurement_file import add_measurements, read_measurements
-from attnmux.core.choosing.outcomes import outcomes
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.checking import prior_rank
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.measurement import (
+    Measurement,
+    add_measurements,
+    read_measurements,
+    shape_of,
+    versions_of,
+)
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.measured.tuning import measured_ranking, ranks
+from attnmux.core.choosing.offer.card import LAST_RESORT, Prior, when
+from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tuning import measured_ranking, ranks
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.outcomes import outcomes
 from attnmux.core.errors import InvalidInput
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
@@ -311,7 +317,7 @@ class TestTheFile:
         add_measurements(path, faster[:1])
         add_measurements(path, faster[1:])
         stored = read_measurements(path)
-        assert (stored.measurements, stored.problems) == (tuple(faster), ())
+        assert (stored.found, stored.problems) == (tuple(faster), ())
         assert visible(path.parent) == [path.name]
 
     def test_the_later_replaces_the_earlier(self, tmp_path, faster) -> None:
@@ -319,11 +325,11 @@ class TestTheFile:
         later = replace(faster[0], median_us=7.0, date=NOW + timedelta(seconds=1))
         add_measurements(path, [later])
         add_measurements(path, faster[:1])
-        assert read_measurements(path).measurements == (later,)
+        assert read_measurements(path).found == (later,)
 
     def test_none_is_no_problem(self, tmp_path) -> None:
         stored = read_measurements(tmp_path / "none.json")
-        assert (stored.measurements, stored.problems) == ((), ())
+        assert (stored.found, stored.problems) == ((), ())
 
     @pytest.mark.parametrize(
         "content",
@@ -343,10 +349,10 @@ class TestTheFile:
         path = tmp_path / "measurements.json"
         path.write_bytes(content)
         stored = read_measurements(path)
-        assert stored.measurements == ()
+        assert stored.found == ()
         assert str(path) in stored.problems[0]
         add_measurements(path, faster)
-        assert read_measurements(path).measurements == tuple(faster)
+        assert read_measurements(path).found == tuple(faster)
         assert (tmp_path / "measurements.json.damaged").read_bytes() == content
 
     def test_a_folder_in_its_place(self, tmp_path) -> None:
@@ -381,7 +387,7 @@ class TestTheFile:
         entries = [{**faster[0].to_dict(), field: value}, faster[1].to_dict(), 3]
         path.write_text(json.dumps({"format": 1, "measurements": entries}))
         stored = read_measurements(path)
-        assert stored.measurements == (faster[1],)
+        assert stored.found == (faster[1],)
         assert len(stored.problems) == 2
         assert f"{path}, measurements[0]" in stored.problems[0]
 
@@ -395,7 +401,7 @@ class TestTheFile:
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="no space"):
             add_measurements(path, faster[1:])
-        assert read_measurements(path).measurements == (faster[0],)
+        assert read_measurements(path).found == (faster[0],)
         assert visible(tmp_path) == [path.name]
 
     @given(
@@ -416,4 +422,4 @@ class TestTheFile:
         path = tmp_path_factory.mktemp("store") / "measurements.json"
         path.write_bytes(content)
         stored = read_measurements(path)
-        assert stored.measurements == ()
+        assert stored.found == ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.verified import Verified, doubt, emulated_alone, hardware
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.verified import Verified, doubt, emulated_alone, hardware
 from attnmux.core.errors import InvalidInput
 
 H200 = Verified(

@@ -14,11 +14,11 @@ import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing import probe
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.probe import survey
+from attnmux.core.choosing.find import devices as probe
+from attnmux.core.choosing.find.devices import survey
+from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import doctor as module
 from attnmux.core.cli import doctor_child, doctor_examining
 from attnmux.core.cli.doctor import diagnose
@@ -27,9 +27,9 @@ from attnmux.core.cli.doctor_examining import Examined
 from attnmux.core.cli.verbs import verbs
 
 GOOD = """
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import hookimpl
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.find.plugins import hookimpl
 
 print("a banner")
 
@@ -41,7 +41,7 @@ def attnmux_platforms():
 def attnmux_cards():
     return [BackendCard(name="fast", summary="", clauses=(), factory="a:b", {more})]
 """
-HOOK = "from attnmux.core.choosing.plugins import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.choosing.find.plugins import hookimpl\n@hookimpl\n"
 GONE = "no_such_distribution_of_acme"
 
 
@@ -248,8 +248,8 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         )
     ]
 """
-    head = "from attnmux.core.choosing.card import when\n"
-    head += "from attnmux.core.choosing.conditions import ANY, one_of\n"
+    head = "from attnmux.core.choosing.offer.card import when\n"
+    head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
     monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
     result = ask(good=source)
@@ -279,8 +279,8 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.choosing.card import when\n"
-    head += "from attnmux.core.choosing.conditions import one_of\n"
+    head = "from attnmux.core.choosing.offer.card import when\n"
+    head += "from attnmux.core.choosing.offer.conditions import one_of\n"
     elsewhere = "clauses=(when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
     assert result.exit_code == 1

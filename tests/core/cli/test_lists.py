@@ -8,11 +8,10 @@ from dataclasses import fields
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.probe import Detection
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.find.plugins import PluginFailure, Plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 

@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.card import BackendCard, Clause, Offer
-from attnmux.core.choosing.conditions import ANY, NONE, emulated, multiple_of, one_of, versions
-from attnmux.core.choosing.explaining import is_served
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.values import PHASES
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.find.plugins import PluginFailure, load_plugins
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.conditions import (
+    ANY,
+    NONE,
+    emulated,
+    multiple_of,
+    one_of,
+    versions,
+)
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.matrix import markdown
 from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer
-from attnmux.core.choosing.checking import standing
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.libraries import missing
-from attnmux.core.choosing.outcomes import outcomes
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.checking import missing, standing
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.conditions import ANY
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.tell.outcomes import outcomes
 from attnmux.core.cli.render import render_backends, render_explanation
 
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.probe import Detection, UnservedDevice
+from attnmux.core.choosing.find.devices import Detection, UnservedDevice
+from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 

@@ -10,10 +10,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.card import BackendCard, Clause, Offer, Option, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Option, Prior
+from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
+from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 

@@ -10,13 +10,18 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.measurement import Device, Measurement, shape_of, versions_of
-from attnmux.core.choosing.measurement_file import add_measurements
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import load_plugins
-from attnmux.core.choosing.probe import Detection
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.measurement import (
+    Measurement,
+    add_measurements,
+    shape_of,
+    versions_of,
+)
+from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -125,5 +130,5 @@ def test_a_damaged_file_is_a_warning(file) -> None:
 
 
 def test_nothing_of_it_is_imported_where_nothing_was_measured(file, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "attnmux.core.choosing.tuning", None)
+    monkeypatch.setitem(sys.modules, "attnmux.core.choosing.measured.tuning", None)
     assert ranked()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.probe import Detection
+from attnmux.core.choosing.find.devices import Detection
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 

@@ -12,7 +12,7 @@ import pytest
 
 from attnmux.ascend import probe as module
 from attnmux.ascend.probe import probe
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import PluginError
 
 DATA = Path(__file__).parent / "data"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.conditions import ANY, one_of
+from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.spec import SpecInput

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.solver import solve
 from attnmux.cpu.plugin import attnmux_cards
 
 ASKED = Policy(hypothetical=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.emulators.nvidia import cutlass_mla as emulator
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import MultiItem
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.library import imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode, MultiItem
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.library import imported
 from attnmux.nvidia.cards.fa3 import FA3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.library import imported
 from attnmux.core.spec import tree_mask

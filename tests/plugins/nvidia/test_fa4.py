@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4

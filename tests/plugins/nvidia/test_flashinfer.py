@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode, MultiItem
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import Policy, solve
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.graph.runner import GraphRunner

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.graph.runner import GraphRunner

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnmux.core import indices
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia.flashinfer import trtllm_mla

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import make_world, prepare_step
 from attnmux.testing.cases import Case, decode, extend, verify

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.testing import make_world, prepare_step
 from attnmux.testing.cases import Case, decode, extend
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.testing import AttentionBackendTests, Candidate, make_world, prepare_step
 from attnmux.testing.builders import PreparedStep

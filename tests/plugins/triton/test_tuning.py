@@ -8,11 +8,10 @@ from datetime import datetime, timezone
 import pytest
 import torch
 
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.measurement import Device
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.trials import Job
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import Job, TunedLaunch
+from attnmux.core.choosing.measured.records import Device
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.testing import make_world
 from attnmux.testing.cases import Case, decode

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed
 from attnmux.testing import make_world, prepare_step
 from attnmux.testing.cases import Case, decode, extend

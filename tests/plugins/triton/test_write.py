@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.bench.subjects import Subject
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.runner import run_case

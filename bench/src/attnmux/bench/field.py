@@ -9,10 +9,10 @@ import torch
 
 from attnmux.bench.subjects import Refused, Subject, find_subjects
 from attnmux.bench.workload import Workload, default_grid
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import GraphUnsupported, InvalidInput, NoBackend
 from attnmux.core.graph.devices import DeviceGraphs, device_graphs

@@ -13,9 +13,9 @@ import torch
 from attnmux.bench.workload import Workload
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool

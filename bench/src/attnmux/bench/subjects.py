@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Choice, Decision
-from attnmux.core.choosing.naming import offers_named
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import NoBackend
 
 NAMED_FOR = {"decode": "decode_backend", "extend": "prefill_backend"}

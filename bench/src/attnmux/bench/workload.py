@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput
 
 FIELDS = {"decode": ("bs", "ctx"), "extend": ("bs", "new", "prefix")}

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
     from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
     from attnmux.core.call import AttentionCall
-    from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-    from attnmux.core.choosing.decision import Decision
-    from attnmux.core.choosing.platform import Platform
-    from attnmux.core.choosing.plugins import hookimpl, load_plugins
-    from attnmux.core.choosing.policy import Policy
-    from attnmux.core.choosing.probe import detect, pick_platform
-    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.ask.policy import Policy
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.find.devices import detect, pick_platform
+    from attnmux.core.choosing.find.plugins import hookimpl, load_plugins
+    from attnmux.core.choosing.machine.platform import Platform
+    from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
     from attnmux.core.choosing.solver import solve
+    from attnmux.core.choosing.tell.decision import Decision
     from attnmux.core.compose import BatchSizeAttnBackend, HybridAttnBackend
     from attnmux.core.compose.building import build
     from attnmux.core.compose.fallback import make_first
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 _MODULES = {
     "AttentionBackend": "backend",
     "AttentionCall": "call",
-    "BackendCard": "choosing.card",
+    "BackendCard": "choosing.offer.card",
     "BackendContext": "context",
     "BatchSizeAttnBackend": "compose",
-    "Clause": "choosing.card",
-    "Decision": "choosing.decision",
+    "Clause": "choosing.offer.card",
+    "Decision": "choosing.tell.decision",
     "ForwardBatch": "batch",
     "ForwardMode": "batch",
     "HybridAttnBackend": "compose",
     "LayerSpec": "layer",
     "MultiItem": "batch",
-    "Option": "choosing.card",
-    "Platform": "choosing.platform",
-    "Policy": "choosing.policy",
-    "Prior": "choosing.card",
+    "Option": "choosing.offer.card",
+    "Platform": "choosing.machine.platform",
+    "Policy": "choosing.ask.policy",
+    "Prior": "choosing.offer.card",
     "RadixAttention": "radix_attention",
-    "Request": "choosing.request",
+    "Request": "choosing.ask.request",
     "SpecInput": "spec",
     "Workspace": "workspace",
     "build": "compose.building",
-    "detect": "choosing.probe",
+    "detect": "choosing.find.devices",
     "forward_context": "op",
-    "hookimpl": "choosing.plugins",
-    "load_plugins": "choosing.plugins",
+    "hookimpl": "choosing.find.plugins",
+    "load_plugins": "choosing.find.plugins",
     "make_first": "compose.fallback",
-    "pick_platform": "choosing.probe",
+    "pick_platform": "choosing.find.devices",
     "solve": "choosing.solver",
 }
 

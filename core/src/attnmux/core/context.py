@@ -11,9 +11,9 @@ from attnmux.core.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core.choosing.launches import TunedLaunch
-    from attnmux.core.choosing.platform import Platform
-    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.machine.platform import Platform
+    from attnmux.core.choosing.measured.launches import TunedLaunch
     from attnmux.core.kv import KVPool, ReqToTokenPool
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace

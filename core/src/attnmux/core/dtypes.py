@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.choosing.dtypes import DTYPES, canonical_dtype
+from attnmux.core.choosing.ask.values import DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 _TORCH_DTYPES = {

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import ORIGINS
-from attnmux.core.choosing.spelling import nearest
-from attnmux.core.choosing.values import FALSE, TRUE
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import ORIGINS
+from attnmux.core.choosing.common.checks import FALSE, TRUE, nearest
+from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import SettingsError
 
 PREFIX = "ATTNMUX_"

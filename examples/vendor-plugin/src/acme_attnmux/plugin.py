@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from acme_attnmux import driver
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     Condition,
     at_most,
@@ -12,8 +14,6 @@ from attnmux.core.choosing.conditions import (
     one_of,
     runtimes,
 )
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import hookimpl
 
 FEATURES = {"m1": frozenset[str](), "m2": frozenset({"fp8"})}
 """What a generation's cores can do beyond the first one's."""

@@ -16,7 +16,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import CapturedGraph, GraphStep

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 
 PHASES = {
     ForwardMode.EXTEND: "extend",

@@ -10,9 +10,9 @@ import torch
 from attnmux.core.backend import NO_OPTIONS, AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.card import BackendCard, Clause
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Clause
+from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, one_of
 from attnmux.core.context import BackendContext
 from attnmux.core.layer import LayerSpec
 from attnmux.testing.reference import (

@@ -10,8 +10,8 @@ import torch
 from attnmux.core.backend import NO_OPTIONS
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.conditions import ANY, Condition
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.conditions import ANY, Condition
 from attnmux.core.context import BackendContext
 from attnmux.core.layer import LayerSpec
 from attnmux.testing.fakes import FakeBackend, fake_card

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.core.choosing.axes import AXES, Axis, Question
-from attnmux.core.choosing.conditions import Value
-from attnmux.core.choosing.dtypes import DTYPES
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.values import KINDS, PHASES
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
+from attnmux.core.choosing.judge.axes import AXES, Axis, Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.conditions import Value
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.outcome import Outcome
 

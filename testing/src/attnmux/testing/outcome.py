@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.common.verdict import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from attnmux.core.choosing.card import OptionValue
+from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.errors import InvalidInput
 from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.testing.cases import Case

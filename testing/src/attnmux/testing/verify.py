@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnmux.core.choosing.plugins import Plugins
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.testing.candidate import Candidate, find_candidate

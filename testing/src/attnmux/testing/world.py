@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.kv import (

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnmux.bench.cli.bench_place import Place
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.measurement import Device, Measurement, shape_of, versions_of
-from attnmux.core.choosing.measurement_file import measurement_file
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.measured.measurement import (
+    Measurement,
+    measurement_file,
+    shape_of,
+    versions_of,
+)
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided
 from attnmux.core.cli.writing import writing

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import machine
 from attnmux.core.errors import InvalidInput

@@ -16,7 +16,7 @@ from attnmux.bench.conformance import Check
 from attnmux.bench.measuring import Row
 from attnmux.bench.subjects import Refused
 from attnmux.bench.workload import Workload
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 
 WIDTH = 100
 

@@ -13,8 +13,8 @@ from attnmux.bench.field import Field, field_of
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.timing import Ceilings, ceilings
 from attnmux.bench.workload import Workload
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.dtypes import torch_dtype
 
 

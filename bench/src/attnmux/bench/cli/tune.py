@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from attnmux.bench.cli.tune_trying import Tuned, job_for, tried
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.launches import TunedLaunch, launch_file
-from attnmux.core.choosing.naming import offers_named
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.record_file import RecordFile
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.measured.records import RecordFile
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import machine, requested
 from attnmux.core.cli.writing import writing

@@ -9,9 +9,8 @@ from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.launches import Value
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.trials import Trial, by_subject, winner
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import Trial, Value, by_subject, winner
 from attnmux.core.cli.render import WIDTH, plain_table
 
 

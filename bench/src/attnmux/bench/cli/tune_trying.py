@@ -10,14 +10,21 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.measurement import Device, versions_of
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import NAMING, Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import NAMING, Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import (
+    Job,
+    Trial,
+    TunedLaunch,
+    Tuner,
+    by_subject,
+    winner,
+)
+from attnmux.core.choosing.measured.measurement import versions_of
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.trials import Job, Trial, Tuner, by_subject, winner
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import AttnmuxError, BackendFailed, NoBackend, in_brief
 

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.libraries import Libraries
-from attnmux.core.choosing.options import complete
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries
+from attnmux.core.choosing.offer.named import complete
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.decision import Choice, Decision
+    from attnmux.core.choosing.tell.choice import Choice
+    from attnmux.core.choosing.tell.decision import Decision
 
 
 def disagreements(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 
-from attnmux.core.choosing.card import Clause
-from attnmux.core.choosing.conditions import ANY, Condition, Value
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Clause
+from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,17 +11,12 @@ from dataclasses import replace
 from itertools import groupby
 from math import isqrt
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision, SizeRange
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.measurement import Measurement, shape_of
-from attnmux.core.choosing.options import read_options
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.solver import choice_of, solve
-from attnmux.core.choosing.tuning import (
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.measurement import Measurement, shape_of
+from attnmux.core.choosing.measured.tuning import (
     LEAST_GAIN,
     Current,
     Times,
@@ -29,6 +24,12 @@ from attnmux.core.choosing.tuning import (
     ranking_by,
     share_of,
 )
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.choosing.offer.named import read_options
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.choice import SizeRange, choice_of
+from attnmux.core.choosing.tell.decision import Decision
 
 
 def solve_measured(

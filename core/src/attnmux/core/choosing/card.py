@@ -11,12 +11,11 @@ from typing import Literal, get_args
 from packaging.requirements import InvalidRequirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from attnmux.core.choosing.conditions import ANY, NONE, Condition
-from attnmux.core.choosing.dtypes import DTYPES
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.values import KINDS, PHASES
-from attnmux.core.choosing.verified import Verified
-from attnmux.core.choosing.version_ranges import parsed_requirement
+from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition
+from attnmux.core.choosing.offer.libraries import parsed_requirement
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.errors import InvalidInput
 
 CONTRACTS = ("1.0",)

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from attnmux.core.choosing.axes import Question, admits
-from attnmux.core.choosing.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.choosing.explaining import shortcomings
-from attnmux.core.choosing.libraries import (
-    Libraries,
-    assumed,
-    install_hint,
-    installed_version,
-    missing,
-)
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason, Verdict, without_hints
-from attnmux.core.choosing.version_ranges import within
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason, Verdict, without_hints
+from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.checking import install_hint, missing
+from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
+from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
 
 
 class Rank(NamedTuple):

@@ -7,12 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from attnmux.core.choosing.version_ranges import (
-    parsed_requirement,
-    satisfies,
-    specifiers,
-    within,
-)
+from attnmux.core.choosing.offer.libraries import parsed_requirement, satisfies, specifiers, within
 from attnmux.core.errors import InvalidInput
 
 Value = str | int | float | bool | frozenset[str]

@@ -9,8 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.vendors import VENDORS
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 
 FEATURES = {
     "avx2": ("avx2",),

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attnmux.core.choosing.agreement import disagreements
-from attnmux.core.choosing.card import LAST_RESORT, Offer, OptionValue
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Coercion, Verdict
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.verdict import Coercion, Verdict
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.choosing.tell.choice import disagreements
 from attnmux.core.errors import InvalidInput
 
 

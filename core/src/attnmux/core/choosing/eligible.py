@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from attnmux.core.choosing.axes import Demand, Question
-from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.conditions import ANY
-from attnmux.core.choosing.explaining import knows
-from attnmux.core.choosing.groups import Group
-from attnmux.core.choosing.problem import Problem, Questions
+from attnmux.core.choosing.judge.axes import Demand, Question
+from attnmux.core.choosing.judge.shortcomings import knows
+from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.conditions import ANY
+from attnmux.core.choosing.search.problem import Group, Problem, Questions
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from attnmux.core.choosing.axes import Demand, Question, admits, asking, failing, meets
-from attnmux.core.choosing.card import CONTRACTS, BackendCard, Clause
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason
-from attnmux.core.choosing.version_ranges import within
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.axes import Demand, Question, admits, asking, failing, meets
+from attnmux.core.choosing.offer.card import CONTRACTS, BackendCard, Clause
+from attnmux.core.choosing.offer.libraries import within
 
 
 def serving_clause(card: BackendCard, question: Question) -> Clause | None:

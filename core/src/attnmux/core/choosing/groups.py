@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.libraries import Libraries
-from attnmux.core.choosing.naming import offers_named, refuse_unknown
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Coercion
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Coercion
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries
+from attnmux.core.choosing.offer.named import offers_named, refuse_unknown
 from attnmux.core.errors import UnknownBackend
 
 FOLLOWERS = ("verify", "draft")

@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.measurement import EXPECTED, TEXT, Device
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.record_file import RecordFile
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.measurement import EXPECTED, TEXT
+from attnmux.core.choosing.measured.records import Device, RecordFile
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.errors import InvalidInput
 
 FORMAT = 1

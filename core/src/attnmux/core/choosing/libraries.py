@@ -9,9 +9,9 @@ import importlib_metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.verdict import Reason
-from attnmux.core.choosing.version_ranges import parsed_requirement, within
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.libraries import parsed_requirement, within
 
 Libraries = Callable[[str], "str | None"]
 """A distribution's name → its installed version, None where it is not installed."""

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from attnmux.core.choosing.axes import Demand, Question
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.version_ranges import parsed_requirement
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.judge.axes import Demand, Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version, parsed_requirement
 from attnmux.core.errors import InvalidInput
 
 STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnmux.core.choosing.measurement import Measurement, latest
-from attnmux.core.choosing.record_file import RecordFile
+from attnmux.core.choosing.measured.measurement import Measurement
+from attnmux.core.choosing.measured.records import RecordFile, latest
 
 FORMAT = 1
 """Of the file; another one is not read."""

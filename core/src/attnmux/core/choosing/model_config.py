@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.model_types import DEFAULTS, NAMES, SINKS
+from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS
 from attnmux.core.errors import InvalidInput
 
 SHAPES = frozenset(

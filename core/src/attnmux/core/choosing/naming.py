@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.spelling import nearest
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.errors import InvalidInput, UnknownBackend
 
 KNOWN = Path(__file__).with_name("known_backends.json")

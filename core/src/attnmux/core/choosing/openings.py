@@ -8,14 +8,14 @@ from itertools import count
 from math import ceil, lcm
 from typing import TypeVar
 
-from attnmux.core.choosing.axes import Demand
-from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.conditions import Condition, Excluding, Range
-from attnmux.core.choosing.dtypes import DTYPES
-from attnmux.core.choosing.eligible import Candidate
-from attnmux.core.choosing.explaining import admits_any
-from attnmux.core.choosing.problem import Problem, Questions, Variant
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import DTYPES
+from attnmux.core.choosing.judge.axes import Demand
+from attnmux.core.choosing.judge.shortcomings import admits_any
+from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.conditions import Condition, Excluding, Range
+from attnmux.core.choosing.search.points import Candidate
+from attnmux.core.choosing.search.problem import Problem, Questions, Variant
 
 V = TypeVar("V")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnmux.core.choosing.card import BackendCard, Offer, Option, OptionValue
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.libraries import Libraries, installed_version
-from attnmux.core.choosing.naming import offers_named
-from attnmux.core.choosing.spelling import nearest
-from attnmux.core.choosing.values import FALSE, TRUE
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.checks import FALSE, TRUE, nearest
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.card import BackendCard, Offer, Option
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.errors import InvalidInput
 
 Given = Mapping[str, Mapping[str, OptionValue]]

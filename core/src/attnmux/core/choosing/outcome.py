@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.values import PHASES
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.offer.card import Offer
 
 Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: at others alone. `coerced`: only if

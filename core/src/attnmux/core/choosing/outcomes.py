@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from attnmux.core.choosing.axes import Question, admits
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.explaining import shortcomings
-from attnmux.core.choosing.groups import CACHED_LEADS, FOLLOWERS
-from attnmux.core.choosing.naming import means
-from attnmux.core.choosing.outcome import Outcome, joined, told_of
-from attnmux.core.choosing.pairs import opposed
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import means
+from attnmux.core.choosing.search.problem import CACHED_LEADS, FOLLOWERS, opposed
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.outcomes import Outcome, joined, told_of
 
 
 def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tuple[Outcome, ...]:

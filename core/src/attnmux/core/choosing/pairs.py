@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.naming import means
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import means
 
 Opposed = Mapping[str, frozenset[str]]
 """By address: the backends that must not serve decode where this one serves extend, and the other

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from attnmux.core.choosing.platform_text import read_platform
-from attnmux.core.choosing.vendors import VENDORS
+from attnmux.core.choosing.machine.platform import read_platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.errors import InvalidInput
 
 FIELD_TYPES: Mapping[type, tuple[str, ...]] = {

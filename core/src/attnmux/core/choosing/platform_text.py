@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from attnmux.core.choosing.spelling import nearest
-from attnmux.core.choosing.vendors import EXAMPLE, VENDORS, Vendor
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 
 GRAMMAR = f"VENDOR:ARCH[,KEY=VALUE]…, such as {EXAMPLE}"

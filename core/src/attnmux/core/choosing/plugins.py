@@ -12,11 +12,11 @@ import importlib_metadata
 import pluggy
 from packaging.utils import canonicalize_name
 
-from attnmux.core.choosing.card import BackendCard, Offer
-from attnmux.core.choosing.failures import PluginFailure, Stage, failure_of
-from attnmux.core.choosing.libraries import entry_points, identity
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.spelling import nearest
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.find.plugins import PluginFailure, Stage, failure_of
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.libraries import entry_points, identity
 from attnmux.core.errors import InvalidInput, PluginError
 
 GROUP = "attnmux"
@@ -190,7 +190,7 @@ def find_entries(
     return entries, [failure_of(name, name, "", "load", error) for name, error in unreadable]
 
 
-def names_of_nobody(names: Iterable[str]) -> dict[str, str]:
+def unknown_plugins(names: Iterable[str]) -> dict[str, str]:
     """Of names of plugins or distributions those that nothing installed has, each with the name
     that was probably meant, or with nothing."""
     entries, _ = find_entries()

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnmux.core.choosing.card import Offer, OptionValue
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.naming import means
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import means
 from attnmux.core.errors import BackendFailed, InvalidInput
 
 FIELDS = {

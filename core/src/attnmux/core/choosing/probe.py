@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from attnmux.core.choosing.bounded import ask_each
-from attnmux.core.choosing.cpu import bare_cpu, probe_cpu
-from attnmux.core.choosing.failures import PluginFailure, failure_of
-from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.vendors import VENDORS, Vendor
+from attnmux.core.choosing.find.devices import ask_each
+from attnmux.core.choosing.find.plugins import PluginFailure, Plugins, failure_of
+from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 CORE = "attnmux-core"

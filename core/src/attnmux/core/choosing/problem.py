@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from attnmux.core.choosing.axes import AXES, Question
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.checking import Ranking
-from attnmux.core.choosing.explaining import is_served
-from attnmux.core.choosing.groups import CACHED_LEADS, Group
-from attnmux.core.choosing.pairs import Opposed
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.axes import AXES, Question
+from attnmux.core.choosing.judge.checking import Ranking
+from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Opposed
 
 OTHERS_VALUES = ("model", "platform", "default")
 """Origins whose values may be coerced without leave: nobody insisted on them."""

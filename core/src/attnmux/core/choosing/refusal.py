@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.groups import Group
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.values import PHASES
-from attnmux.core.choosing.vendors import VENDORS
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.problem import Group
 from attnmux.core.errors import NoBackend
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.eligible import Candidate, eligible
-from attnmux.core.choosing.explaining import changed, remedy
-from attnmux.core.choosing.groups import CACHED_LEADS, Group
-from attnmux.core.choosing.openings import Opening, openings
-from attnmux.core.choosing.problem import Problem, Variant
-from attnmux.core.choosing.request import parse_fields
-from attnmux.core.choosing.search import is_compatible
-from attnmux.core.choosing.verdict import Reason, without_hints
+from attnmux.core.choosing.ask.request import parse_fields
+from attnmux.core.choosing.common.verdict import Reason, without_hints
+from attnmux.core.choosing.judge.shortcomings import changed, remedy
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.assignments import is_compatible
+from attnmux.core.choosing.search.points import Candidate, Opening, candidates_of, feasible_points
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Problem, Variant
 
 Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""

@@ -8,10 +8,10 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.model_config import read_model
-from attnmux.core.choosing.spelling import nearest
-from attnmux.core.choosing.values import PHASES, READERS
+from attnmux.core.choosing.ask.model_config import read_model
+from attnmux.core.choosing.ask.values import PHASES, READERS
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")

@@ -13,19 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.conditions import Value
-from attnmux.core.choosing.eligible import eligible
-from attnmux.core.choosing.explaining import serving_clause
-from attnmux.core.choosing.groups import CACHED_LEADS
-from attnmux.core.choosing.openings import (
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.shortcomings import serving_clause
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.conditions import Value
+from attnmux.core.choosing.search.points import (
     FALLBACK_KV_DTYPE,
     FALLBACK_PAGE_SIZE,
     Opening,
-    openings,
+    candidates_of,
+    feasible_points,
 )
-from attnmux.core.choosing.problem import Problem, Questions, Variant
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Questions, Variant
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -7,25 +7,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from attnmux.core.choosing.card import Offer, OptionValue
-from attnmux.core.choosing.checking import Ranking, prior_rank, standing
-from attnmux.core.choosing.decision import Choice, Decision
-from attnmux.core.choosing.deferred import Deferred
-from attnmux.core.choosing.explaining import shortcomings
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.groups import Group, groups_of
-from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
-from attnmux.core.choosing.options import complete, read_options
-from attnmux.core.choosing.pairs import opposed
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.problem import Problem
-from attnmux.core.choosing.refusal import refusal
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.search import Point, best_point
-from attnmux.core.choosing.values import PHASES
-from attnmux.core.choosing.verdict import Coercion, Reason, Verdict
-from attnmux.core.choosing.verdicts import verdicts
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import PHASES, OptionValue
+from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
+from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
+from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
+from attnmux.core.choosing.offer.named import complete, read_options
+from attnmux.core.choosing.search.assignments import Point, best_assignment
+from attnmux.core.choosing.search.problem import Group, Problem, groups_of, opposed
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.refusal import refusal
+from attnmux.core.choosing.tell.verdicts import verdicts
 from attnmux.core.errors import InvalidInput
 
 __all__ = ["Policy", "solve"]

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.launches import CHECKED, Value
-from attnmux.core.choosing.tuning import LEAST_GAIN
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.measured.launches import CHECKED, Value
+from attnmux.core.choosing.measured.tuning import LEAST_GAIN
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.launches import TunedLaunch
-    from attnmux.core.choosing.platform import Platform
-    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.machine.platform import Platform
+    from attnmux.core.choosing.measured.launches import TunedLaunch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

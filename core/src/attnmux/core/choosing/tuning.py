@@ -9,22 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnmux.core.choosing.axes import Question
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.checking import Rank, Ranking, prior_rank, standing
-from attnmux.core.choosing.explaining import admits_any
-from attnmux.core.choosing.libraries import Libraries, assumed, installed_version
-from attnmux.core.choosing.measurement import (
-    Device,
-    Measurement,
-    insisted,
-    latest,
-    shape_of,
-    versions_of,
-)
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing
+from attnmux.core.choosing.judge.shortcomings import admits_any
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.measurement import Measurement, insisted, shape_of, versions_of
+from attnmux.core.choosing.measured.records import Device, latest
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
 
 LEAST_GAIN = 0.02
 """The share of the time that a backend must save before it passes one that the priors favour;

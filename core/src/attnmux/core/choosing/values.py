@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from attnmux.core.choosing.dtypes import canonical_dtype
+from attnmux.core.choosing.ask.values import canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 Reader = Callable[[str, Any], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from attnmux.core.choosing.evidence import Evidence, any_path, compute_node, render_node
+from attnmux.core.choosing.machine.vendors import Evidence, any_path, compute_node, render_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.checking import verdict
-from attnmux.core.choosing.explaining import Explainer
-from attnmux.core.choosing.groups import CACHED_LEADS, Group
-from attnmux.core.choosing.problem import Problem, Questions, Variant
-from attnmux.core.choosing.refusal import excluded_reason, joint_reason, together_reason
-from attnmux.core.choosing.remedies import Remedies
-from attnmux.core.choosing.search import Point
-from attnmux.core.choosing.values import PHASES
-from attnmux.core.choosing.verdict import Reason, Verdict
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.judge.checking import verdict
+from attnmux.core.choosing.judge.shortcomings import Explainer
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.assignments import Point
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Problem, Questions, Variant
+from attnmux.core.choosing.search.remedies import Remedies
+from attnmux.core.choosing.tell.refusal import excluded_reason, joint_reason, together_reason
 
 LAST = 1 << 62
 """Behind every rank."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.card import Clause, Offer, Option
-from attnmux.core.choosing.checking import standing
-from attnmux.core.choosing.conditions import ANY, NONE
-from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.verdict import Reason
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.checking import standing
+from attnmux.core.choosing.offer.card import Clause, Offer, Option
+from attnmux.core.choosing.offer.conditions import ANY, NONE
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.failures import PluginFailure
-from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import find_entries
-from attnmux.core.choosing.probe import Detection, pick_platform, survey
-from attnmux.core.choosing.vendors import VENDORS
+from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
+from attnmux.core.choosing.find.plugins import PluginFailure, find_entries
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.cli.doctor_examining import Examined, examine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput

@@ -13,13 +13,12 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from attnmux.core.choosing.card import BackendCard, Offer
-from attnmux.core.choosing.checking import standing
-from attnmux.core.choosing.libraries import install_hint, installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugins, find_entries, load_entries
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.version_ranges import parsed_requirement, within
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.find.plugins import Plugins, find_entries, load_entries
+from attnmux.core.choosing.judge.checking import install_hint, standing
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.libraries import installed_version, parsed_requirement, within
 
 LOWER_BOUNDS = (">=", ">", "~=", "==")
 

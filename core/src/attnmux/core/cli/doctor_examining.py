@@ -15,9 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from attnmux.core.choosing.failures import PluginFailure, Stage
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Entry
+from attnmux.core.choosing.find.plugins import Entry, PluginFailure, Stage
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.settings import Settings
 
 CHILD = (

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.libraries import installed_version
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.cli.doctor import Diagnosis
 from attnmux.core.cli.doctor_examining import Examined
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms

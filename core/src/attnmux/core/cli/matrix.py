@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core.choosing.values import KINDS
-from attnmux.core.choosing.verified import hardware
+from attnmux.core.choosing.ask.values import KINDS
+from attnmux.core.choosing.offer.verified import hardware
 from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, rows_of
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 

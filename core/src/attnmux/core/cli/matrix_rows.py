@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attnmux.core.choosing.axes import AXES, CACHED, Axis, Question
-from attnmux.core.choosing.card import Clause, Offer
-from attnmux.core.choosing.conditions import ANY, Condition, Value
-from attnmux.core.choosing.pairs import opposed
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
-from attnmux.core.choosing.values import KINDS, PHASES
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import KINDS, PHASES
+from attnmux.core.choosing.judge.axes import AXES, CACHED, Axis, Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
+from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.search.problem import opposed
 from attnmux.core.cli.matrix_clauses import covers, either, restrictions, union, union_said
 
 Served = Literal["yes", "some", "no"]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core.choosing.probe import pick_platform
+from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 

@@ -9,12 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.outcome import Outcome, joined_by_first_reason
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.verdict import Reason
-from attnmux.core.choosing.verified import emulated_alone, hardware
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.verified import emulated_alone, hardware
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_origins import Stated
 
 WIDTH = 100

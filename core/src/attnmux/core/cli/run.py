@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from attnmux.core.choosing.frozen import FrozenMapping
-from attnmux.core.choosing.plugins import Plugins, load_plugins, names_of_nobody
-from attnmux.core.choosing.probe import Detection, detect
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.devices import Detection, detect
+from attnmux.core.choosing.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.errors import SettingsError
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.launches import TunedLaunch
-    from attnmux.core.choosing.measurement import Measurement
+    from attnmux.core.choosing.measured.launches import TunedLaunch
+    from attnmux.core.choosing.measured.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,7 +66,7 @@ class Run:
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
         ):
-            for name, meant in names_of_nobody(names).items() if names else ():
+            for name, meant in unknown_plugins(names).items() if names else ():
                 guess = f", did you mean {meant!r}?" if meant else ""
                 source = settings.sources[setting]
                 self.warn(f"{setting} ({source}): no installed plugin is named {name!r}{guess}")
@@ -89,12 +89,12 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Off the path of who has measured nothing
-        from attnmux.core.choosing.measurement_file import read_measurements  # noqa: PLC0415
+        from attnmux.core.choosing.measured.measurement import read_measurements  # noqa: PLC0415
 
         stored = read_measurements(file)
         for problem in stored.problems:
             self.warn(problem)
-        return stored.measurements
+        return stored.found
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
         """Everything that was tuned on this machine, with a warning for all that cannot be read."""
@@ -106,7 +106,7 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.choosing.launches import launch_file  # noqa: PLC0415
+        from attnmux.core.choosing.measured.launches import launch_file  # noqa: PLC0415
 
         records = launch_file(file).read()
         for problem in records.problems:

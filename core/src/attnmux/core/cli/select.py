@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from packaging.utils import canonicalize_name
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.platform_text import GRAMMAR
-from attnmux.core.choosing.plugins import Plugins
-from attnmux.core.choosing.policy import Policy
-from attnmux.core.choosing.probe import pick_platform
-from attnmux.core.choosing.request import Request, parse_fields
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.find.devices import pick_platform
+from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import installed_version, parsed_requirement
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.vendors import VENDORS
-from attnmux.core.choosing.version_ranges import parsed_requirement
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measurement import Measurement
+    from attnmux.core.choosing.measured.measurement import Measurement
 
 
 @click.command()
@@ -136,7 +134,7 @@ def decided(
     if not measurements:
         return solve(request, device, offers, policy)
     # Off the path of who has measured nothing
-    from attnmux.core.choosing.batch_sizes import solve_measured  # noqa: PLC0415
+    from attnmux.core.choosing.measured.batch_sizes import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 

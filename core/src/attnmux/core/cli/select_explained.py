@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.outcomes import outcomes, outcomes_of_refusal
-from attnmux.core.choosing.verified import doubt
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.verified import doubt
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.outcomes import outcomes, outcomes_of_refusal
 from attnmux.core.cli import select
 from attnmux.core.cli.run import Run, echo_json
 from attnmux.core.cli.select_origins import Asked, stated

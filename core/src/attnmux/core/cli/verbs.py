@@ -13,8 +13,8 @@ from typing import Any
 import click
 import importlib_metadata
 
-from attnmux.core.choosing.libraries import entry_points, identity
-from attnmux.core.choosing.spelling import nearest
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.offer.libraries import entry_points, identity
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,

@@ -17,8 +17,9 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.decision import Choice, Decision, SizeRange
-    from attnmux.core.choosing.request import Request
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.tell.choice import Choice, SizeRange
+    from attnmux.core.choosing.tell.decision import Decision
     from attnmux.core.layer import LayerSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import BackendFailed
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import Literal
 
 import click
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import Plugins
+from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.transformers import recall

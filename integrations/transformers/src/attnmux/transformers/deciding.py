@@ -8,11 +8,11 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from attnmux.core.choosing.batch_sizes import solve_measured
-from attnmux.core.choosing.card import Offer
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.batch_sizes import solve_measured
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attnmux.core.choosing.launches import TunedLaunch
-from attnmux.core.choosing.measurement import Measurement
-from attnmux.core.choosing.policy import Policy
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core.choosing.measured.measurement import Measurement
 from attnmux.transformers.memory import MemoryBudget
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.probe import Detection, pick_platform
+from attnmux.core.choosing.find.devices import Detection, pick_platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput
 from attnmux.core.settings import Settings
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool

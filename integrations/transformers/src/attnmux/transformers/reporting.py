@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.transformers.generate import Generation
 from attnmux.transformers.prompts import TextOrIds
 from attnmux.transformers.runner import ModelRunner

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.choosing.request import Request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec

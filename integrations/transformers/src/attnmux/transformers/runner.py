@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.launches import TunedLaunch
+from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.compose.building import build
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput

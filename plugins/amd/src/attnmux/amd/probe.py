@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from attnmux.core.choosing.libraries import installed_version
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.errors import PluginError
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"

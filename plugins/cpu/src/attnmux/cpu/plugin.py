@@ -5,8 +5,9 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import LAST_RESORT, BackendCard, Clause, Prior, when
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.offer.card import LAST_RESORT, BackendCard, Clause, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     Condition,
@@ -16,8 +17,7 @@ from attnmux.core.choosing.conditions import (
     one_of,
     versions,
 )
-from attnmux.core.choosing.plugins import hookimpl
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.verified import Verified
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)

@@ -5,9 +5,9 @@ A card stands in a module of its own, `cards/<backend>.py`. Importing this modul
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard
-from attnmux.core.choosing.platform import Platform
-from attnmux.core.choosing.plugins import hookimpl
+from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.intel.cards import CARDS
 from attnmux.intel.probe import probe
 

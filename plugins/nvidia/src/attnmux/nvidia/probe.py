@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
-from attnmux.core.choosing.platform import Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import PluginError
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"

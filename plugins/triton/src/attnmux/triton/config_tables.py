@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.choosing.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import InvalidInput
 from attnmux.triton.configs import (
     HOPPER,
@@ -27,7 +27,7 @@ from attnmux.triton.configs import (
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.launches import TunedLaunch
+    from attnmux.core.choosing.measured.launches import TunedLaunch
 
 H200 = "H200, triton 3.6.0"
 SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     Condition,
     anything_but,
@@ -17,8 +18,7 @@ from attnmux.core.choosing.conditions import (
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.plugins import hookimpl
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.verified import Verified
 
 REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
 """torch brings Triton, under other names for AMD and Intel: 2.11 pins 3.6 on NVIDIA and AMD, 3.7 on

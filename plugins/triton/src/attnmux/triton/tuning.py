@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core.choosing.launches import Value, current_launches
-from attnmux.core.choosing.trials import Job, Trial
+from attnmux.core.choosing.measured.launches import Job, Trial, Value, current_launches
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables

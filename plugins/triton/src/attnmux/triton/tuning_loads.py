@@ -22,8 +22,8 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.request import Request
-    from attnmux.core.choosing.trials import Job
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.measured.launches import Job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, emulated, multiple_of, one_of
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.offer.conditions import ANY, emulated, multiple_of, one_of
 
 WAVE = BackendCard(
     name="wave",

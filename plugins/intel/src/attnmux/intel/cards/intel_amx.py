@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     Condition,
     emulated,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     Condition,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, one_of, runtimes, versions
 from attnmux.nvidia.cards.fa3 import TREE_SOURCES
 from attnmux.nvidia.cards.runs import on_h200
 

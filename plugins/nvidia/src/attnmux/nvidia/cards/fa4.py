@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior, when
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     Condition,
@@ -14,7 +14,7 @@ from attnmux.core.choosing.conditions import (
     one_of,
     versions,
 )
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.nvidia.cards.runs import on_h200
 
 _SM100 = versions(">=10.0,<11")

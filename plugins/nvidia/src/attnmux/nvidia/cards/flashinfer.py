@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import ANY, NONE, one_of, runtimes, versions
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of, runtimes, versions
 from attnmux.nvidia.cards.runs import on_h200
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, versions
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
+from attnmux.core.choosing.offer.conditions import ANY, Condition, at_most, one_of, versions
 from attnmux.nvidia.cards.runs import on_h200
 
 

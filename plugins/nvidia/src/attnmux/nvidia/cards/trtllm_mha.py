@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.conditions import (
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
     Condition,
@@ -15,7 +15,7 @@ from attnmux.core.choosing.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.nvidia.cards.runs import on_h200
 
 HOPPER = versions(">=9.0,<10")

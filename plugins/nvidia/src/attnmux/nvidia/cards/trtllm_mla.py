@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.conditions import ANY, Condition, at_most, one_of, runtimes, versions
-from attnmux.core.choosing.verified import Verified
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import (
+    ANY,
+    Condition,
+    at_most,
+    one_of,
+    runtimes,
+    versions,
+)
+from attnmux.core.choosing.offer.verified import Verified
 
 
 def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
