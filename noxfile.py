@@ -36,10 +36,11 @@ SOURCES = [
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting with ruff."""
-    session.install(*CONSTRAINTS, "ruff")
+    """Check style and formatting with ruff, and with import-linter which modules import which."""
+    session.install(*CONSTRAINTS, "./core", "ruff", "import-linter")
     session.run("ruff", "check", *SOURCES)
     session.run("ruff", "format", "--check", *SOURCES)
+    session.run("lint-imports")
 
 
 @nox.session

@@ -128,7 +128,7 @@ def test_kv_dtype(offer, cpu, asked, kv_dtype) -> None:
     assert decision.kv_dtype == decision.request.kv_dtype == kv_dtype
 
 
-def test_kv_dtype_where_nobody_says_one(offer, cpu) -> None:
+def test_kv_dtype_where_none_is_requested(offer, cpu) -> None:
     assert solve(Request(), cpu, [offer("a", kv_dtype=ANY)]).kv_dtype == "bfloat16"
 
 
@@ -211,7 +211,7 @@ def test_a_named_backend_is_kept_or_is_an_error(offer, cpu, field) -> None:
         ("config", r" \(b is prefill_backend of the configuration file\)"),
     ],
 )
-def test_a_name_that_the_user_did_not_type_is_told_with_its_source(
+def test_an_unknown_name_from_elsewhere_is_reported_with_its_source(
     offer, cpu, origin, said
 ) -> None:
     cards = [offer("a"), offer("b", page_size=one_of(64))]
@@ -364,7 +364,7 @@ def test_a_card_without_its_plugin_is_no_offer(offer, cpu) -> None:
         solve(Request(), cpu, [offer("a").card])
 
 
-def test_a_companion_serves_what_a_named_backend_does_not(offer, cpu) -> None:
+def test_a_companion_serves_the_phases_that_a_named_backend_lacks(offer, cpu) -> None:
     cards = [
         offer("only_decode", page_size=one_of(64), phase=one_of("decode"), companions=("mate",)),
         offer("mate", rank=5),
@@ -513,13 +513,13 @@ def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) 
     assert {v.rank for v in decision.candidates if v.backend == "a"} == {50}
 
 
-def test_a_rank_is_told_for_the_page_that_was_found(offer, cpu) -> None:
+def test_a_rank_is_that_at_the_decided_page_size(offer, cpu) -> None:
     priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
     decision = solve(Request(), cpu, [offer("a", priors=priors, page_size=one_of(64))])
     assert {verdict.rank for verdict in decision.candidates} == {50}
 
 
-def test_only_what_failed_is_blamed(offer, cpu) -> None:
+def test_only_failing_axes_are_reported(offer, cpu) -> None:
     cards = [offer("a", phase=one_of("extend")), offer("b", phase=one_of("extend"))]
     with pytest.raises(NoBackend) as caught:
         solve(Request(), cpu, cards, Policy(prefill_backend="b"))

@@ -146,7 +146,7 @@ def test_a_card_that_cannot_serve_changes_nothing(request, found, policy) -> Non
 
 @settings(deadline=None)
 @given(requests, offers, policies)
-def test_what_is_chosen_serves_and_what_is_rejected_says_why(request, found, policy) -> None:
+def test_chosen_backends_serve_and_rejected_ones_have_reasons(request, found, policy) -> None:
     decided = outcome(request, found, policy)
     candidates = decided.candidates if isinstance(decided, Decision) else decided
     assert len(candidates) == len(found) * len(request.phases)
@@ -243,7 +243,7 @@ def test_hints_hold_for_the_whole_question(request, found, given) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(requests, offers, names)
-def test_a_hint_that_would_help_is_told(request, found, given) -> None:
+def test_a_hint_that_helps_is_given(request, found, given) -> None:
     """Where a backend alone would fit after a change, and all others are served beside it."""
     if not {offer.card.name for offer in found}.issuperset(given.values()):
         return

@@ -9,24 +9,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
-from attnmux.core.choosing.common.checks import FALSE, TRUE, nearest
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.errors import SettingsError
+from attnmux.core.errors import InvalidInput, SettingsError
 
 PREFIX = "ATTNMUX_"
-OPTION_TYPES = (bool, int, float, str)
-BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What was configured; None and empty where nothing was."""
+    """The configured values; None or empty where nothing is configured."""
 
     platform: str | None = None
     """A vendor, or vendor:arch, that is on this machine."""
@@ -43,8 +42,8 @@ class Settings:
     no_plugins: bool = False
     allow_coercion: bool = False
     measurements: str | None = None
-    """The file of this machine's measurements, instead of the one in the user's cache folder; in a
-    configuration file, relative to that."""
+    """The file of this machine's measurements, instead of the one in the user's cache folder. A
+    path in a configuration file is relative to that file."""
     no_measurements: bool = False
     """Choose as if nothing had been measured."""
     launches: str | None = None
@@ -84,8 +83,9 @@ class Settings:
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
 
     def measurements_file(self) -> Path | None:
-        """Where measurements of this machine are kept; None where they are not to be used, or none
-        is named and there is no home directory. Raises SettingsError for one in no home."""
+        """Where measurements of this machine are kept; None where they are switched off, or where
+        no file is named and there is no home directory. Raises SettingsError for a path below an
+        unknown home directory."""
         return None if self.no_measurements else self._kept("measurements", self.measurements)
 
     def launches_file(self) -> Path | None:
@@ -104,21 +104,21 @@ class Settings:
                     "whose home directory is not known; write the whole path"
                 ) from error
             return path if said else Path(source).parent / path
-        import platformdirs  # noqa: PLC0415  # off the path of who needs no file of ours
+        import platformdirs  # noqa: PLC0415  # off the path of commands that read no such file
 
         try:
             return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
-        except RuntimeError:  # HOME is unset, and the user in no list: a container's
+        except RuntimeError:  # in a container: HOME is unset and the user has no entry
             return None
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
-        """A policy of what the user gave (None: nothing), else what was configured.
+        """A policy of the fields that the user gave (None: not given), else of those configured.
 
-        A base name unsets the phases' names of those who have less to say: `--backend` those of
+        `backend` overrides the phases' backends of weaker sources: the user's `--backend` those of
         the environment and the file, the environment's those of the file.
         """
         said = {name: value for name, value in given.items() if value is not None}
-        chosen = {name: said.get(name, getattr(self, name)) for name in BACKENDS}
+        chosen = {name: said.get(name, getattr(self, name)) for name in NAMING}
         origins = {n: self._origin(n, said) for n, value in chosen.items() if value is not None}
         base = origins.get("backend", ORIGINS[-1])
         for name in origins.keys() & {"prefill_backend", "decode_backend"}:
@@ -173,72 +173,59 @@ def _text(path: Path) -> str | None:
 
 def _toml(path: Path, text: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415  # off the path of who has no configuration file
+        import tomllib  # noqa: PLC0415  # off the path without a configuration file
     else:
-        import tomli as tomllib  # noqa: PLC0415  # the same, before it was in the standard library
+        import tomli as tomllib  # noqa: PLC0415  # the same, older than the standard library's
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
 
 
-def _word(value: Any, where: str) -> str:  # noqa: ANN401  # anything may come
+def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
     if isinstance(value, str) and value.strip():
         return value.strip()
-    raise SettingsError(f"{where}: expected a name, got {value!r}")
+    raise InvalidInput(where, came=repr(value), expected="a name")
 
 
-def _words(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401  # anything may come
-    """A list, or names between commas."""
+def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    """A list, or names separated by commas."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list):
-        raise SettingsError(f"{where}: expected a list of names, got {value!r}")
-    return tuple(_word(item, where) for item in items)
+        raise InvalidInput(where, came=repr(value), expected="a list of names")
+    return tuple(_word(where, item) for item in items)
 
 
-def _flag(value: Any, where: str) -> bool:  # noqa: ANN401  # anything may come
-    word = str(value).strip().lower()
-    if isinstance(value, (bool, str)) and (word in TRUE or word in FALSE):
-        return word in TRUE
-    raise SettingsError(f"{where}: expected true or false, got {value!r}")
-
-
-def _options(value: Any, where: str) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # anything may come
+def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
     usable = isinstance(value, dict) and all(
-        isinstance(table, dict) and all(isinstance(item, OPTION_TYPES) for item in table.values())
+        isinstance(table, dict)
+        and all(isinstance(item, get_args(OptionValue)) for item in table.values())
         for table in value.values()
     )
     if not usable:
         expected = "a table for each backend, such as [options.NAME] with KEY = VALUE"
-        raise SettingsError(f"{where}: expected {expected}, got {value!r}")
+        raise InvalidInput(where, came=repr(value), expected=expected)
     return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
 
 
-READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "platform": _word,
-    "backend": _word,
-    "prefill_backend": _word,
-    "decode_backend": _word,
-    "mm_backend": _word,
-    "allow_backends": _words,
-    "deny_backends": _words,
-    "prefer_backends": _words,
-    "allow_plugins": _words,
-    "deny_plugins": _words,
-    "no_plugins": _flag,
-    "allow_coercion": _flag,
-    "measurements": _word,
-    "no_measurements": _flag,
-    "launches": _word,
-    "no_launches": _flag,
-    "debug": _flag,
+LISTS = ("allow_backends", "deny_backends", "prefer_backends", "allow_plugins", "deny_plugins")
+FLAGS = ("no_plugins", "allow_coercion", "no_measurements", "no_launches", "debug")
+
+READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("platform", *NAMING, "measurements", "launches"), _word),
+    **dict.fromkeys(LISTS, _words),
+    **dict.fromkeys(FLAGS, read_flag),
     "options": _options,
 }
 
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
     if name not in READERS:
-        near = nearest(name, READERS)
-        guess = f"did you mean {near}?" if near else f"known: {', '.join(READERS)}"
+        known = [item.name for item in fields(Settings) if item.name in READERS]
+        near = nearest(name, known)
+        guess = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise SettingsError(f"{where}: no setting has this name; {guess}")
-    return READERS[name](value, where)
+    try:
+        return READERS[name](where, value)
+    except InvalidInput as error:
+        raise SettingsError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Solving: one backend for each phase, one page size and one KV dtype for all of them."""
+"""The whole story in one function: a backend for each phase, one page size, one KV dtype."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
-from attnmux.core.choosing.offer.named import complete, read_options
-from attnmux.core.choosing.search.assignments import Point, best_assignment
-from attnmux.core.choosing.search.problem import Group, Problem, groups_of, opposed
-from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.offer.named import read_options
+from attnmux.core.choosing.search.assignments import Assignment, best_assignment
+from attnmux.core.choosing.search.problem import Problem, groups_of, opposed
+from attnmux.core.choosing.tell.choice import choice_of
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.refusal import refusal
 from attnmux.core.choosing.tell.verdicts import verdicts
 from attnmux.core.errors import InvalidInput
-
-__all__ = ["Policy", "solve"]
 
 
 def solve(
@@ -40,16 +38,16 @@ def solve(
 ) -> Decision:
     """Choose a backend for each requested phase among the `offers` of the plugins, in any order.
 
-    Fewest coercions first; then the best ranks of decode, extend and encoder, in that order; then
-    the fewest backends; then the page size that decode's backend prefers.
+    The answer has the fewest coercions; then the best ranks of decode, extend and encoder, in that
+    order; then the fewest backends; then the page size that decode's backend prefers.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
-    InvalidInput for a name or an option in `policy` that cannot be used; InvalidInput for what is
-    no offer, and for two of one address.
+    InvalidInput for a name or an option in `policy` that cannot be used; InvalidInput for items
+    that are not offers, and for two offers with the same address.
     """
     policy = policy or Policy()
     offers = _in_order(offers)
-    # What was decided and what is told of it later must not see different libraries
+    # The search and the verdicts, which may be read later, must see the same libraries
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
     given = read_options(policy.options, offers, libraries)
     problem = Problem(
@@ -58,20 +56,20 @@ def solve(
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred=_standings(policy, known),
+        barred=_barred(policy, known),
         ranking=ranking,
         opposed=opposed(offers),
     )
     variants = problem.variants()
-    point = best_point(problem, variants)
-    if point is None:
+    best = best_assignment(problem, variants)
+    if best is None:
         raise refusal(platform, problem.groups, verdicts(problem, variants, None))
-    told = Deferred(partial(verdicts, problem, variants, point))
-    return _decision(problem, point, given, told)
+    candidates = Deferred(partial(verdicts, problem, variants, best))
+    return _decision(problem, best, given, candidates)
 
 
-def _standings(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequence[Reason]]:
-    """`standing`, asked once of each offer."""
+def _barred(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequence[Reason]]:
+    """`standing`, computed once for each offer."""
     found: dict[str, Sequence[Reason]] = {}
 
     def barred(offer: Offer) -> Sequence[Reason]:
@@ -87,85 +85,65 @@ def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     given = tuple(offers)
     for offer in given:
         if not isinstance(offer, Offer):
-            came = f"one of type {type(offer).__name__}"
+            got = f"one of type {type(offer).__name__}"
             expected = "offers, each a card with its plugin, as load_plugins().offers() are"
-            raise InvalidInput("offers", came=came, expected=expected)
+            raise InvalidInput("offers", came=got, expected=expected)
     counts = Counter(offer.address for offer in given)
     repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
-        came = f"{', '.join(repeated)} more than once"
-        raise InvalidInput("offers", came=came, expected="each plugin/backend once")
+        got = f"{', '.join(repeated)} more than once"
+        raise InvalidInput("offers", came=got, expected="each plugin/backend once")
     return tuple(sorted(given, key=lambda offer: offer.address))
 
 
 def _decision(
     problem: Problem,
-    point: Point,
+    best: Assignment,
     given: Mapping[str, Mapping[str, OptionValue]],
     candidates: Sequence[Verdict],
 ) -> Decision:
-    request = point.request
+    request = best.point.request
     if request.page_size is None or request.kv_dtype is None:
         raise RuntimeError("the search returned an unresolved request")
-    chosen = {
-        phase: choice_of(offer, given.get(offer.address, {}), _origin(problem.policy, group))
-        for group, offer in zip(problem.groups, point.winners, strict=True)
-        for phase in group.phases
-    }
+    chosen = {}
+    for group, offer in zip(problem.groups, best.winners, strict=True):
+        # A companion is nobody's choice: the user named another backend
+        origin = "" if group.coercion else problem.policy.origin_of(group.lead)
+        choice = choice_of(offer, given.get(offer.address, {}), origin)
+        chosen.update(dict.fromkeys(group.phases, choice))
     return Decision(
         platform=problem.platform,
         request=request,
         page_size=request.page_size,
         kv_dtype=request.kv_dtype,
         phases=FrozenMapping({phase: chosen[phase] for phase in PHASES if phase in chosen}),
-        coercions=_coercions(problem, point),
+        coercions=_coercions(problem, best),
         candidates=candidates,
     )
 
 
-def _origin(policy: Policy, group: Group) -> str:
-    """Who named the group's backend; nobody named one that stands in for another."""
-    given = policy.named_for(group.lead)
-    if given is None or group.coercion is not None:
-        return ""
-    return policy.origins.get(given[0], "user")
-
-
-def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
-    """given: options, as `read_options` reads them; those that are missing have their defaults."""
-    return Choice(
-        backend=offer.card.name,
-        plugin=offer.plugin,
-        factory=offer.card.factory,
-        options=complete(offer.card, given),
-        distribution=offer.distribution,
-        version=offer.version,
-        origin=origin,
-    )
-
-
-def _coercions(problem: Problem, point: Point) -> tuple[Coercion, ...]:
+def _coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
     made = [
         replace(group.coercion, new=offer.card.name)
-        for group, offer in zip(problem.groups, point.winners, strict=True)
+        for group, offer in zip(problem.groups, best.winners, strict=True)
         if group.coercion is not None
     ]
-    for field in point.dropped:
+    for field in best.dropped:
         made.append(
             Coercion(
                 field=field,
                 old=str(getattr(problem.request, field)),
-                new=str(getattr(point.request, field)),
-                because=_because(problem, point, field),
+                new=str(getattr(best.point.request, field)),
+                because=_because(problem, best, field),
                 origin=problem.request.origins[field],
             )
         )
     return tuple(made)
 
 
-def _because(problem: Problem, point: Point, field: str) -> str:
+def _because(problem: Problem, best: Assignment, field: str) -> str:
     asked = problem.questions(problem.request)
-    for group, offer in zip(problem.groups, point.winners, strict=True):
+    for group, offer in zip(problem.groups, best.winners, strict=True):
         for phase in group.phases:
             for reason in shortcomings(offer.card, asked[phase]):
                 if reason.axis == field:

@@ -1,0 +1,236 @@
+"""A request's fields, read from a model's Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS
+from attnmux.core.errors import InvalidInput
+
+SHAPES = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+    }
+)
+"""Values that a request holds once, so that layers must not differ in them."""
+
+WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
+CHUNKED = frozenset({"chunked_attention"})
+INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
+NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
+"""Layers without softmax attention demand nothing."""
+SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
+"""Values of models in which an indexer picks keys."""
+
+
+def read_model(path: Path, tp: int) -> dict[str, Any]:
+    """The fields of a Request that the model sets.
+
+    Raises InvalidInput for a path without a usable config.json, for attention that a request cannot
+    express, and for a `tp` that does not divide the heads.
+    """
+    config = _load(path)
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    model_type = str(text.get("model_type", config.get("model_type", "")))
+    values = {**DEFAULTS.get(model_type, {}), **text}
+    for name, own in NAMES.get(model_type, {}).items():
+        if values.get(name) is None:
+            values[name] = values.get(own)
+    source = str(path)
+    latent = values.get("kv_lora_rank") is not None
+    _check_sayable(values, source, latent)
+    return {
+        **(_latent_heads if latent else _heads)(values, source, tp),
+        **_layers(values, source),
+        "dtype": _dtype(text) or _dtype(config),
+        "sinks": model_type in SINKS,
+        "logit_cap": values.get("attn_logit_softcapping"),
+        "multimodal": isinstance(config.get("vision_config"), dict),
+        "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
+        "cross_attention": _has_cross_attention(config, values),
+    }
+
+
+def _load(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    expected = "a folder with a Hugging Face config.json, or that file"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        got = f"{path}, which has no config.json" if path.is_dir() else f"{path}: no such file"
+        raise InvalidInput("model", came=got, expected=expected) from None
+    except OSError as error:
+        raise InvalidInput("model", came=f"{file}: {error.strerror}", expected=expected) from None
+    except (ValueError, RecursionError) as error:
+        got = f"{file}, which is not JSON ({error})"
+        raise InvalidInput("model", came=got, expected=expected) from None
+    if not isinstance(config, dict):
+        raise InvalidInput("model", came=f"{file}, which holds no object", expected=expected)
+    return config
+
+
+def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None:
+    """Refuse a model of whose attention a request could express only a part."""
+    types = _layer_types(values, source)
+    known = WINDOWED | CHUNKED | UNRESTRICTED | NO_ATTENTION | (INDEXED if latent else frozenset())
+    if not types <= known:
+        got = f"layer_types {', '.join(sorted(types - known))} in {source}"
+        raise InvalidInput("model", came=got, expected=f"types of {', '.join(sorted(known))}")
+    picking = [name for name in SPARSE if values.get(name)]
+    if picking and not types and not latent:
+        got = f"{picking[0]} without kv_lora_rank in {source}"
+        raise InvalidInput("model", came=got, expected="sparse attention over MLA's latent alone")
+    if values.get("alibi"):
+        got = f"alibi={values['alibi']!r} in {source}"
+        raise InvalidInput("model", came=got, expected="attention without a bias")
+    differing = sorted(_differing(values))
+    if differing:
+        got = f"layers that differ in {', '.join(differing)} in {source}"
+        expected = "one shape, as one KV pool holds all layers, or a request for each shape"
+        raise InvalidInput("model", came=got, expected=expected)
+
+
+def _layer_types(values: Mapping[str, Any], source: str) -> frozenset[str]:
+    """The types that the layers have; empty where they are not stated."""
+    types = values.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+        got = f"layer_types={types!r} in {source}"
+        raise InvalidInput("model", came=got, expected="a list of layer_types, or none")
+    return frozenset(types)
+
+
+def _differing(values: Mapping[str, Any]) -> set[str]:
+    layers = values.get("per_layer_config")
+    stated = layers.values() if isinstance(layers, dict) else ()
+    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
+    # Gemma 4's name for the heads of its unwindowed layers.
+    if values.get("global_head_dim") not in (None, values.get("head_dim")):
+        differing.add("head_dim")
+    return differing
+
+
+def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
+    number = values.get(name)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        got = f"{name}={number!r} in {source}"
+        raise InvalidInput("model", came=got, expected=f"a positive {name} in config.json")
+    return number
+
+
+def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
+    heads = _whole(values, "num_attention_heads", source)
+    if tp < 1 or heads % tp:
+        raise InvalidInput("tp", came=str(tp), expected=f"a divisor of the model's {heads} heads")
+    return heads // tp
+
+
+def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
+    q_heads = _q_heads_per_rank(values, source, tp)
+    kv_heads = _kv_heads(values, source)
+    if kv_heads % tp and tp % kv_heads:
+        expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
+        raise InvalidInput("tp", came=str(tp), expected=expected)
+    heads = q_heads * tp
+    if heads % kv_heads:
+        got = f"{heads} heads over {kv_heads} KV heads in {source}"
+        raise InvalidInput("model", came=got, expected="as many heads for each KV head")
+    name = "hidden_size" if values.get("head_dim") is None else "head_dim"
+    dims = _whole(values, name, source)
+    head_dim = dims // heads if name == "hidden_size" else dims
+    if not head_dim:
+        got = f"{name}={dims} for {heads} heads in {source}"
+        raise InvalidInput("model", came=got, expected="at least one dimension a head")
+    v_head_dim = None if values.get("v_head_dim") is None else _whole(values, "v_head_dim", source)
+    return {
+        # Qwen2.5-1M
+        "kind": "dual_chunk" if values.get("dual_chunk_attention_config") else "mha",
+        "num_q_heads": q_heads,
+        "num_kv_heads": max(1, kv_heads // tp),
+        "head_dim": head_dim,
+        "v_head_dim": None if v_head_dim == head_dim else v_head_dim,
+    }
+
+
+def _kv_heads(values: Mapping[str, Any], source: str) -> int:
+    # Falcon and StarCoder; Falcon's later layout states its groups.
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
+        return 1
+    stated = values.get("num_key_value_heads") is not None
+    return _whole(values, "num_key_value_heads" if stated else "num_attention_heads", source)
+
+
+def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
+    rope = _whole(values, "qk_rope_head_dim", source)
+    return {
+        "kind": "nsa" if values.get("index_topk") is not None else "mla",
+        "num_q_heads": _q_heads_per_rank(values, source, tp),
+        "num_kv_heads": 1,
+        "head_dim": _whole(values, "qk_nope_head_dim", source) + rope,
+        "v_head_dim": _whole(values, "v_head_dim", source),
+        "kv_lora_rank": _whole(values, "kv_lora_rank", source),
+        "qk_rope_head_dim": rope,
+    }
+
+
+def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Window and chunk, where at least one layer uses them."""
+    types = _layer_types(values, source)
+    windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
+    chunked = bool(types & CHUNKED) if types else True
+    # A layer's type requires its value.
+    read: Callable[..., int | None] = _whole if types else _size
+    window = read(values, "sliding_window", source) if windowed else None
+    return {
+        # transformers' window of n keys includes the query's own
+        "sliding_window": None if window is None else window - 1,
+        "attention_chunk": read(values, "attention_chunk_size", source) if chunked else None,
+    }
+
+
+def _size(values: Mapping[str, Any], name: str, source: str) -> int | None:
+    """None where the feature is off: absent, null or 0."""
+    return _whole(values, name, source) if values.get(name) else None
+
+
+def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
+    if values.get("use_sliding_window") is False:
+        return False
+    first, layers = values.get("max_window_layers"), values.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(layers, int)) or first < layers
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """Files older than transformers 5 call it `torch_dtype`."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    return name if isinstance(name, str) else None
+
+
+def _encoder_head_dim(vision: object, source: str) -> int | None:
+    """None where the vision_config leaves it to its class."""
+    if not isinstance(vision, dict):
+        return None
+    if vision.get("head_dim"):
+        return _whole(vision, "head_dim", f"the vision_config of {source}")
+    # Qwen2-VL's hidden_size is that of the language model.
+    width = vision.get("embed_dim") or vision.get("hidden_size")
+    names = ("num_attention_heads", "num_heads", "attention_heads")
+    heads = next((vision[name] for name in names if vision.get(name)), None)
+    if not isinstance(width, int) or not isinstance(heads, int):
+        return None
+    return width // heads
+
+
+def _has_cross_attention(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    names = ("cross_attention_layers", "cross_layer_interval", "add_cross_attention")
+    return bool(config.get("is_encoder_decoder")) or any(values.get(name) for name in names)

@@ -1,0 +1,67 @@
+"""Facts that a config.json leaves to its model type: defaults, different names, sinks.
+
+Source: the config classes of transformers 5.23; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+QWEN = {"num_attention_heads": 32, "num_key_value_heads": 32, "use_sliding_window": False}
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_attention_heads": 32, "hidden_size": 4096},
+    "llama4_text": {
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+    },
+    "qwen2": {**QWEN, "hidden_size": 4096, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {**QWEN, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "mistral": {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "sliding_window": 4096,
+    },
+    "gemma2": {**GEMMA, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
+    "gemma3_text": {**GEMMA, "sliding_window": 4096},
+    "gpt_oss": {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+    },
+    "deepseek_v2": {**DEEPSEEK, "num_attention_heads": 32},
+    "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 128},
+    "falcon": {"multi_query": True},
+    "gpt_bigcode": {"multi_query": True},
+    "idefics": {"cross_layer_interval": 1},
+    "mimo_v2_flash": {"v_head_dim": 128},
+}
+"""Each model type's defaults: a config.json may hold only values that differ from its class's
+defaults, as Gemma 3's does."""
+
+GPT2 = {"num_attention_heads": "n_head", "hidden_size": "n_embd"}
+BART = {"num_attention_heads": "decoder_attention_heads", "hidden_size": "d_model"}
+ZAMBA = {"head_dim": "attention_head_dim"}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode", "codegen", "openai-gpt"), GPT2),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "m2m_100", "marian", "mbart", "pegasus", "whisper"), BART
+    ),
+    **dict.fromkeys(("zamba", "zamba2"), ZAMBA),
+    "falcon": {"num_key_value_heads": "num_kv_heads"},
+    "jetmoe": {"head_dim": "kv_channels"},
+    "recurrent_gemma": {"sliding_window": "attention_window_size"},
+}
+"""The usual name of a value → the model type's own name. Types whose attention has a bias (T5,
+BLOOM) are left out: a request cannot express one."""
+
+SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
+"""Model types whose attention has sinks. These are weights: a config.json does not list them."""

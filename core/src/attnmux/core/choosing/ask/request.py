@@ -1,0 +1,197 @@
+"""An engine's needs of attention: the question that the solver answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from typing import Any
+
+from attnmux.core.choosing.ask.model_config import read_model
+from attnmux.core.choosing.ask.values import PHASES, READERS
+from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.errors import InvalidInput
+
+ORIGINS = ("user", "env", "config", "model", "platform", "default")
+"""Who may set a value; the earlier ones override the later ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The demands on a backend. A field that is None, False or 0 demands nothing.
+
+    Head counts are per rank. For MLA (kinds "mla" and "nsa"), `head_dim` and `v_head_dim` are those
+    of the expanded heads (192 and 128 in DeepSeek-V3), `num_kv_heads` is 1, the latent, and the
+    dimensions of absorbed kernels follow from `kv_lora_rank` and `qk_rope_head_dim`.
+
+    Aliases are replaced ("bf16"). Raises InvalidInput for a value that its field cannot hold, and
+    for query heads that are not a multiple of the KV heads.
+    """
+
+    kind: str = "mha"
+    """"mha", "mla", "nsa" (sparse MLA), "linear" or "dual_chunk" (Qwen2.5-1M: its weights expect
+    positions remapped by chunk, so that other attention gives wrong answers)."""
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    """Of Q and K."""
+    v_head_dim: int | None = None
+    """None: as `head_dim`."""
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    encoder_head_dim: int | None = None
+    """Of a multimodal model's encoder, which has its own heads."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    """None: as `dtype`."""
+    page_size: int | None = None
+    """Tokens a page; None leaves it to the solver."""
+    phases: tuple[str, ...] = ()
+    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal."""
+    spec_topk: int | None = None
+    """Branches a draft step; 1 drafts a chain, more a tree."""
+    spec_draft_tokens: int | None = None
+    """Tokens of a request that one verify step checks."""
+    speculative_attention_mode: str = "prefill"
+    """Which of the two backends serves verify and draft: "prefill" or "decode"."""
+    sliding_window: int | None = None
+    """The contract's w: a query sees itself and w keys before it (transformers' n is w + 1)."""
+    attention_chunk: int | None = None
+    cross_attention: bool = False
+    sinks: bool = False
+    logit_cap: float | None = None
+    custom_mask: bool = False
+    multi_item: bool = False
+    multimodal: bool = False
+    chunked_prefix: bool = False
+    deterministic: bool = False
+    graph: bool = False
+    lse: bool = False
+    origins: Mapping[str, str] = field(default_factory=FrozenMapping)
+    """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.origins, Mapping):
+            expected = f"a mapping of fields to {', '.join(ORIGINS)}"
+            raise InvalidInput("origins", came=repr(self.origins), expected=expected)
+        origins = dict(self.origins)
+        for name, default in DEFAULTS:
+            value = getattr(self, name)
+            if value is not default:
+                value = READERS[name](name, value)
+                object.__setattr__(self, name, value)
+            if value != default:
+                origins.setdefault(name, "user")
+            elif not value:
+                origins.pop(name, None)
+            else:
+                origins.setdefault(name, "default")
+        q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        if q_heads and kv_heads and q_heads % kv_heads:
+            got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
+            raise InvalidInput("num_q_heads", came=got, expected=expected)
+        if not self.phases or origins["phases"] == "default":
+            object.__setattr__(self, "phases", self._derived_phases())
+            origins["phases"] = "default"
+        for name, origin in origins.items():
+            if name not in READERS or origin not in ORIGINS:
+                expected = f"field names, each with one of {', '.join(ORIGINS)}"
+                raise InvalidInput("origins", came=f"{name}={origin}", expected=expected)
+        object.__setattr__(self, "origins", FrozenMapping(origins))
+
+    def _derived_phases(self) -> tuple[str, ...]:
+        asked = {
+            "extend": True,
+            "decode": True,
+            "verify": bool(self.spec_topk),
+            "draft": bool(self.spec_topk),
+            "encoder": self.multimodal,
+        }
+        return tuple(phase for phase in PHASES if asked[phase])
+
+    @property
+    def latent(self) -> bool:
+        """Whether K and V are one latent vector a token (MLA and its sparse form)."""
+        return self.kind in ("mla", "nsa")
+
+    def replace(self, *, origin: str = "user", **changes: object) -> Request:
+        """A copy with `changes`, each recorded as set by `origin`."""
+        for name in changes:
+            if name not in READERS:
+                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
+        origins = {**self.origins, **dict.fromkeys(changes, origin)}
+        return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
+
+    def expanded(self) -> Request:
+        """The same model's prefill with K and V expanded from the latent: kind "mha"."""
+        return self.replace(
+            origin="model",
+            kind="mha",
+            num_kv_heads=self.num_q_heads,
+            kv_lora_rank=None,
+            qk_rope_head_dim=None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**data, "phases": list(self.phases), "origins": dict(self.origins)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+        """The inverse of `to_dict`; absent fields keep their defaults.
+
+        Raises InvalidInput for an unknown key: a request from a later version may have demands that
+        this version cannot check.
+        """
+        given = {key: value for key, value in data.items() if key != "origins"}
+        for name in given:
+            if name not in READERS:
+                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
+        return cls(**given, origins=data.get("origins", {}))
+
+    @classmethod
+    def parse(cls, text: str, *, origin: str = "user") -> Request:
+        """From "kind=mha,page_size=1,phases=extend+decode"; "none" unsets a field.
+
+        Raises InvalidInput for an unknown field or a value that it cannot hold.
+        """
+        return cls().replace(origin=origin, **parse_fields(text))
+
+    @classmethod
+    def from_model(cls, path: str | Path, *, tp: int = 1) -> Request:
+        """The model's needs, read from its Hugging Face `config.json` alone.
+
+        `path` is the folder or the file; `tp` divides the heads (KV heads replicate below one).
+        Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
+        """
+        given = read_model(Path(path), tp)
+        try:
+            return cls(**given, origins=dict.fromkeys(given, "model"))
+        except InvalidInput as error:
+            got = f"{error.came} in {path}"
+            raise InvalidInput(error.argument, came=got, expected=error.expected) from None
+
+
+DEFAULTS = tuple((item.name, item.default) for item in fields(Request) if item.name != "origins")
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """The fields that "a=1,b=2" sets, as text."""
+    given: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or name not in READERS:
+            expected = f"FIELD=VALUE with {_names(name)}"
+            raise InvalidInput("request", came=repr(pair), expected=expected)
+        if name in given:
+            raise InvalidInput("request", came=f"{name!r} twice", expected="each field once")
+        given[name] = value
+    return given
+
+
+def _names(wrong: str) -> str:
+    """For errors: the field most like `wrong`, or all fields."""
+    near = nearest(wrong, READERS)
+    return f"a field such as {near!r}" if near else f"a field of {', '.join(READERS)}"

@@ -1,0 +1,138 @@
+"""The words of a request, and how its fields are read from text or from Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from attnmux.core.choosing.common.checks import UNSET, read_flag
+from attnmux.core.errors import InvalidInput
+
+KINDS = ("mha", "mla", "nsa", "linear", "dual_chunk")
+PHASES = ("extend", "decode", "verify", "draft", "encoder")
+DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+
+ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8_e4m3fn": "fp8_e4m3",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "fp4": "fp4_e2m1",
+}
+"""Of dtypes."""
+
+OptionValue = bool | int | float | str
+"""A value of a backend's option."""
+
+Reader = Callable[[str, Any], Any]
+"""(a field's name, the given value) → the value to keep; raises InvalidInput."""
+
+
+def canonical_dtype(name: str, argument: str = "dtype") -> str:
+    """The canonical name of a dtype or of its alias; a leading "torch." is allowed.
+
+    Raises InvalidInput, naming `argument`, for any other name.
+    """
+    lowered = name.strip().lower().removeprefix("torch.")
+    found = ALIASES.get(lowered, lowered)
+    if found not in DTYPES:
+        expected = f"one of {', '.join(DTYPES)} (aliases: {', '.join(ALIASES)})"
+        raise InvalidInput(argument, came=repr(name), expected=expected)
+    return found
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in UNSET)
+
+
+def _number(kind: type[int] | type[float], expected: str, name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
+    """A positive number; None where it is unset or 0."""
+    if type(value) is kind and 0 < value < float("inf"):
+        return value
+    if _is_unset(value):
+        return None
+    usable = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    try:
+        number = kind(value) if usable else None
+    except (ValueError, OverflowError):
+        number = None
+    is_cut = not isinstance(value, str) and number != value
+    if number is None or is_cut or not 0 <= number < float("inf"):
+        raise InvalidInput(name, came=repr(value), expected=expected)
+    return number or None
+
+
+_positive = partial(_number, int, "a positive integer, or none")
+
+
+def _window(name: str, value: Any) -> int | None:  # noqa: ANN401  # reads any value
+    """Like `_positive`; the contract also writes -1 for no window."""
+    if value in (-1, "-1") or value is False:
+        return None
+    if value in (0, "0"):
+        expected = "w >= 1 (keys before the query that it sees), or none"
+        raise InvalidInput(name, came=repr(value), expected=expected)
+    window: int | None = _positive(name, value)
+    return window
+
+
+def _flag(name: str, value: Any) -> bool:  # noqa: ANN401  # reads any value
+    return value is not None and read_flag(name, value if isinstance(value, bool) else str(value))
+
+
+def _dtype(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any value
+    return None if _is_unset(value) else canonical_dtype(str(value), name)
+
+
+def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN401  # reads any value
+    word = str(value).strip().lower()
+    if word not in allowed:
+        raise InvalidInput(name, came=repr(value), expected=f"one of {', '.join(allowed)}")
+    return word
+
+
+def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    """In the order of PHASES, each once."""
+    given = value.split("+") if isinstance(value, str) else value or ()
+    if not isinstance(given, Iterable):
+        raise InvalidInput(name, came=repr(value), expected=f"some of {', '.join(PHASES)}")
+    asked = {_word(PHASES, name, phase) for phase in given if not _is_unset(phase)}
+    return tuple(phase for phase in PHASES if phase in asked)
+
+
+READERS: Mapping[str, Reader] = {
+    "kind": partial(_word, KINDS),
+    "num_q_heads": _positive,
+    "num_kv_heads": _positive,
+    "head_dim": _positive,
+    "v_head_dim": _positive,
+    "kv_lora_rank": _positive,
+    "qk_rope_head_dim": _positive,
+    "encoder_head_dim": _positive,
+    "dtype": _dtype,
+    "kv_dtype": _dtype,
+    "page_size": _positive,
+    "phases": _phases,
+    "spec_topk": _positive,
+    "spec_draft_tokens": _positive,
+    "speculative_attention_mode": partial(_word, ("prefill", "decode")),
+    "sliding_window": _window,
+    "attention_chunk": _positive,
+    "cross_attention": _flag,
+    "sinks": _flag,
+    "logit_cap": partial(_number, float, "a positive number, or none"),
+    "custom_mask": _flag,
+    "multi_item": _flag,
+    "multimodal": _flag,
+    "chunked_prefix": _flag,
+    "deterministic": _flag,
+    "graph": _flag,
+    "lse": _flag,
+}
+"""By field of the request."""

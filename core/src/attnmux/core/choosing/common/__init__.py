@@ -1,0 +1,1 @@
+"""For every room: read-only containers, checks of given values, and verdicts."""

@@ -1,0 +1,86 @@
+"""Read-only containers for the fields of frozen dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, overload
+
+V = TypeVar("V")
+
+
+class FrozenMapping(Mapping[str, V]):
+    """A copy of a mapping that cannot be changed.
+
+    `types.MappingProxyType` neither hashes nor pickles, and decisions travel between processes.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, V] | None = None) -> None:
+        self._items: dict[str, V] = dict(items or {})
+
+    def __getitem__(self, key: str) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenMapping({self._items!r})"
+
+    def __reduce__(self) -> tuple[type[FrozenMapping[V]], tuple[dict[str, V]]]:
+        return FrozenMapping, (self._items,)
+
+
+class Deferred(Sequence[V]):
+    """The tuple that `make` returns, made when it is first read.
+
+    It compares, hashes and prints like that tuple, and pickles and copies as that tuple.
+    """
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
+        self._make: Callable[[], tuple[V, ...]] | None = make
+        self._items: tuple[V, ...] = ()
+
+    def _all(self) -> tuple[V, ...]:
+        if self._make is not None:
+            self._items = self._make()
+            self._make = None  # releases everything that the tuple was made from
+        return self._items
+
+    @overload
+    def __getitem__(self, index: int) -> V: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[V, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> V | tuple[V, ...]:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __iter__(self) -> Iterator[V]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Deferred):
+            return self._all() == other._all()
+        return self._all() == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def __reduce__(self) -> tuple[type[tuple[V, ...]], tuple[tuple[V, ...]]]:
+        return tuple, (self._all(),)

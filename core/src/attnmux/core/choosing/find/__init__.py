@@ -1,0 +1,1 @@
+"""Discovery: installed plugins, and the devices that their probes report."""

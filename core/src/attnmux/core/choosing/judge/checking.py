@@ -1,0 +1,160 @@
+"""One card in one phase: whether it serves the request, and the reasons if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from packaging.requirements import Requirement
+
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.verdict import Reason, Verdict, without_hints
+from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
+from attnmux.core.choosing.offer.libraries import (
+    Libraries,
+    assumed,
+    installed_version,
+    parsed_requirement,
+    within,
+)
+
+
+class Rank(NamedTuple):
+    """A place among the backends that fit."""
+
+    value: int
+    """Lower is better."""
+    measured: bool = False
+    """Whether measurements of this machine changed the prior's rank."""
+
+
+Ranking = Callable[[Offer, Question], Rank]
+"""The expected rank of a backend that serves a question."""
+
+
+def prior_rank(offer: Offer, question: Question) -> Rank:
+    """The rank of the card's first prior that holds."""
+    for prior in offer.card.priors:
+        if prior.when is ALWAYS or admits(prior.when, question):
+            return Rank(prior.rank)
+    return Rank(DEFAULT_RANK)
+
+
+def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
+    """The reasons that bar an offer from any request: contract, status, policy, libraries, …"""
+    card = offer.card
+    reasons = []
+    if not any(within(version, card.contract) for version in CONTRACTS):
+        wanted, offered = f"one of {', '.join(CONTRACTS)}", card.contract
+        reasons.append(Reason(code="CONTRACT", axis="contract", wanted=wanted, offered=offered))
+    if card.status == "planned" and not policy.hypothetical:
+        reasons.append(Reason(code="PLANNED", axis="status", wanted="available", offered="planned"))
+    if not policy.admits(offer.names):
+        wanted, offered = "a backend that the configuration allows", card.name
+        reasons.append(Reason(code="DENIED", axis="policy", wanted=wanted, offered=offered))
+    failure = policy.failed.get(offer.address)
+    if failure is not None:
+        hint = failure.hint or install_hint(card, offer.distribution)
+        wanted, offered = "kernels that load and compile", failure.reason
+        reasons.append(
+            Reason(code="FAILED", axis="kernels", wanted=wanted, offered=offered, hint=hint)
+        )
+    return reasons + missing(card, libraries, offer.distribution)
+
+
+def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
+    """A reason for each requirement of the card that no installed library meets."""
+    reasons = []
+    for alternatives in card.requirements():
+        parsed = [parsed_requirement(text) for text in alternatives]
+        if any(_met(requirement, libraries) for requirement in parsed):
+            continue
+        reasons.append(
+            Reason(
+                code="LIBRARY",
+                axis="requires",
+                wanted=" or ".join(alternatives),
+                offered=", ".join(_found(requirement, libraries) for requirement in parsed),
+                hint=install_hint(card, distribution, alternatives[0]),
+            )
+        )
+    return reasons
+
+
+def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
+    """The pip line that installs the card's requirements; empty where there are none.
+
+    It names the extra of the card's own distribution, else `requirement` or the card's first.
+    """
+    if not requirement and card.requires:
+        requirement = card.requirements()[0][0]
+    wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
+    return f"pip install '{wanted}'" if wanted else ""
+
+
+def _met(requirement: Requirement, libraries: Libraries) -> bool:
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return True
+    version = libraries(requirement.name)
+    if version is None:
+        return False
+    return not version or within(version, str(requirement.specifier))
+
+
+def _found(requirement: Requirement, libraries: Libraries) -> str:
+    version = libraries(requirement.name)
+    return f"{requirement.name} {version}" if version else f"{requirement.name} not installed"
+
+
+def check(
+    card: BackendCard,
+    phase: str,
+    request: Request,
+    platform: Platform,
+    *,
+    policy: Policy | None = None,
+    plugin: str = "",
+    libraries: Libraries = installed_version,
+    ranking: Ranking = prior_rank,
+) -> Verdict:
+    """Whether `card` alone serves `phase` of `request` on `platform`, with every reason if not.
+
+    An unset page size or KV dtype demands nothing. The verdict is "fits" or "rejected".
+    """
+    policy = policy or Policy()
+    known = assumed(policy.without, libraries, policy.hypothetical)
+    offer = Offer(card=card, plugin=plugin)
+    question = Question(
+        request=request, platform=platform, phase=phase, hypothetical=policy.hypothetical
+    )
+    reasons = standing(offer, policy, known) + shortcomings(card, question)
+    if not all(reason.hint for reason in reasons):
+        reasons = without_hints(reasons)
+    return verdict(offer, phase, reasons, None if reasons else ranking(offer, question))
+
+
+def verdict(
+    offer: Offer,
+    phase: str,
+    reasons: Sequence[Reason],
+    rank: Rank | None,
+    *,
+    coerced: bool = False,
+    eligible: bool = False,
+) -> Verdict:
+    """The verdict on an offer: rejected without a rank, coerced where coercion makes it fit."""
+    fitting: Literal["coerced", "fits"] = "coerced" if coerced else "fits"
+    return Verdict(
+        backend=offer.card.name,
+        plugin=offer.plugin,
+        phase=phase,
+        verdict="rejected" if rank is None else fitting,
+        rank=None if rank is None else rank.value,
+        measured=rank is not None and rank.measured,
+        eligible=eligible,
+        reasons=tuple(reasons),
+    )

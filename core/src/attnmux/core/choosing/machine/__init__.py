@@ -1,0 +1,1 @@
+"""The machine: a platform's facts, the table of vendors, the CPU."""

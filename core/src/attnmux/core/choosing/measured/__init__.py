@@ -1,0 +1,1 @@
+"""Measurements of this machine, and the choices that they change."""

@@ -1,0 +1,168 @@
+"""A backend's launches (tiles, warps, splits): those tried by its tuner, and those that won.
+
+The backend chooses the words of subjects and values. A tuned launch is used for its own subject on
+the same device with the same versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.records import (
+    DATE,
+    DEVICE,
+    MICROSECONDS,
+    Device,
+    Record,
+    RecordFile,
+    Records,
+)
+from attnmux.core.choosing.measured.tuning import LEAST_GAIN
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+
+Value = bool | int | float | str
+
+VERSIONS = by_name("texts by name of distribution", str)
+VALUES = by_name("numbers and words by name", bool, int, float, str)
+TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
+
+CHECKS: Mapping[str, Check] = {
+    **TRIED,
+    "backend": NAME,
+    "device": DEVICE,
+    "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
+    "median_us": MICROSECONDS,
+    "date": DATE,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedLaunch(Record):
+    """The fastest of the launches that were tried for a subject.
+
+    Raises InvalidInput for a field of another type or without content.
+    """
+
+    noun = "launch"
+
+    backend: str
+    """`plugin/name`."""
+    device: Device
+    versions: Mapping[str, str]
+    """Of the plugin and its libraries, by distribution."""
+    subject: Mapping[str, Value]
+    """The kernel, and the shapes that it is launched for."""
+    values: Mapping[str, Value]
+    """The launch."""
+    median_us: float
+    date: datetime
+
+    def __post_init__(self) -> None:
+        check_fields(self.noun, self, CHECKS)
+        for name in ("versions", "subject", "values"):
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+
+    @property
+    def subject_key(self) -> tuple[object, ...]:
+        """Of two launches with the same key, the later counts."""
+        return self.backend, self.device, self.versions, self.subject
+
+
+def launch_file(path: Path) -> RecordFile[TunedLaunch]:
+    return RecordFile(path=path, name="launches", kind=TunedLaunch)
+
+
+def current_launches(
+    path: Path | None,
+    backend: str,
+    platform: Platform,
+    *,
+    libraries: Libraries = installed_version,
+) -> Records[TunedLaunch]:
+    """The launches of `backend` that were tuned on this device with the installed versions.
+
+    path: as `Settings.launches_file`; None for none. Raises nothing.
+    """
+    if path is None:
+        return Records()
+    records, device = launch_file(path).read(), Device.of(platform)
+    found = tuple(
+        each
+        for each in records.found
+        if (each.backend, each.device) == (backend, device)
+        and all(libraries(name) == version for name, version in each.versions.items())
+    )
+    return Records(found=found, problems=records.problems, damaged=records.damaged)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The task of a tuner."""
+
+    request: Request
+    """As decided: page size and KV dtype are set."""
+    platform: Platform
+    device: str
+    """torch's name: "cuda:0"."""
+    options: Mapping[str, object]
+    """All options of the backend."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One launch that was tried for a subject.
+
+    Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
+    """
+
+    subject: Mapping[str, Value]
+    """The kernel and its shapes, in the backend's words."""
+    values: Mapping[str, Value]
+    """The launch."""
+    median_us: float | None
+    """None where it failed, or its result was wrong."""
+    error: str = ""
+    is_current: bool = False
+    """Whether the backend uses this launch today."""
+
+    def __post_init__(self) -> None:
+        timed = {} if self.median_us is None else {"median_us": MICROSECONDS}
+        check_fields("trial", self, {**TRIED, **timed})
+        for name in TRIED:
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), **{name: dict(getattr(self, name)) for name in TRIED}}
+
+
+Tuner = Callable[[Job], Iterator[Trial]]
+"""Named by a card. It yields each trial when it is done, so that progress can be shown."""
+
+
+def by_subject(trials: Iterable[Trial]) -> dict[Mapping[str, Value], list[Trial]]:
+    """In the order of the trials."""
+    found: dict[Mapping[str, Value], list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.subject, []).append(trial)
+    return found
+
+
+def winner(trials: Iterable[Trial]) -> Trial | None:
+    """The trial of one subject that should replace the current launch.
+
+    None where no trial saves more than `LEAST_GAIN` of its time.
+    """
+    timed = [(trial.median_us, trial) for trial in trials if trial.median_us is not None]
+    if not timed:
+        return None
+    fastest, best = min(timed, key=lambda pair: pair[0])
+    limits = (time * (1 - LEAST_GAIN) for time, trial in timed if trial.is_current)
+    return None if best.is_current or any(fastest >= limit for limit in limits) else best

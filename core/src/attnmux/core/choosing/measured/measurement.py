@@ -1,0 +1,128 @@
+"""One measurement of a backend on a device, and the file that keeps a machine's measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.judge.axes import Demand, Question
+from attnmux.core.choosing.measured.records import (
+    DATE,
+    DEVICE,
+    MICROSECONDS,
+    Device,
+    Record,
+    RecordFile,
+    Records,
+)
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version, parsed_requirement
+
+STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})
+"""Axes that a measurement states by its device and its phase."""
+
+DECIDED = ("page_size", "kv_dtype")
+"""Values that the solver decides where the request leaves them open."""
+
+CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("backend", "phase", "shape", "workload"), NAME),
+    "device": DEVICE,
+    "versions": by_name("texts by name of distribution", str),
+    "median_us": MICROSECONDS,
+    "batch_size": Check(
+        "a number of requests, or none", lambda value: value is None or is_whole(value, 1)
+    ),
+    "conformant": Check("true or false", lambda value: isinstance(value, bool)),
+    "date": DATE,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement(Record):
+    """The time that a backend took for one workload of one phase on one device.
+
+    Raises InvalidInput for an empty field or one of another type (only a device's product and
+    runtime may be empty), a median that is not a positive number, and a date without a time zone.
+    """
+
+    noun = "measurement"
+
+    backend: str
+    """`plugin/name`."""
+    phase: str
+    shape: str
+    """`shape_of` the question. Without a page size in it, the backend preferred its own."""
+    workload: str
+    """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
+    compared."""
+    device: Device
+    versions: Mapping[str, str]
+    """`versions_of` the backend."""
+    median_us: float
+    """Of one step, in microseconds."""
+    conformant: bool
+    """Whether the backend passed its conformance check in this phase, with these versions."""
+    date: datetime
+    batch_size: int | None = None
+    """Requests of a decode step that device graphs are captured for, so that the choice can depend
+    on the batch size; None for other steps."""
+
+    def __post_init__(self) -> None:
+        check_fields(self.noun, self, CHECKS)
+        object.__setattr__(self, "versions", FrozenMapping(self.versions))
+
+    @property
+    def subject_key(self) -> tuple[object, ...]:
+        """Of two measurements with the same key, the later counts."""
+        where = (self.device, self.versions)
+        return self.backend, self.phase, self.shape, self.workload, *where
+
+
+def measurement_file(path: Path) -> RecordFile[Measurement]:
+    return RecordFile(path=path, name="measurements", kind=Measurement)
+
+
+def read_measurements(path: Path) -> Records[Measurement]:
+    """Everything in the file that can be read. Raises nothing."""
+    return measurement_file(path).read()
+
+
+def add_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
+    """Put measurements into the file, as `RecordFile.add`."""
+    measurement_file(path).add(measurements)
+
+
+def shape_of(question: Question) -> str:
+    """The demands besides phase and platform, as text: "dtype=bfloat16,head_dim=128,…".
+
+    An open page size or KV dtype is left out: the solver tries several.
+    """
+    return ",".join(
+        sorted(
+            f"{axis.name}={value}"
+            for axis, value in insisted(question)
+            if axis.name not in STATED_APART
+        )
+    )
+
+
+def insisted(question: Question) -> list[Demand]:
+    """The demands without those that the solver only tries."""
+    origins = question.request.origins
+    tried = {name for name in DECIDED if origins.get(name, "default") == "default"}
+    return [(axis, value) for axis, value in question.demands if axis.name not in tried]
+
+
+def versions_of(offer: Offer, libraries: Libraries = installed_version) -> Mapping[str, str]:
+    """The versions of the plugin and of the card's libraries that are installed."""
+    named = {
+        parsed_requirement(text).name
+        for alternatives in offer.card.requirements()
+        for text in alternatives
+    }
+    found = {name: version for name in sorted(named) if (version := libraries(name)) is not None}
+    return FrozenMapping({**found, offer.distribution or offer.plugin: offer.version})

@@ -1,0 +1,208 @@
+"""Records of what this machine has measured, and the JSON files that keep them.
+
+A reader takes every record that it can read. Writers exclude each other and replace the whole file:
+no reader sees half of a file, and no writer loses another one's records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from attnmux.core.choosing.common.checks import Check, is_whole
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.errors import InvalidInput, in_brief
+
+LOCK_SECONDS = 60
+"""How long to wait for another writer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The facts that decide whether two devices are equally fast."""
+
+    vendor: str
+    arch: str
+    name: str
+    """The product."""
+    runtime: str
+
+    @classmethod
+    def of(cls, platform: Platform) -> Device:
+        return cls(**{field: getattr(platform, field) for field in cls.__dataclass_fields__})
+
+
+class Record:
+    """Base of dataclasses with a device, a date, mappings and plain values."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    noun: ClassVar[str]
+    """The name of a record in errors."""
+    device: Device
+    date: datetime
+
+    @property
+    def subject_key(self) -> tuple[object, ...]:
+        """Of two records with the same key, the later counts."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain = {name: dict(value) for name, value in fields.items() if isinstance(value, Mapping)}
+        return {**fields, **plain, "device": asdict(self.device), "date": self.date.isoformat()}
+
+    @classmethod
+    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
+        """The inverse of `to_dict`; raises InvalidInput for other data."""
+        try:
+            device, date = Device(**data["device"]), datetime.fromisoformat(data["date"])
+            return cls(**{**data, "device": device, "date": date})
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            got = f"{type(error).__name__}: {error}"
+            expected = f"the fields {', '.join(cls.__dataclass_fields__)}"
+            raise InvalidInput(cls.noun, came=got, expected=expected) from error
+
+
+R = TypeVar("R", bound=Record)
+
+
+def latest(records: Iterable[R]) -> tuple[R, ...]:
+    """The last record of each subject; for equal dates, the last one given."""
+    found: dict[tuple[object, ...], R] = {}
+    for each in records:
+        known = found.get(each.subject_key)
+        if known is None or known.date <= each.date:
+            found[each.subject_key] = each
+    return tuple(found.values())
+
+
+def _is_time(value: object) -> bool:
+    numeric = isinstance(value, float) or is_whole(value)
+    return numeric and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number by now
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, Device) and all(isinstance(w, str) for w in asdict(value).values())
+
+
+DEVICE = Check("a Device of texts", _is_device)
+MICROSECONDS = Check("microseconds, more than 0", _is_time)
+DATE = Check(
+    "a date with its time zone",
+    lambda value: isinstance(value, datetime) and value.utcoffset() is not None,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records(Generic[R]):
+    """The content of a file."""
+
+    found: tuple[R, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What could not be read, in words."""
+    damaged: bool = False
+    """Whether the file as a whole could not be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordFile(Generic[R]):
+    """A file of records of one kind."""
+
+    path: Path
+    name: str
+    """Of the list in the file."""
+    kind: type[R]
+    format: int = 1
+    """Of the records; other formats are not read."""
+
+    def read(self) -> Records[R]:
+        """Everything in the file that can be read; nothing without a file. Raises nothing."""
+        try:
+            return self._records("rb")
+        except OSError as error:
+            problem = f"{self.path} cannot be read: {in_brief(error)}"
+            return Records(problems=(problem,), damaged=True)
+
+    def prepare(self) -> Records[R]:
+        """The content, read as `add` reads it, so that obstacles show before anything is measured.
+        Creates the folder. Raises what `add` raises."""
+        with self._locked():
+            return self._records("r+b")
+
+    def add(self, records: Iterable[R]) -> None:
+        """Put records into the file; they replace earlier ones of the same subject.
+
+        A file that cannot be read is kept with `.damaged` after its name; single entries that
+        cannot be read are dropped. Raises OSError where the file cannot be opened, the folder is
+        not writable, or another writer does not finish; the file is unchanged then.
+        """
+        with self._locked():
+            before = self._records("r+b")
+            kept = latest([*before.found, *records])
+            data = {"format": self.format, self.name: [each.to_dict() for each in kept]}
+            self._replace(data, set_aside=before.damaged)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        from filelock import FileLock  # noqa: PLC0415  # off the path of readers
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        with FileLock(lock, timeout=LOCK_SECONDS):
+            yield
+
+    def _records(self, mode: str) -> Records[R]:
+        """mode: of `open`; a writer's mode fails for a folder and a read-only file. Raises OSError
+        where the file exists but cannot be opened."""
+        try:
+            with self.path.open(mode) as file:
+                data = json.load(file)
+            if data["format"] != self.format:
+                raise ValueError(
+                    f"its format is {data['format']!r}, this version reads {self.format}"
+                )
+            entries = list(data[self.name])
+        except FileNotFoundError:
+            return Records()
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = (
+                f"{self.path} holds no {self.name} that can be read: {in_brief(error)}; "
+                "delete it, or keep new ones, which sets it aside"
+            )
+            return Records(problems=(problem,), damaged=True)
+        found, problems = [], []
+        for place, entry in enumerate(entries):
+            try:
+                found.append(self.kind.from_dict(entry))
+            except InvalidInput as error:
+                problems.append(f"{self.path}, {self.name}[{place}]: {error}")
+        return Records(found=latest(found), problems=tuple(problems))
+
+    def _replace(self, data: object, *, set_aside: bool) -> None:
+        """Under the lock: no other writer has a scratch file."""
+        scratch = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with scratch.open("w", encoding="utf-8") as file:
+                json.dump(data, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            if self.path.exists():  # keeps its permissions
+                shutil.copymode(self.path, scratch)
+            if set_aside:
+                self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
+            scratch.replace(self.path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,286 @@
+"""A backend's abilities as data: its card, with clauses, priors and options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from packaging.requirements import InvalidRequirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES, OptionValue
+from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition
+from attnmux.core.choosing.offer.libraries import parsed_requirement
+from attnmux.core.choosing.offer.verified import Verified
+
+CONTRACTS = ("1.0",)
+"""The versions of the contract that this core speaks, the newest last."""
+
+LAST_RESORT = 900
+"""From this rank on, a backend is portable: it serves where nothing made for the hardware does."""
+
+DEFAULT_RANK = 1000
+"""The rank where no prior holds."""
+
+Status = Literal["available", "planned"]
+
+UNSOURCED: Mapping[str, str] = FrozenMapping()
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+NAME_EXPECTED = "letters, digits, _ and -"
+"""Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
+
+
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "phase": PHASES,
+    "kind": KINDS,
+    "dtype": DTYPES,
+    "kv_dtype": DTYPES,
+}
+"""Axes whose values are words of a request: no request would match any other word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clause:
+    """Conditions that hold together, one for each axis (the table is in `judge/axes.py`).
+
+    A clause refuses a request that uses a feature whose field is NONE: features must be declared.
+    Axes that only limit (SM version, runtime, head counts) start at ANY.
+
+    Raises InvalidInput for a field that holds no condition, and for a phase, a kind or a dtype that
+    no request could ask for.
+    """
+
+    vendor: Condition
+    phase: Condition
+    kind: Condition
+    dtype: Condition
+    kv_dtype: Condition
+    page_size: Condition
+    head_dim: Condition
+
+    arch: Condition = ANY
+    version: Condition = ANY
+    """Of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
+    features: Condition = ANY
+    runtime: Condition = ANY
+    num_q_heads: Condition = ANY
+    num_kv_heads: Condition = ANY
+    group_size: Condition = ANY
+    """Query heads per KV head."""
+    v_head_dim: Condition = NONE
+    """Asked only where it differs from `head_dim`."""
+    kv_lora_rank: Condition = NONE
+    qk_rope_head_dim: Condition = NONE
+    spec_topk: Condition = NONE
+    spec_draft_tokens: Condition = ANY
+    sliding_window: Condition = NONE
+    attention_chunk: Condition = NONE
+    cross_attention: Condition = NONE
+    sinks: Condition = NONE
+    logit_cap: Condition = NONE
+    custom_mask: Condition = NONE
+    multi_item: Condition = NONE
+    chunked_prefix: Condition = NONE
+    deterministic: Condition = NONE
+    graph: Condition = NONE
+    lse: Condition = NONE
+
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        # Few types, many values: isinstance with an abstract class is slow at a cold start
+        if not all(issubclass(kind, Condition) for kind in set(map(type, values.values()))):
+            for name, value in values.items():
+                if not isinstance(value, Condition):
+                    expected = "a condition, such as one_of(…) or ANY"
+                    raise refusal(f"clause, {name}", value, expected)
+        for name, words in WORDS.items():
+            unknown = set(getattr(self, name).examples()).difference(words)
+            if unknown:
+                got = ", ".join(sorted(map(str, unknown)))
+                raise refusal(f"clause, {name}", got, f"some of {', '.join(words)}")
+
+
+def when(**conditions: Condition) -> Clause:
+    """A clause of the given conditions alone, for priors."""
+    everything = dict.fromkeys(Clause.__dataclass_fields__, ANY)
+    return Clause(**{**everything, **conditions})
+
+
+ALWAYS = when()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """How well a backend is expected to do before any measurement. Lower ranks win. From
+    `LAST_RESORT` on, another way to run the model is better, where it has one.
+
+    Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
+    """
+
+    rank: int
+    when: Clause = ALWAYS
+    source: str
+    """Where the expectation comes from."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int):
+            raise refusal("prior, rank", self.rank, "an integer")
+        if not isinstance(self.when, Clause):
+            raise refusal("prior, when", self.when, "a clause, such as when(…)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A setting that a backend's factory receives. It must not change the results.
+
+    Raises InvalidInput for a name of other characters than NAME's, and for a default or a choice of
+    another type.
+    """
+
+    name: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    default: OptionValue
+    choices: tuple[OptionValue, ...] = ()
+    """Empty: any value of the type."""
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise refusal("option, name", self.name, NAME_EXPECTED)
+        if self.type not in get_args(OptionValue):
+            raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
+        for value in (self.default, *self.choices):
+            if type(value) is not self.type:
+                expected = f"values of type {self.type.__name__}"
+                raise refusal(f"option {self.name!r}", value, expected)
+        if self.choices and self.default not in self.choices:
+            raise refusal(f"option {self.name!r}, default", self.default, "one of its choices")
+
+
+def _is_reference(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.count(":") == 1)
+
+
+CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("name", "summary", "contract", "extra"), TEXT),
+    "clauses": tuple_of(Clause),
+    "aliases": tuple_of(str),
+    "requires": tuple_of(str, tuple),
+    "options": tuple_of(Option),
+    "priors": tuple_of(Prior),
+    "companions": tuple_of(str),
+    "excludes": tuple_of(str),
+    "verified_on": tuple_of(Verified),
+    "status": Check(f"one of {', '.join(get_args(Status))}", get_args(Status).__contains__),
+    **dict.fromkeys(("factory", "tuner"), Check('"module:attribute"', _is_reference)),
+    "sources": Check("a mapping from axes to text", lambda value: isinstance(value, Mapping)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendCard:
+    """A backend, described. Importing a card must import neither torch nor a kernel library.
+
+    Raises InvalidInput for a field of another type (such as a list or a bare string instead of a
+    tuple), a name of other characters than NAME's, a version range or a requirement that cannot be
+    parsed, a factory or tuner that is not "module:attribute", a source of an unknown axis, and an
+    available card without a factory.
+    """
+
+    name: str
+    summary: str
+    clauses: tuple[Clause, ...]
+    """The backend serves a request that any one of them admits."""
+    sources: Mapping[str, str] = UNSOURCED
+    """Where the limits come from, by axis: a header, a check, a release note, a measurement."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a user may give; an alias of several cards means the one that fits."""
+    factory: str | None = None
+    """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
+    tuner: str | None = None
+    """"module:attribute", a `Tuner` that tries the backend's launches; None: it has none."""
+    status: Status = "available"
+    """A planned backend never runs; only questions about another machine consider it."""
+    contract: str = ">=1,<2"
+    requires: tuple[str | tuple[str, ...], ...] = ()
+    """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
+    extra: str = ""
+    """The extra of the plugin's distribution that installs `requires`."""
+    options: tuple[Option, ...] = ()
+    priors: tuple[Prior, ...] = ()
+    """The first whose conditions hold counts."""
+    companions: tuple[str, ...] = ()
+    """Backends for the phases that this one does not serve, where a user names only this one."""
+    excludes: tuple[str, ...] = ()
+    """Backends (names, aliases or `plugin/name`) that must not serve decode where this one serves
+    extend, nor extend where it serves decode. An unknown name excludes nothing."""
+    needs_cpu_seq_lens: bool = False
+    """Whether the batch must carry `seq_lens_cpu`."""
+    fp8_products: bool = False
+    """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
+    float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""
+    verified_on: tuple[Verified, ...] = ()
+    """Runs of the conformance suite that it passed, on hardware or on an emulator."""
+
+    def __post_init__(self) -> None:
+        owner = f"card {self.name!r}"
+        check_fields(owner, self, CHECKS)
+        for name in (self.name, *self.aliases):
+            if not NAME.fullmatch(name):
+                raise refusal(f"{owner}, name", name, NAME_EXPECTED)
+        try:
+            SpecifierSet(self.contract)
+        except InvalidSpecifier:
+            expected = "a range such as >=1,<2"
+            raise refusal(f"{owner}, contract", self.contract, expected) from None
+        for alternatives in self.requirements():
+            _check_requirement(f"{owner}, requires", alternatives)
+        options = [option.name for option in self.options]
+        if len(set(options)) < len(options):
+            raise refusal(f"{owner}, options", options, "each name once")
+        for axis, source in self.sources.items():
+            if axis not in Clause.__dataclass_fields__ or not isinstance(source, str):
+                expected = "axes of a clause, with text"
+                raise refusal(f"{owner}, sources", f"{axis}: {source}", expected)
+        object.__setattr__(self, "sources", FrozenMapping(self.sources))
+        if self.factory is None and self.status == "available":
+            raise refusal(f"{owner}, factory", None, 'one, unless the status is "planned"')
+
+    def requirements(self) -> tuple[tuple[str, ...], ...]:
+        """`requires`, each as a tuple of alternatives."""
+        return tuple((item,) if isinstance(item, str) else item for item in self.requires)
+
+
+def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
+    if not alternatives:
+        raise refusal(argument, (), "at least one alternative")
+    for text in alternatives:
+        try:
+            parsed_requirement(text)
+        except (InvalidRequirement, TypeError):
+            raise refusal(argument, text, "a PEP 508 requirement") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A card and the plugin that offers it."""
+
+    card: BackendCard
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+    address: str = field(init=False, repr=False, compare=False)
+    """`plugin/name`: the name that is never ambiguous."""
+    names: frozenset[str] = field(init=False, repr=False, compare=False)
+    """All that a user may call it: its name and its aliases, each also as `plugin/name`."""
+
+    def __post_init__(self) -> None:
+        own = (self.card.name, *self.card.aliases)
+        names = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
+        object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
+        object.__setattr__(self, "names", names)

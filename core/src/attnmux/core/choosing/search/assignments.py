@@ -1,0 +1,150 @@
+"""The best assignment: a backend for each group of phases, at one page size and one KV dtype.
+
+The outer loop is over *variants* of the request: first as it is, then with more and more coercible
+values unset. Each variant has its feasible points. At one point the groups are independent: the
+best backend of each group is the best assignment, unless two of these backends exclude each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, groupby
+from typing import NamedTuple
+
+from attnmux.core.choosing.judge.axes import admits
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.conditions import Value
+from attnmux.core.choosing.search.points import (
+    FALLBACK_KV_DTYPE,
+    Point,
+    candidates_of,
+    feasible_points,
+)
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
+
+FALLBACK_PAGE_SIZE = 1
+"""Where neither the request nor the winner has a preference."""
+
+Merit = tuple[int, int]
+"""(place among the asker's preferences, rank); the smaller is better."""
+
+Scored = Sequence[tuple[Merit, Offer]]
+
+
+class Assignment(NamedTuple):
+    """A backend for each group, at one point."""
+
+    key: tuple[object, ...]
+    """The smallest wins."""
+    point: Point
+    winners: tuple[Offer, ...]
+    """One for each group, in the order of the problem's groups."""
+    dropped: tuple[str, ...]
+    """Fields of the request that were coerced."""
+
+
+def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment | None:
+    """The best assignment with the fewest coercions; None where nothing serves the request."""
+    for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
+        found = [
+            assignment
+            for variant in alike
+            for point in feasible_points(problem, variant, candidates_of(problem, variant))
+            for assignment in _assignments(problem, point, variant.dropped)
+        ]
+        if found:
+            return min(found, key=lambda assignment: assignment.key)
+    return None
+
+
+def _assignments(problem: Problem, point: Point, dropped: tuple[str, ...]) -> Iterator[Assignment]:
+    """Assignments at one point, with the best one among them."""
+    preference, ranking = problem.policy.preference, problem.ranking
+    scored = []
+    for group, offers in zip(problem.groups, point.fitting, strict=True):
+        question = point.questions[group.phases[0]]
+        scored.append(
+            [((preference(one.names), ranking(one, question).value), one) for one in offers]
+        )
+    for merits, winners in _compatible(problem, scored):
+        tie = _tie(problem, point, winners)
+        key = (merits, len({offer.address for offer in winners}), *tie)
+        yield Assignment(key, point, winners, dropped)
+
+
+def is_compatible(problem: Problem, fitting: Sequence[Sequence[Offer]]) -> bool:
+    """Whether each group can have one of its offers without two that exclude each other."""
+    scored = [[((0, 0), offer) for offer in offers] for offers in fitting]
+    return any(True for _ in _compatible(problem, scored))
+
+
+def _compatible(
+    problem: Problem, scored: Sequence[Scored]
+) -> Iterator[tuple[tuple[Merit, ...], tuple[Offer, ...]]]:
+    """Merits and winners where no winner excludes another, with the best assignment among them.
+
+    Takes the best backend of each group. Where two of them exclude each other, a solution lacks at
+    least one of the two: both cases are tried.
+    """
+    merits = tuple(min(merit for merit, _ in group) for group in scored)
+    winners = _fewest(
+        [
+            [offer for merit, offer in group if merit == best]
+            for group, best in zip(scored, merits, strict=True)
+        ]
+    )
+    clash = _clash(problem, winners)
+    if not clash:
+        yield merits, winners
+    for place in clash:
+        rest = [(merit, offer) for merit, offer in scored[place] if offer is not winners[place]]
+        if rest:
+            yield from _compatible(problem, [*scored[:place], rest, *scored[place + 1 :]])
+
+
+def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
+    """The places of two winners that exclude each other; empty where none do."""
+    for one, other in combinations(range(len(winners)), 2):
+        opponents = problem.opponents(winners[one], problem.groups[one].lead)
+        if problem.groups[other].lead in CACHED_LEADS and winners[other].address in opponents:
+            return one, other
+    return ()
+
+
+def _tie(problem: Problem, point: Point, winners: tuple[Offer, ...]) -> tuple[object, ...]:
+    """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
+    request, question = point.request, point.questions[problem.groups[0].phases[0]]
+    clauses = (clause for clause in winners[0].card.clauses if admits(clause, question))
+    clause = next(clauses, None)
+    preferred = () if clause is None else clause.page_size.examples()
+    stored = () if clause is None else clause.kv_dtype.examples()
+    return (
+        _place(request.page_size, preferred or (FALLBACK_PAGE_SIZE,)),
+        _place(request.kv_dtype, stored or (FALLBACK_KV_DTYPE,)),
+        tuple(offer.address for offer in winners),
+        (request.page_size, request.kv_dtype),
+    )
+
+
+def _place(value: Value | None, preferred: Sequence[Value]) -> int:
+    return preferred.index(value) if value in preferred else len(preferred)
+
+
+def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
+    """One offer from each list, with as few different ones as possible.
+
+    Taking the offer that is in most lists first is optimal for up to three lists.
+    """
+    if all(len(offers) == 1 for offers in ties):
+        return tuple(offer for (offer,) in ties)
+    winners: dict[int, Offer] = {}
+    while len(winners) < len(ties):
+        places: dict[str, list[int]] = {}
+        by_address: dict[str, Offer] = {}
+        for place, offers in enumerate(ties):
+            for offer in offers if place not in winners else ():
+                places.setdefault(offer.address, []).append(place)
+                by_address[offer.address] = offer
+        address = min(places, key=lambda name: (-len(places[name]), places[name], name))
+        winners.update(dict.fromkeys(places[address], by_address[address]))
+    return tuple(winners[place] for place in range(len(ties)))

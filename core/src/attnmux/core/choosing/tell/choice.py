@@ -1,0 +1,158 @@
+"""The backend chosen for a phase, and whether the choice also holds in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries
+from attnmux.core.choosing.offer.named import complete
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The backend that serves a phase, with everything needed to build it."""
+
+    backend: str
+    plugin: str
+    factory: str | None
+    """"module:attribute"; None for a planned backend, which only answers for another machine
+    contain."""
+    options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
+    """Every option of the backend, defaults included."""
+    distribution: str = ""
+    version: str = ""
+    origin: str = ""
+    """Who named the backend: user, env or config; empty for an automatic choice."""
+
+    @property
+    def address(self) -> str:
+        """`plugin/name`."""
+        return f"{self.plugin}/{self.backend}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.identity(), "origin": self.origin}
+
+    def identity(self) -> dict[str, Any]:
+        """The part that the decision's hash covers: all but the origin."""
+        return {
+            "backend": self.backend,
+            "plugin": self.plugin,
+            "factory": self.factory,
+            "options": dict(self.options),
+            "distribution": self.distribution,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
+        return cls(**{**data, "options": FrozenMapping(data["options"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeRange:
+    """Batch sizes whose decode steps another backend serves than the phase's own."""
+
+    least: int
+    most: int | None
+    """None: there is no largest."""
+    choice: Choice
+    gain: float
+    """The smallest share of the time of the phase's backend that it saves at a measured size:
+    0.05 is 5 %."""
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"{self.least} and more"
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "least": self.least,
+            "most": self.most,
+            "gain": self.gain,
+            "choice": self.choice.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:
+        return cls(**{**data, "choice": Choice.from_dict(data["choice"])})
+
+
+def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
+    """The choice of an offer; `given` are its options from `read_options`, without defaults."""
+    return Choice(
+        backend=offer.card.name,
+        plugin=offer.plugin,
+        factory=offer.card.factory,
+        options=complete(offer.card, given),
+        distribution=offer.distribution,
+        version=offer.version,
+        origin=origin,
+    )
+
+
+def disagreements(
+    choices: Iterable[tuple[str, Choice]],
+    request: Request,
+    decided: Platform,
+    platform: Platform,
+    offers: Iterable[Offer],
+    libraries: Libraries,
+) -> Iterator[str]:
+    """The differences between this process and the decision's, in words; none where it holds.
+
+    They cover everything in the decision's hash. Each backend must also serve its phases here: a
+    library or a feature of the machine may be missing that the hash does not cover.
+    """
+    for name in ("vendor", "arch", "runtime"):
+        here, there = getattr(platform, name), getattr(decided, name)
+        if here != there:
+            yield f"{name} {here or 'unknown'} here, {there or 'unknown'} in the decision"
+    found = {offer.address: offer for offer in offers}
+    served: dict[Choice, list[str]] = {}
+    for phase, choice in choices:
+        those = served.setdefault(replace(choice, origin=""), [])
+        if phase not in those:
+            those.append(phase)
+    for choice, phases in served.items():
+        address = choice.address
+        if address not in found:
+            yield f"{address} for {' and '.join(phases)} is offered by no plugin here"
+            continue
+        yield from _otherwise(choice, found[address])
+        failing: dict[Reason, list[str]] = {}
+        for phase in phases:
+            verdict = check(
+                found[address].card,
+                phase,
+                request,
+                platform,
+                plugin=choice.plugin,
+                libraries=libraries,
+            )
+            for reason in verdict.reasons:
+                failing.setdefault(reason, []).append(phase)
+        for reason, those in failing.items():
+            yield f"{address} does not serve {' and '.join(those)} here: {reason}"
+
+
+def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
+    options = complete(offer.card, {})
+    for name, here, decided in (
+        ("distribution", offer.distribution, choice.distribution),
+        ("version", offer.version, choice.version),
+        ("factory", offer.card.factory, choice.factory),
+        ("options", ", ".join(sorted(options)), ", ".join(sorted(choice.options))),
+    ):
+        if here != decided:
+            said = f"{here or 'none'} here, {decided or 'none'} in the decision"
+            yield f"{offer.address}: {name} {said}"

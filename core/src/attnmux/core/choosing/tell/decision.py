@@ -1,0 +1,189 @@
+"""The answer: a backend for each phase, the coercions that led there, and every verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.verdict import Coercion, Verdict
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.choosing.tell.choice import Choice, SizeRange, disagreements
+from attnmux.core.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The answer of `solve`. It survives JSON unchanged, so that one process can decide for all."""
+
+    platform: Platform
+    request: Request
+    """With page size and KV dtype set, and with coercions applied."""
+    page_size: int
+    kv_dtype: str
+    phases: Mapping[str, Choice]
+    """Only the requested phases."""
+    decode_sizes: tuple[SizeRange, ...] = ()
+    """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
+    as measured on this machine. For a step replayed from a graph, the captured size counts."""
+    coercions: tuple[Coercion, ...] = ()
+    candidates: Sequence[Verdict] = ()
+    """One for each backend and phase. Read-only; those of `solve` are made when first read."""
+
+    @property
+    def choices(self) -> tuple[tuple[str, Choice], ...]:
+        """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`."""
+        return (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether the backend of a phase is not made for the platform, by its rank."""
+        winners = {(choice.address, phase) for phase, choice in self.phases.items()}
+        return any(
+            verdict.rank is not None and verdict.rank >= LAST_RESORT
+            for verdict in self.candidates
+            if (verdict.address, verdict.phase) in winners
+        )
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the decision: processes with the same hash run the same backends.
+
+        It covers the kind of device, the request's values, page size, KV dtype, and every backend
+        of `phases` and `decode_sizes` with its options and its plugin's version. It leaves out the
+        origins of values, the product's name, and the losers.
+        """
+        asked = self.request.to_dict()
+        del asked["origins"]
+        decided = {
+            "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
+            "request": asked,
+            "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
+            "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
+        }
+        if self.decode_sizes:
+            decided["decode_sizes"] = [
+                [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
+            ]
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def check(
+        self,
+        platform: Platform,
+        offers: Iterable[Offer],
+        *,
+        libraries: Libraries = installed_version,
+    ) -> None:
+        """Check that a loaded decision holds in this process, before it builds the backends.
+
+        platform, offers: this process's own. Raises InvalidInput with every difference, where this
+        process would compute another hash or a chosen backend does not serve its phase here.
+        """
+        found = tuple(
+            disagreements(self.choices, self.request, self.platform, platform, offers, libraries)
+        )
+        if found:
+            expected = "one that holds in this process too"
+            raise InvalidInput("decision", came="; ".join(found), expected=expected)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "platform": self.platform.to_dict(),
+            "request": self.request.to_dict(),
+            "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
+            "hash": self.hash,
+            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
+            "decode_sizes": [each.to_dict() for each in self.decode_sizes],
+            "coercions": [asdict(coercion) for coercion in self.coercions],
+            "candidates": [verdict.to_dict() for verdict in self.candidates],
+        }
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """The inverse of `to_json`.
+
+        Raises InvalidInput for text that is not a decision (such as a refusal's JSON), and for a
+        hash that does not match the content.
+        """
+        try:
+            data = json.loads(text)
+            if data["hash"] is None and not data["phases"]:
+                got = "an answer in which nothing was decided"
+                raise InvalidInput("decision", came=got, expected="a backend for each phase")
+            decision = cls(
+                platform=Platform.from_dict(data["platform"]),
+                request=Request.from_dict(data["request"]),
+                page_size=data["page_size"],
+                kv_dtype=data["kv_dtype"],
+                phases=FrozenMapping(
+                    {phase: Choice.from_dict(choice) for phase, choice in data["phases"].items()}
+                ),
+                decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
+                coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+                candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            )
+            stated = data["hash"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, InvalidInput) and error.argument == "decision":
+                raise
+            got = f"{type(error).__name__}: {error}"
+            expected = "the JSON of this version's Decision.to_json"
+            raise InvalidInput("decision", came=got, expected=expected) from error
+        if stated != decision.hash:
+            expected = f"the hash of its content, {decision.hash}"
+            got = f"hash {stated}: it was changed since, or written by another version of attnmux"
+            raise InvalidInput("decision", came=got, expected=expected)
+        return decision
+
+    def summary(self) -> str:
+        """One line: which backend serves what, where, and why it won."""
+        served: dict[tuple[str, str], list[str]] = {}
+        for phase, choice in self.phases.items():
+            served.setdefault((choice.backend, choice.plugin), []).append(phase)
+        planned = {c.backend: ", planned" for c in self.phases.values() if c.factory is None}
+        said = [
+            f"{name} ({plugin}{planned.get(name, '')}) serves {_listed(phases)}, "
+            f"{self._standing(name, plugin, phases)}"
+            for (name, plugin), phases in served.items()
+        ]
+        said += [
+            f"{each.choice.backend} ({each.choice.plugin}) serves decode of {each} requests, "
+            f"saving at least {each.gain:.0%} of the time (measured)"
+            for each in self.decode_sizes
+        ]
+        where = self.platform.name or str(self.platform)
+        stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
+        return f"{'; '.join(said)}; on {where}, {stored}"
+
+    def _standing(self, backend: str, plugin: str, phases: list[str]) -> str:
+        """How a winner stood among the candidates of the phase that decided: decode if served."""
+        phase = "decode" if "decode" in phases else phases[0]
+        fitting = [v for v in self.candidates if v.phase == phase and v.eligible]
+        own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
+        if not own:
+            return "as decided elsewhere"
+        origin = self.phases[phase].origin
+        named = f"named by {origin}, " if origin else ""
+        moved = any(v.measured for v in fitting if (v.backend, v.plugin) == (backend, plugin))
+        rank = f"{named}rank {own[0]}{' (measured)' if moved else ''}"
+        if len(fitting) == 1:
+            return f"{rank}, the only one that fits"
+        better = sum(v.rank < own[0] for v in fitting if v.rank is not None and own[0] is not None)
+        place = "the best" if not better else f"behind {better}"
+        return f"{rank}, {place} of {len(fitting)} that fit"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

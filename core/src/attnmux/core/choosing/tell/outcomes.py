@@ -1,0 +1,272 @@
+"""How each candidate of a decision fared, in words.
+
+A verdict says whether a backend serves the request. An outcome adds the decision's point of view: a
+backend that fits alone may not fit at the page size and KV dtype that were decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.problem import opposed, phases_by_lead
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.tell.verdicts import excluded
+
+Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
+"""`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
+another value of the request, which the decision left as it was."""
+
+_ORDER: tuple[Standing, ...] = ("chosen", "fits", "elsewhere", "coerced", "rejected")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One backend in the phases in which it fared alike."""
+
+    backend: str
+    plugin: str
+    phases: tuple[str, ...]
+    standing: Standing
+    rank: int | None
+    why: str = ""
+    """In words; empty where the reasons are enough."""
+    source: str = ""
+    """Where the rank of a chosen backend comes from."""
+    planned: bool = False
+    reasons: tuple[Reason, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        reasons = [asdict(reason) for reason in self.reasons]
+        return {**asdict(self), "phases": list(self.phases), "reasons": reasons}
+
+
+def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tuple[Outcome, ...]:
+    """The chosen backends first, then those that fit by rank, then the others.
+
+    `offers` and `policy` are those that the decision was made with. Without its card among them, a
+    candidate's outcome is limited to its verdict.
+    """
+    account = _Account(decision, offers, policy)
+    return _joined(account.outcome(verdict) for verdict in decision.candidates)
+
+
+def outcomes_of_refusal(
+    request: Request, candidates: Sequence[Verdict], offers: Iterable[Offer], policy: Policy
+) -> tuple[Outcome, ...]:
+    """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
+    cards = {offer.address: offer for offer in offers}
+    leads = {phase: lead for lead, phases in phases_by_lead(request).items() for phase in phases}
+    served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
+    unserved = [phase for phase in request.phases if phase not in served]
+    found = []
+    for verdict in candidates:
+        named = policy.named_for(leads[verdict.phase])
+        why = ""
+        if verdict.verdict != "rejected":
+            blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
+            why = f"fits, but {named[1]} was named" if named else f"fits, but {blocked}"
+        offer = cards.get(verdict.address)
+        found.append(_outcome(verdict, offer, verdict.verdict, why, verdict.reasons))
+
+    def is_other(outcome: Outcome) -> bool:
+        offer = cards.get(f"{outcome.plugin}/{outcome.backend}")
+        names = (policy.named_for(leads[phase]) for phase in outcome.phases)
+        return offer is None or not any(named and named[1] in offer.names for named in names)
+
+    return tuple(sorted(_joined(found), key=is_other))
+
+
+def joined_by_first_reason(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
+    """A shorter list: phases with the same first reason share an outcome, which has the longest of
+    their lists of reasons."""
+
+    def longest(alike: Sequence[Outcome]) -> Outcome:
+        return max(alike, key=lambda outcome: len(outcome.reasons))
+
+    return _grouped(told, lambda one: replace(one, phases=(), reasons=one.reasons[:1]), longest)
+
+
+class _Account:
+    """A decision with the cards and the policy that it was made with."""
+
+    def __init__(self, decision: Decision, offers: Iterable[Offer], policy: Policy) -> None:
+        self.decision = decision
+        self.policy = policy
+        self.cards = {offer.address: offer for offer in offers}
+        self.opposed = opposed(tuple(self.cards.values()))
+        self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
+        self.groups = phases_by_lead(decision.request)
+        self.leads = {phase: lead for lead, phases in self.groups.items() for phase in phases}
+        self.questions = {
+            phase: Question(
+                request=decision.request,
+                platform=decision.platform,
+                phase=phase,
+                hypothetical=policy.hypothetical,
+            )
+            for phase in decision.phases
+        }
+
+    def outcome(self, verdict: Verdict) -> Outcome:
+        offer = self.cards.get(verdict.address)
+        if self.decision.phases[verdict.phase].address == verdict.address:
+            chosen = _outcome(verdict, offer, "chosen", self._why_chosen(verdict))
+            return replace(chosen, source=self._source(verdict, offer))
+        if verdict.verdict == "rejected":
+            return _outcome(verdict, offer, "rejected", "", verdict.reasons)
+        if verdict.eligible:
+            return _outcome(verdict, offer, "fits", self._why_behind(verdict))
+        phase, reasons = self._obstacle(verdict, offer)
+        if verdict.verdict == "coerced":
+            return _outcome(verdict, offer, "coerced", "not as asked", reasons)
+        serving = "" if phase == verdict.phase else f" for {phase}"
+        why = f"fits alone, but not{serving} {self._where(reasons)}"
+        return _outcome(verdict, offer, "elsewhere", why, reasons)
+
+    def _obstacle(self, verdict: Verdict, offer: Offer | None) -> tuple[str, list[Reason]]:
+        """The phase in which the card fails as decided, and the reasons: its own phase first, then
+        those that one backend serves with it."""
+        if offer is None:
+            return verdict.phase, []
+        lead = self.leads[verdict.phase]
+        for phase in (verdict.phase, *self.groups[lead]):
+            reasons = shortcomings(offer.card, self.questions[phase])
+            if reasons:
+                return phase, reasons
+        chosen = self.decision.phases.items()
+        winners = {self.leads[phase]: self.cards.get(each.address) for phase, each in chosen}
+        serving = {other: (winner,) for other, winner in winners.items() if winner is not None}
+        return verdict.phase, excluded(self.opposed, offer, lead, serving)
+
+    def _where(self, reasons: Sequence[Reason]) -> str:
+        axes = {reason.axis for reason in reasons}
+        decided = {
+            "page_size": f"page size {self.decision.page_size}",
+            "kv_dtype": f"KV in {self.decision.kv_dtype}",
+        }
+        said = [text for axis, text in decided.items() if axis in axes]
+        return f"at the decided {' and '.join(said)}" if said else "with what was decided"
+
+    def _why_chosen(self, verdict: Verdict) -> str:
+        lead = self.leads[verdict.phase]
+        missing = self._replaced(lead)
+        if missing is not None:
+            return f"stands in for {missing}, which does not serve {lead}"
+        named = self.policy.named_for(lead)
+        if named is not None:
+            return f"named by {self.policy.origin_of(lead)}: {named[0]}={named[1]}"
+        alike = [other for other in self.decision.candidates if other.phase == verdict.phase]
+        rivals = [other for other in alike if other.eligible]
+        stored = f"page size {self.decision.page_size}, KV in {self.decision.kv_dtype}"
+        alone = sum(other.verdict == "fits" for other in alike)
+        where = f" with {stored}" if alone > len(rivals) else ""
+        if len(rivals) == 1:
+            return f"the only one that fits{where}"
+        field = f"{len(rivals)} that fit{where}"
+        others = [self._preference(other) for other in rivals if other is not verdict]
+        if self._preference(verdict) < min(others, default=0):
+            return f"preferred, of {field}"
+        return f"best rank of {field}"
+
+    def _why_behind(self, verdict: Verdict) -> str:
+        lead = self.leads[verdict.phase]
+        choice = self.decision.phases[verdict.phase]
+        missing = self._replaced(lead)
+        if missing is not None:
+            return f"fits, but {choice.backend} stands in for {missing}"
+        if self.policy.named_for(lead) is not None:
+            return f"fits, but {choice.backend} was named"
+        # The rank of the group's first phase counts for all of them
+        first = self.groups[lead][0]
+        winner = self.verdicts[choice.address, first]
+        own = self.verdicts[verdict.address, first]
+        if self._preference(winner) < self._preference(own):
+            return f"fits, but {choice.backend} is preferred"
+        if own.rank == winner.rank:
+            return f"fits, level with {choice.backend}: fewer backends win, then names"
+        return f"fits, behind {choice.backend} in rank"
+
+    def _replaced(self, lead: str) -> str | None:
+        """The named backend whose companion serves the phase."""
+        field = f"backend for {lead}"
+        old = (change.old for change in self.decision.coercions if change.field == field)
+        return next(old, None)
+
+    def _preference(self, verdict: Verdict) -> int:
+        offer = self.cards.get(verdict.address)
+        names = (verdict.backend, verdict.address) if offer is None else offer.names
+        return self.policy.preference(names)
+
+    def _source(self, verdict: Verdict, offer: Offer | None) -> str:
+        """Of the prior that gave the rank, or of the measurements; else empty."""
+        if verdict.measured:
+            return "measured on this machine"
+        priors = () if offer is None else offer.card.priors
+        question = self.questions[verdict.phase]
+        held = next((prior for prior in priors if admits(prior.when, question)), None)
+        return held.source if held is not None and held.rank == verdict.rank else ""
+
+
+def _outcome(
+    verdict: Verdict,
+    offer: Offer | None,
+    standing: Standing,
+    why: str,
+    reasons: Sequence[Reason] = (),
+) -> Outcome:
+    return Outcome(
+        backend=verdict.backend,
+        plugin=verdict.plugin,
+        phases=(verdict.phase,),
+        standing=standing,
+        rank=verdict.rank,
+        why=why,
+        planned=offer is not None and offer.card.status == "planned",
+        reasons=tuple(reasons),
+    )
+
+
+def _joined(each: Iterable[Outcome]) -> tuple[Outcome, ...]:
+    """One outcome for the phases of a backend that share it, the most useful ones first."""
+    together = _grouped(each, lambda one: replace(one, phases=()), lambda alike: alike[0])
+    return tuple(sorted(together, key=_place))
+
+
+def _grouped(
+    each: Iterable[Outcome],
+    key: Callable[[Outcome], Outcome],
+    pick: Callable[[Sequence[Outcome]], Outcome],
+) -> tuple[Outcome, ...]:
+    """One outcome for all with the same key: the picked one, with the phases of all."""
+    groups: dict[Outcome, list[Outcome]] = {}
+    for outcome in each:
+        groups.setdefault(key(outcome), []).append(outcome)
+    return tuple(
+        replace(
+            pick(alike),
+            phases=tuple(sorted((p for one in alike for p in one.phases), key=PHASES.index)),
+        )
+        for alike in groups.values()
+    )
+
+
+def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:
+    """Rejected backends that need the smallest change come before other rejected ones."""
+    unfixable = sum(not reason.hint for reason in outcome.reasons)
+    return (
+        _ORDER.index(outcome.standing),
+        PHASES.index(outcome.phases[0]) if outcome.standing == "chosen" else outcome.rank or 0,
+        unfixable,
+        len(outcome.reasons),
+        outcome.backend,
+        outcome.plugin,
+    )

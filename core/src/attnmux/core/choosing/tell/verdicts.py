@@ -1,0 +1,164 @@
+"""Verdicts on all candidates, with the reasons why one does not fit.
+
+`judge` gives the reasons that concern one card in one phase. This module adds those that concern
+other phases or other backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.verdict import Reason, Verdict
+from attnmux.core.choosing.judge.axes import demands_of
+from attnmux.core.choosing.judge.checking import verdict
+from attnmux.core.choosing.judge.shortcomings import shortcomings_by_phase
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.search.assignments import Assignment
+from attnmux.core.choosing.search.problem import (
+    CACHED_LEADS,
+    Group,
+    Opposed,
+    Problem,
+    Variant,
+)
+from attnmux.core.choosing.search.remedies import Remedies
+
+Serving = Mapping[str, Sequence[Offer]]
+"""By leading phase, the offers that serve its group."""
+
+
+def verdicts(
+    problem: Problem, variants: Sequence[Variant], best: Assignment | None
+) -> tuple[Verdict, ...]:
+    """One for each offer and phase, in an order that does not depend on the order of the cards."""
+    found = _Verdicts(problem, variants, best).all()
+
+    def order(one: Verdict) -> tuple[int, bool, int, str, str]:
+        return PHASES.index(one.phase), one.rank is None, one.rank or 0, one.backend, one.plugin
+
+    return tuple(sorted(found, key=order))
+
+
+def excluded(opposed: Opposed, offer: Offer, lead: str, serving: Serving) -> list[Reason]:
+    """A reason where `offer` for `lead` excludes all that serve the other of decode and extend."""
+    opponents = opposed.get(offer.address, frozenset()) if lead in CACHED_LEADS else frozenset()
+    for other in CACHED_LEADS if opponents else ():
+        others = serving.get(other, ()) if other != lead else ()
+        if others and opponents.issuperset(one.address for one in others):
+            names = " or ".join(one.card.name for one in others)
+            return [
+                Reason(
+                    code="EXCLUDED",
+                    axis="backend",
+                    wanted=f"a backend for {lead} beside {names} for {other}",
+                    offered=f"{offer.card.name}, which never shares a KV cache with {names}",
+                )
+            ]
+    return []
+
+
+class _Verdicts:
+    """The verdicts of one problem."""
+
+    def __init__(
+        self, problem: Problem, variants: Sequence[Variant], best: Assignment | None
+    ) -> None:
+        self._problem = problem
+        self._variants = variants
+        self._best = best
+        self._plain = variants[0].questions
+        self._serving = cache(self._served_by)
+        # Each group can be served, but at no page size and KV dtype that all share
+        self._conflict = best is None and all(
+            any(problem.serves(offer, self._plain, group.phases) for offer in group.offers)
+            for group in problem.groups
+        )
+
+    def all(self) -> list[Verdict]:
+        remedies, phases = Remedies(self._problem), demands_of(self._plain.values())
+        found = []
+        for offer in self._problem.offers:
+            short = shortcomings_by_phase(offer.card, self._plain, phases)
+            for group in self._problem.groups:
+                for phase in group.phases:
+                    reasons = remedies.checked(group, offer, short[phase])
+                    found.append(self._verdict(group, phase, offer, reasons))
+        return found
+
+    def _served_by(self, variant: int) -> Serving:
+        questions = self._variants[variant].questions
+        return {
+            group.lead: [
+                o for o in group.offers if self._problem.serves(o, questions, group.phases)
+            ]
+            for group in self._problem.groups
+        }
+
+    def _excluded(self, group: Group, offer: Offer, variant: int = 0) -> list[Reason]:
+        if not self._problem.opponents(offer, group.lead):
+            return []
+        return excluded(self._problem.opposed, offer, group.lead, self._serving(variant))
+
+    def _verdict(self, group: Group, phase: str, offer: Offer, reasons: list[Reason]) -> Verdict:
+        """`reasons` keep the offer from the phase alone; either all have a hint or none has."""
+        problem = self._problem
+        if not reasons:
+            reasons = self._joint_reasons(group, offer)
+            if not reasons and self._conflict and offer in group.offers:
+                return verdict(offer, phase, [self._no_common_point(offer, group)], None)
+        elif not reasons[0].hint:
+            reasons = reasons + self._excluded(group, offer)
+        best = self._best
+        if not reasons:
+            questions = self._plain
+            if best is not None and problem.serves(offer, best.point.questions, (phase,)):
+                questions = best.point.questions
+            rank = problem.ranking(offer, questions[phase])
+            return verdict(offer, phase, (), rank, eligible=self._is_eligible(group, offer))
+        for place, variant in enumerate(self._variants[1:], 1):
+            served = problem.serves(offer, variant.questions, group.phases)
+            if served and not self._excluded(group, offer, place):
+                rank = problem.ranking(offer, variant.questions[phase])
+                eligible = self._is_eligible(group, offer)
+                return verdict(offer, phase, reasons, rank, coerced=True, eligible=eligible)
+        return verdict(offer, phase, reasons, None)
+
+    def _is_eligible(self, group: Group, offer: Offer) -> bool:
+        """Whether the offer could serve the group as decided, with the winners of the others."""
+        problem, best = self._problem, self._best
+        if best is None or not problem.serves(offer, best.point.questions, group.phases):
+            return False
+        winners = {
+            other.lead: (winner,)
+            for other, winner in zip(problem.groups, best.winners, strict=True)
+        }
+        return not excluded(problem.opposed, offer, group.lead, winners)
+
+    def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
+        """Why an offer that serves a phase alone cannot serve the group."""
+        problem, plain = self._problem, self._plain
+        served = [phase for phase in group.phases if problem.serves(offer, plain, (phase,))]
+        if len(served) == len(group.phases):
+            return self._excluded(group, offer)
+        return [
+            Reason(
+                code="PHASES_TOGETHER",
+                axis="phase",
+                wanted=f"{', '.join(group.phases)} by one backend",
+                offered=", ".join(served),
+            )
+        ]
+
+    def _no_common_point(self, offer: Offer, group: Group) -> Reason:
+        phases = ", ".join(phase for each in self._problem.groups for phase in each.phases)
+        clauses = [clause for clause in offer.card.clauses if clause.phase.admits(group.lead)]
+        pages = dict.fromkeys(str(clause.page_size) for clause in clauses)
+        stored = dict.fromkeys(str(clause.kv_dtype) for clause in clauses)
+        return Reason(
+            code="NO_COMMON_POINT",
+            axis="page_size",
+            wanted=f"one page size and KV dtype for {phases}",
+            offered=f"page size {' or '.join(pages)}, KV in {' or '.join(stored)}",
+        )

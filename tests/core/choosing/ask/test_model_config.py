@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.errors import InvalidInput
+
+DATA = Path(__file__).parents[1] / "data"
+
+BF16 = {"dtype": "bfloat16"}
+LATENT = {
+    **BF16,
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+EXPECTED = {
+    "llama-3.1-8b": {**BF16, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "qwen2.5-7b": {**BF16, "num_q_heads": 28, "num_kv_heads": 4, "head_dim": 128},
+    "qwen3-0.6b": {**BF16, "num_q_heads": 16, "num_kv_heads": 8, "head_dim": 128},
+    "mistral-7b-v0.1": {
+        **BF16,
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 4095,
+    },
+    "mistral-7b-v0.3": {**BF16, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "gemma-2-9b-it": {
+        **BF16,
+        "num_q_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 4095,
+        "logit_cap": 50.0,
+    },
+    "gemma-3-4b-it": {
+        **BF16,
+        "num_q_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1023,
+        "multimodal": True,
+        "encoder_head_dim": 72,
+    },
+    "gemma-3-1b-it": {
+        **BF16,
+        "num_q_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 511,
+    },
+    "gpt-oss-20b": {
+        "num_q_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 127,
+        "sinks": True,
+    },
+    "deepseek-v2-lite": {**LATENT, "kind": "mla", "num_q_heads": 16},
+    "deepseek-v3": {**LATENT, "kind": "mla", "num_q_heads": 128},
+    "deepseek-v3.2-exp": {**LATENT, "kind": "nsa", "num_q_heads": 128},
+    "qwen2.5-14b-1m": {
+        **BF16,
+        "kind": "dual_chunk",
+        "num_q_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    },
+    "whisper-large-v3": {
+        "dtype": "float16",
+        "num_q_heads": 20,
+        "num_kv_heads": 20,
+        "head_dim": 64,
+        "cross_attention": True,
+    },
+    "llama-4-scout": {
+        **BF16,
+        "num_q_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "attention_chunk": 8192,
+        "multimodal": True,
+        "encoder_head_dim": 88,
+    },
+}
+
+
+SMALL = {"num_attention_heads": 8, "hidden_size": 512}
+
+
+def test_every_recorded_config_is_expected() -> None:
+    assert {path.parent.name for path in DATA.glob("*/config.json")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_from_model(name) -> None:
+    request = Request.from_model(DATA / name)
+    plain = Request(**EXPECTED[name]).to_dict()
+    read = request.to_dict()
+    origins = read.pop("origins")
+    del plain["origins"]
+    assert read == plain
+    assert {origins[field] for field in EXPECTED[name]} == {"model"}
+    assert Request.from_model(DATA / name / "config.json") == request
+
+
+def config(name: str) -> dict:
+    return json.loads((DATA / name / "config.json").read_text())
+
+
+def from_config(folder: Path, values: object) -> Request:
+    (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
+    return Request.from_model(folder)
+
+
+def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
+    values = config("llama-3.1-8b")
+    del values["torch_dtype"]
+    assert from_config(tmp_path, values).dtype is None
+    assert from_config(tmp_path, {**values, "dtype": "float16"}).dtype == "float16"
+    silent = {**values, "dtype": None, "torch_dtype": "torch.bfloat16"}
+    assert from_config(tmp_path, silent).dtype == "bfloat16"
+    assert from_config(tmp_path, {**values, "dtype": "auto"}).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}, 4095),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, None),
+        ({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 14}, None),
+        ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, 131071),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, None),
+    ],
+)
+def test_a_window_is_asked_where_a_layer_uses_it(tmp_path, changes, window) -> None:
+    values = {**config("qwen2.5-7b"), **changes}
+    assert from_config(tmp_path, values).sliding_window == window
+
+
+def test_defaults_of_a_config_without_values(tmp_path) -> None:
+    request = from_config(tmp_path, {"model_type": "qwen2"})
+    assert (request.num_q_heads, request.head_dim, request.sliding_window) == (32, 128, None)
+    request = from_config(tmp_path, {"model_type": "gemma2"})
+    assert (request.sliding_window, request.logit_cap) == (4095, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 192, "v_head_dim": 128}),
+        ({"head_dim": 64, "v_head_dim": 64}, {"v_head_dim": None}),
+        ({"multi_query": True}, {"num_kv_heads": 1}),
+        (
+            {"vision_config": {"hidden_size": 3584, "embed_dim": 1280, "num_heads": 16}},
+            {"multimodal": True, "encoder_head_dim": 80},
+        ),
+        ({"vision_config": {"head_dim": 64}}, {"encoder_head_dim": 64}),
+        ({"vision_config": {}}, {"multimodal": True, "encoder_head_dim": None}),
+        # Of several stages, each with its own heads
+        ({"vision_config": {"embed_dim": 96, "num_heads": [3, 6]}}, {"encoder_head_dim": None}),
+        (
+            {"multi_query": True, "new_decoder_architecture": True, "num_key_value_heads": 4},
+            {"num_kv_heads": 4},
+        ),
+        ({"model_type": "falcon", "num_kv_heads": 8}, {"num_kv_heads": 1}),
+        ({"model_type": "granite_swa"}, {"sinks": True}),
+        ({"dual_chunk_attention_config": None}, {"kind": "mha"}),
+        ({"cross_layer_interval": 4}, {"cross_attention": True}),
+        (
+            {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 128},
+            {"sliding_window": 127},
+        ),
+        ({"layer_types": ["attention", "mamba", "mlp"]}, {"kind": "mha"}),
+        ({"per_layer_config": {"1": {"intermediate_size": 4}}}, {"head_dim": 64}),
+    ],
+)
+def test_other_values_of_heads_and_layers(tmp_path, changes, asked) -> None:
+    request = from_config(tmp_path, {**SMALL, **changes})
+    assert {name: getattr(request, name) for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads"), [(1, 32, 8), (4, 8, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)]
+)
+def test_tp_divides_the_heads_and_replicates_kv_heads(tp, heads, kv_heads) -> None:
+    request = Request.from_model(DATA / "llama-3.1-8b", tp=tp)
+    assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == (heads, kv_heads, 128)
+
+
+def test_tp_leaves_the_latent_whole() -> None:
+    request = Request.from_model(DATA / "deepseek-v3", tp=8)
+    assert (request.num_q_heads, request.num_kv_heads) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("llama-3.1-8b", 3), ("qwen2.5-7b", 8), ("qwen2.5-7b", 14)]
+)
+def test_tp_must_divide(name, tp) -> None:
+    with pytest.raises(InvalidInput, match=r"^tp: expected a divisor"):
+        Request.from_model(DATA / name, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "which is not JSON"),
+        ("[]", "which holds no object"),
+        ({"model_type": "mystery"}, "a positive num_attention_heads"),
+        ({"num_attention_heads": "many", "hidden_size": 8}, "a positive num_attention_heads"),
+        ({"num_attention_heads": 4}, "a positive hidden_size"),
+        ({"model_type": "llama", "torch_dtype": "complex64"}, "dtype: expected one of"),
+        ("[" * 100_000, "which is not JSON"),
+        ({**SMALL, "num_key_value_heads": 3}, "8 heads over 3 KV heads"),
+        ({**SMALL, "hidden_size": 7}, "hidden_size=7 for 8 heads"),
+        ({**SMALL, "num_attention_heads": [8, 8]}, "num_attention_heads=[8, 8]"),
+        ({**SMALL, "sliding_window": [4096]}, "sliding_window=[4096]"),
+        ({**SMALL, "sliding_window": 4096.0}, "sliding_window=4096.0"),
+        ({**SMALL, "sliding_window": -1}, "sliding_window=-1"),
+        ({**SMALL, "layer_types": 3}, "layer_types=3"),
+        ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
+        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "layer_types minimax_m3_sparse"),
+        ({**SMALL, "layer_types": ["indexed_attention"]}, "layer_types indexed_attention"),
+        ({**SMALL, "layer_types": [["full_attention"]]}, "layer_types=[['full_attention']]"),
+        ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),
+        ({**SMALL, "layer_types": ["chunked_attention"]}, "a positive attention_chunk_size"),
+        ({**SMALL, "index_topk": 512}, "index_topk without kv_lora_rank"),
+        ({**SMALL, "alibi": True}, "alibi=True"),
+        ({**SMALL, "vision_config": {"head_dim": "wide"}}, "head_dim='wide' in the vision_config"),
+        ({**SMALL, "vision_config": {"head_dim": [64]}}, "head_dim=[64] in the vision_config"),
+        ({**SMALL, "vision_config": {"head_dim": 72.5}}, "head_dim=72.5 in the vision_config"),
+        ({**SMALL, "head_dim": 64, "global_head_dim": 512}, "layers that differ in head_dim"),
+        (
+            {**SMALL, "per_layer_config": {"03": {"num_key_value_heads": 2}}},
+            "layers that differ in num_key_value_heads",
+        ),
+    ],
+)
+def test_unusable_configs(tmp_path, content, said) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        from_config(tmp_path, content)
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_paths_that_are_no_model(tmp_path) -> None:
+    with pytest.raises(InvalidInput, match="no such file"):
+        Request.from_model(tmp_path / "absent")
+    with pytest.raises(InvalidInput, match=r"has no config\.json"):
+        Request.from_model(tmp_path)

@@ -1,0 +1,310 @@
+"""What is found on a machine, with plugins that answer, raise, exit and hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from attnmux.core.choosing.find import devices as module
+from attnmux.core.choosing.find.devices import ask_each, detect, pick_platform
+from attnmux.core.choosing.find.plugins import Plugin, PluginFailure, Plugins, hookimpl
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+
+SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
+GFX942 = Platform.parse("amd:gfx942,rocm=6.4")
+
+
+def plugin(name: str, probe: Callable[[], object] | None) -> Plugin:
+    module = ModuleType(name)
+    if probe is not None:
+        module.attnmux_platforms = hookimpl(probe)
+    return Plugin(name=name, distribution=f"attnmux-{name}", version="0.3", module=module)
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def probe() -> object:
+        raise error
+
+    return probe
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch) -> None:
+    monkeypatch.setattr(module, "installed_version", lambda name: None)
+
+
+@pytest.fixture
+def empty(tmp_path) -> Path:
+    """A machine without devices."""
+    return tmp_path
+
+
+def node(root: Path, path: str, text: str = "") -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def drm(root: Path, address: str, vendor: str) -> None:
+    """A render node as sysfs shows it."""
+    node(root, f"sys/devices/{address}/vendor", f"{vendor}\n")
+    link = root / f"sys/class/drm/renderD{128 + len(address)}/device"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(root / f"sys/devices/{address}")
+
+
+def test_the_cpu_is_always_there_and_last(empty) -> None:
+    detection = detect(Plugins(), root=empty)
+    assert [found.vendor for found in detection.platforms] == ["cpu"]
+    assert pick_platform(detection).vendor == "cpu"
+    assert not detection.unserved
+    assert not detection.failures
+
+
+def test_the_one_accelerator_is_picked(empty) -> None:
+    plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("triton", None)])
+    detection = detect(plugins, root=empty)
+    assert detection.accelerators == (SM90,)
+    assert pick_platform(detection) == SM90
+    assert pick_platform(detection, "cpu").vendor == "cpu"
+    assert pick_platform(detection, "nvidia:sm90") == SM90
+    assert pick_platform(detection, " NVIDIA") == SM90
+
+
+def test_two_kinds_are_an_error_that_names_both(empty) -> None:
+    plugins = Plugins([plugin("nvidia", lambda: [SM90]), plugin("amd", lambda: [GFX942])])
+    detection = detect(plugins, root=empty)
+    with pytest.raises(AmbiguousPlatform, match="amd:gfx942 and nvidia:sm90"):
+        pick_platform(detection)
+    assert pick_platform(detection, "amd") == GFX942
+    assert pick_platform(detection, "cpu").vendor == "cpu"
+
+
+def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
+    both = [SM90, Platform.parse("nvidia:sm80,cuda=12.8")]
+    detection = detect(Plugins([plugin("nvidia", lambda: both)]), root=empty)
+    with pytest.raises(AmbiguousPlatform, match="nvidia:sm80 and nvidia:sm90"):
+        pick_platform(detection, "nvidia")
+    assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
+
+
+def test_names_are_picked_in_any_case(empty) -> None:
+    acme = Platform.parse("Acme:Mark_II,device=acme")
+    detection = detect(Plugins([plugin("acme", lambda: [acme])]), root=empty)
+    for wanted in ("Acme", "acme", "Acme:Mark_II", "acme:mark_ii"):
+        assert pick_platform(detection, wanted) == acme
+
+
+def test_a_cpu_that_a_plugin_reports_is_last_too(empty) -> None:
+    own = Platform.parse("cpu:x86_64,features=of_the_plugin")
+    detection = detect(Plugins([plugin("nvidia", lambda: [own, SM90])]), root=empty)
+    assert detection.platforms == (SM90, own)
+
+
+def test_an_absent_platform_cannot_be_picked(empty) -> None:
+    with pytest.raises(InvalidInput, match="got 'nvidia'"):
+        pick_platform(detect(Plugins(), root=empty), "nvidia")
+
+
+@pytest.mark.parametrize("wanted", ["nvidia", "NVIDIA:sm90"])
+def test_the_error_mentions_a_missing_plugin(empty, wanted) -> None:
+    node(empty, "dev/nvidia0")
+    with pytest.raises(InvalidInput, match="pip install attnmux-nvidia"):
+        pick_platform(detect(Plugins(), root=empty), wanted)
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        (raising(RuntimeError("driver mismatch")), "RuntimeError: driver mismatch"),
+        (raising(SystemExit(1)), "SystemExit: 1"),
+        (raising(GeneratorExit("a panic")), "GeneratorExit: a panic"),
+        (lambda: None, "attnmux_platforms returned None"),
+        (lambda: 3, "attnmux_platforms returned 3"),
+        (lambda: ["sm90"], "not a list of Platform"),
+    ],
+)
+def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> None:
+    plugins = Plugins([plugin("nvidia", probe), plugin("amd", lambda: [GFX942])])
+    detection = detect(plugins, root=empty)
+    assert detection.accelerators == (GFX942,)
+    (failure,) = detection.failures
+    assert (failure.plugin, failure.stage) == ("nvidia", "platforms")
+    assert said in failure.error
+
+
+def test_probes_that_hang_are_abandoned(empty) -> None:
+    release = threading.Event()
+    plugins = Plugins(
+        [
+            plugin("ascend", lambda: [release.wait()]),
+            plugin("amd", lambda: [GFX942]),
+            plugin("intel", lambda: [release.wait()]),
+            plugin("nvidia", lambda: [SM90]),
+        ]
+    )
+    detection = detect(plugins, seconds=0.05, root=empty)
+    release.set()
+    assert detection.accelerators == (GFX942, SM90)
+    assert [row.plugin for row in detection.failures] == ["ascend", "intel"]
+    assert all("no answer in 0.05 s" in row.error for row in detection.failures)
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """Make a file whose reader waits until the test is over."""
+    made = []
+
+    def make(path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        os.close(os.open(path, os.O_RDWR))
+
+
+def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck) -> None:
+    stuck(empty / "sys/class/drm/renderD128/device/vendor")
+    begun = time.monotonic()
+    detection = detect(Plugins([plugin("nvidia", lambda: [SM90])]), seconds=0.1, root=empty)
+    assert time.monotonic() - begun < 5
+    assert detection.accelerators == (SM90,)
+    (failure,) = detection.failures
+    assert (failure.distribution, failure.stage) == ("attnmux-core", "platforms")
+    assert "/dev and /sys" in failure.plugin
+    assert "no answer in 0.1 s" in failure.error
+
+
+def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, monkeypatch) -> None:
+    cpuinfo = stuck(empty / "cpuinfo")
+    monkeypatch.setattr(module, "probe_cpu", lambda: probe_cpu(cpuinfo))
+    detection = detect(Plugins(), seconds=0.1, root=empty)
+    assert pick_platform(detection).vendor == "cpu"
+    assert pick_platform(detection).features == frozenset()
+    (failure,) = detection.failures
+    assert "the CPU" in failure.plugin
+    assert "no answer in 0.1 s" in failure.error
+    monkeypatch.setattr(module, "probe_cpu", raising(ImportError("cpuinfo")))
+    detection = detect(Plugins(), root=empty)
+    assert detection.platforms[-1].arch
+    assert [row.error for row in detection.failures] == ["ImportError: cpuinfo"]
+
+
+@pytest.mark.parametrize(
+    ("path", "vendor"),
+    [
+        ("dev/nvidia0", "nvidia"),
+        ("dev/nvidia3", "nvidia"),
+        ("usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
+        ("dev/davinci0", "ascend"),
+    ],
+)
+def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, vendor) -> None:
+    node(empty, path)
+    (device,) = detect(Plugins(), root=empty).unserved
+    assert (device.vendor, device.evidence) == (vendor, f"/{path}")
+    assert "not installed" in device.problem
+    assert device.fix == f"pip install attnmux-{vendor}"
+    assert device.fix in str(device)
+
+
+def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, monkeypatch) -> None:
+    monkeypatch.setattr(module, "installed_version", {"attnmux-nvidia": "0.3"}.get)
+    node(empty, "dev/nvidia0")
+    (device,) = detect(Plugins(), root=empty).unserved
+    assert device.problem == "attnmux-nvidia is left out"
+    assert "allow_plugins" in device.fix
+
+
+def test_control_nodes_are_no_devices(empty) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "davinci_manager", "kfd"):
+        node(empty, f"dev/{name}")
+    assert not detect(Plugins(), root=empty).unserved
+
+
+@pytest.mark.parametrize(
+    ("address", "vendor", "found"),
+    [
+        ("0000:03:00.0", "0x8086", True),
+        ("0000:00:02.0", "0x8086", False),
+        ("0000:00:02.1", "0x8086", False),
+        ("0000:03:00.0", "0x10de", False),
+    ],
+)
+def test_a_device_behind_a_render_node(empty, address, vendor, found) -> None:
+    drm(empty, address, vendor)
+    devices = detect(Plugins(), root=empty).unserved
+    assert [device.vendor for device in devices] == (["intel"] if found else [])
+
+
+def test_a_served_device_is_not_reported(empty) -> None:
+    node(empty, "dev/nvidia0")
+    assert not detect(Plugins([plugin("nvidia", lambda: [SM90])]), root=empty).unserved
+
+
+def test_a_broken_plugin_is_the_problem(empty) -> None:
+    node(empty, "dev/nvidia0")
+    failure = PluginFailure(
+        plugin="nvidia",
+        distribution="attnmux-nvidia",
+        version="0.3",
+        stage="load",
+        error="ImportError: x",
+    )
+    for plugins, fix in (
+        (Plugins(failures=[failure]), "pip install --force-reinstall attnmux-nvidia"),
+        (Plugins([plugin("nvidia", raising(ImportError("x")))]), "mend the driver"),
+    ):
+        (device,) = detect(plugins, root=empty).unserved
+        assert "is broken (ImportError: x)" in device.problem
+        assert device.fix.startswith(fix)
+
+
+def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
+    node(empty, "dev/nvidia0")
+    (device,) = detect(Plugins([plugin("nvidia", lambda: [])]), root=empty).unserved
+    assert "found none" in device.problem
+    with pytest.raises(InvalidInput, match="found none"):
+        pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")
+
+
+def test_each_is_answered_in_its_place() -> None:
+    def exits() -> list[int]:
+        raise SystemExit(3)
+
+    (first, none), (nothing, error), (last, _) = ask_each([lambda: [1], exits, lambda: [2, 3]], 5)
+    assert (first, none, nothing, last) == ([1], None, (), [2, 3])
+    assert isinstance(error, SystemExit)
+    assert ask_each([], 5) == []
+
+
+def test_an_abandoned_worker_asks_nothing_more_when_it_wakes() -> None:
+    woken, asked = threading.Event(), []
+
+    def hangs() -> list[threading.Thread]:
+        woken.wait()
+        return [threading.current_thread()]
+
+    def counts() -> list[threading.Thread]:
+        asked.append(threading.current_thread())
+        return asked
+
+    before = set(threading.enumerate())
+    (nothing, error), (answered, _) = ask_each([hangs, counts], 0.05)
+    assert (nothing, str(error)) == ((), "no answer in 0.05 s")
+    assert len(answered) == 1
+    woken.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert len(asked) == 1

@@ -1,0 +1,76 @@
+"""What a backend was run on: the fact, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.verified import Verified, doubt, emulated_alone, hardware
+from attnmux.core.errors import InvalidInput
+
+H200 = Verified(
+    on="NVIDIA H200", platform="nvidia:sm90", libraries=("torch 2.11.0",), date="2026-11-21"
+)
+EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), date="2026-11-22")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"on": " "}, "verified, on: expected the name of a device or an emulator"),
+        ({"on": 200}, "verified, on: expected text, got 200"),
+        ({"platform": "sm90"}, "verified, platform: expected VENDOR:ARCH"),
+        ({"platform": "nvidia:sm90,cuda=13.0"}, "verified, platform: expected VENDOR:ARCH"),
+        ({"platform": None}, "verified, platform: expected text, got None"),
+        ({"libraries": "torch 2.11"}, "verified, libraries: expected a tuple of text"),
+        ({"libraries": (2.11,)}, "verified, libraries: expected a tuple of text"),
+        ({"date": "yesterday"}, "verified, date: expected a day"),
+        ({"date": 20261121}, "verified, date: expected text, got 20261121"),
+    ],
+)
+def test_invalid_runs_are_refused(given, said) -> None:
+    plain = {"on": "a device", "libraries": (), "date": "2026-11-21"}
+    with pytest.raises(InvalidInput) as caught:
+        Verified(**{**plain, **given})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("runs", [[H200], "NVIDIA H200", ("NVIDIA H200",), H200])
+def test_a_card_takes_runs_alone(runs) -> None:
+    with pytest.raises(InvalidInput, match="verified_on: expected a tuple of Verified"):
+        BackendCard(name="x", summary="", clauses=(), factory="a:b", verified_on=runs)
+
+
+def test_hardware() -> None:
+    assert hardware(()) == ""
+    assert hardware((EMULATOR, H200, H200)) == "NVIDIA H200"
+    assert hardware((EMULATOR,)) == "an emulator alone"
+    assert [emulated_alone(runs) for runs in ((), (EMULATOR,), (EMULATOR, H200))] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_doubt_is_about_the_kind_of_device() -> None:
+    assert doubt((EMULATOR, H200), Platform.parse("nvidia:sm90,cuda=13.0")) == ""
+    elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
+    assert doubt((H200,), elsewhere) == (
+        "never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+    )
+    assert doubt((EMULATOR,), elsewhere).startswith(
+        "never run on nvidia:sm100, only on an emulator of acmert 3.1's functions"
+    )
+    assert doubt((), elsewhere) == "its card names no machine that it was run on"
+
+
+def test_as_json() -> None:
+    assert H200.to_dict() == {
+        "on": "NVIDIA H200",
+        "platform": "nvidia:sm90",
+        "emulated": False,
+        "libraries": ["torch 2.11.0"],
+        "date": "2026-11-21",
+    }
+    assert EMULATOR.to_dict()["emulated"] is True
