@@ -22,6 +22,7 @@ from attnmux.core.choosing.measured.launches import (
     winner,
 )
 from attnmux.core.choosing.measured.records import Device, Records
+from attnmux.core.cli.run import Run
 from attnmux.core.errors import InvalidInput
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
@@ -75,7 +76,7 @@ def test_writers_at_once_lose_nothing(tmp_path) -> None:
 def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, content) -> None:
     path = tmp_path / "launches.json"
     path.write_bytes(content)
-    records = current_launches(path, "triton/triton", HERE)
+    records = launch_file(path).read()
     assert records.found == ()
     assert str(path) in records.problems[0]
     launch_file(path).add([launch()])
@@ -142,8 +143,12 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
     assert records.found == (launch(1),)
     assert f"{path}, launches[0]: " in records.problems[0]
     assert len(records.problems) == 2
-    # With what is installed asked of the environment itself.
-    assert len(current_launches(path, "triton/triton", HERE).problems) == 2
+
+
+def test_versions_are_those_that_are_installed() -> None:
+    for versions, counts in (({}, True), ({"no-such-library": "1"}, False)):
+        tuned = launch(versions=versions)
+        assert bool(current_launches([tuned], "triton/triton", HERE)) is counts
 
 
 @pytest.mark.parametrize(
@@ -157,17 +162,36 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
         ({"versions": {**VERSIONS, "gone": "1"}}, False),
     ],
 )
-def test_only_those_of_this_device_and_these_versions_are_used(tmp_path, changes, counts) -> None:
-    path = tmp_path / "launches.json"
-    launch_file(path).add([launch(**changes)])
-    found = current_launches(path, "triton/triton", HERE, libraries=VERSIONS.get).found
+def test_only_those_of_this_device_and_these_versions_are_used(changes, counts) -> None:
+    found = current_launches([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
     assert bool(found) is counts
 
 
+@pytest.mark.parametrize("content", ["{", '{"format": 1, "launches": [3]}'])
+def test_the_command_warns_of_a_file_that_cannot_be_read(tmp_path, monkeypatch, content) -> None:
+    path, run = tmp_path / "launches.json", Run()
+    monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
+    assert run.launches(run.settings()) == ()
+    launch_file(path).add([launch()])
+    assert run.launches(run.settings()) == (launch(),)
+    path.write_text(content)
+    assert run.launches(run.settings()) == ()
+    (warning,) = run.warnings
+    assert str(path) in warning
+    monkeypatch.setenv("ATTNMUX_NO_LAUNCHES", "1")
+    assert (run.launches(run.settings()), len(run.warnings)) == ((), 1)
+
+
+def test_the_command_warns_of_a_file_in_an_unknown_home(monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_LAUNCHES", "~nobody-of-that-name/launches.json")
+    run = Run()
+    assert run.launches(run.settings()) == ()
+    assert "ATTNMUX_LAUNCHES" in run.warnings[0]
+
+
 def test_without_a_file_there_are_none(tmp_path) -> None:
-    for path in (None, tmp_path / "none.json"):
-        records = current_launches(path, "triton/triton", HERE)
-        assert (records.found, records.problems) == ((), ())
+    records = launch_file(tmp_path / "none.json").read()
+    assert (records.found, records.problems) == ((), ())
 
 
 def trial(value: int, median_us: float | None, *, is_current: bool = False) -> Trial:

@@ -23,7 +23,6 @@ from attnmux.core.choosing.measured.records import (
     Device,
     Record,
     RecordFile,
-    Records,
 )
 from attnmux.core.choosing.measured.tuning import LEAST_GAIN
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -81,26 +80,20 @@ def launch_file(path: Path) -> RecordFile[TunedLaunch]:
 
 
 def current_launches(
-    path: Path | None,
+    launches: Iterable[TunedLaunch],
     backend: str,
     platform: Platform,
     *,
     libraries: Libraries = installed_version,
-) -> Records[TunedLaunch]:
-    """The launches of `backend` that were tuned on this device with the installed versions.
-
-    path: as `Settings.launches_file`; None for none. Raises nothing.
-    """
-    if path is None:
-        return Records()
-    records, device = launch_file(path).read(), Device.of(platform)
-    found = tuple(
+) -> tuple[TunedLaunch, ...]:
+    """The launches of `backend` that were tuned on this device with the versions installed now."""
+    device = Device.of(platform)
+    return tuple(
         each
-        for each in records.found
+        for each in launches
         if (each.backend, each.device) == (backend, device)
         and all(libraries(name) == version for name, version in each.versions.items())
     )
-    return Records(found=found, problems=records.problems, damaged=records.damaged)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +107,8 @@ class Job:
     """torch's name: "cuda:0"."""
     options: Mapping[str, object]
     """All options of the backend."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
