@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attnmux.bench.workload import Workload
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.cli.select import requested
-from attnmux.core.graph.sizes import graph_batch_sizes
+from attnmux.core.graph.config import graph_batch_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

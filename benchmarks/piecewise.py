@@ -36,7 +36,7 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.radix_attention import RadixAttention
 from attnmux.core.workspace import Workspace
-from attnmux.testing.candidate import find_candidate
+from attnmux.testing import find_candidate
 
 PAGE_SIZE = 16
 INPUTS = {"input_ids": ModelInput(dtype=torch.int64)}

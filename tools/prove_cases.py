@@ -27,9 +27,7 @@ from typing import Any
 
 import torch
 
-from attnmux.testing import Candidate, find_candidate
-from attnmux.testing.limits import outside_points, try_point
-from attnmux.testing.runner import run_case
+from attnmux.testing import Candidate, find_candidate, outside_points, run_case, try_point
 
 LOST_DEVICE = 75
 MOST_SHOWN = 12

@@ -32,10 +32,10 @@ from attnmux.bench.timing import Ceilings  # noqa: E402
 from attnmux.testing import (  # noqa: E402
     FakeBackend,
     GraphFakeBackend,
+    RecordingGraphs,  # noqa: E402
     fake_card,
     fake_platform,
 )
-from attnmux.testing.recording import RecordingGraphs  # noqa: E402
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
 STEPS = ("--workload", "decode:bs=1,ctx=9", "--workload", "decode:bs=4,ctx=9")

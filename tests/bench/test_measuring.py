@@ -28,12 +28,12 @@ from attnmux.testing import (
     Candidate,
     FakeBackend,
     GraphFakeBackend,
+    RecordingGraphs,
     fake_card,
     fake_platform,
     graph_card,
     reference,
 )
-from attnmux.testing.recording import RecordingGraphs
 
 HERE = fake_platform()
 CPU = torch.device("cpu")

@@ -12,8 +12,7 @@ from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.errors import BackendFailed, InvalidInput, PluginError
-from attnmux.testing import Case, FakeBackend, fake_card, fake_platform, make_world
-from attnmux.testing.cases import decode, extend
+from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))
 
@@ -23,7 +22,7 @@ class OtherBackend(FakeBackend):
 
 
 def context_of(case: Case) -> BackendContext:
-    return make_world(case, fake_platform(), "cpu").context
+    return make_setup(case, fake_platform(), "cpu").context
 
 
 def decided(case: Case, **cards: dict[str, object]) -> Decision:

@@ -13,7 +13,7 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.offer.card import Offer, Option
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import SizeRange, choice_of
-from attnmux.core.compose.by_batch_size import Sizes
+from attnmux.core.composites import Sizes
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.runner import GraphRunner
@@ -22,16 +22,18 @@ from attnmux.testing import (
     Candidate,
     Case,
     GraphFakeBackend,
+    RecordingGraphs,
+    decode,
+    extend,
     fake_platform,
     graph_card,
-    make_world,
+    in_graphs,
+    make_setup,
     prepare_step,
     run_case,
     standard_cases,
+    verify,
 )
-from attnmux.testing.cases import decode, extend, verify
-from attnmux.testing.recording import RecordingGraphs
-from attnmux.testing.standard import in_graphs
 
 CASE = Case(
     name="sizes",
@@ -111,9 +113,9 @@ def leaves(backend: BatchSizeAttnBackend) -> dict[str, Leaf]:
 )
 def test_a_step_goes_to_the_backend_of_its_size(step, name) -> None:
     case = Case(name="sizes", steps=(step,), page_size=4, spec_topk=1)
-    world = make_world(case, fake_platform(), "cpu")
-    backend = of_sizes(world.context)
-    prepared = prepare_step(world, step)
+    setup = make_setup(case, fake_platform(), "cpu")
+    backend = of_sizes(setup.context)
+    prepared = prepare_step(setup, step)
     backend.init_forward_metadata(prepared.batch)
     given = prepared.inputs[0]
     backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
@@ -127,9 +129,9 @@ def test_a_step_goes_to_the_backend_of_its_size(step, name) -> None:
 
 def test_each_graph_has_the_backend_of_its_size() -> None:
     """5 requests of 5 sizes, padded: what is replayed is right, and by whom was captured."""
-    world = make_world(CASE, fake_platform(), "cpu")
-    backend = of_sizes(world.context)
-    step = prepare_step(world, CASE.steps[0])
+    setup = make_setup(CASE, fake_platform(), "cpu")
+    backend = of_sizes(setup.context)
+    step = prepare_step(setup, CASE.steps[0])
     given = step.inputs[0]
 
     def model(batch, inputs):
@@ -153,7 +155,7 @@ def test_each_graph_has_the_backend_of_its_size() -> None:
     assert captured == {"usual": [4], "small": [1, 2], "large": [8]}
     states = {name: [c[1:] for c in leaf.calls if c[0] == "state"] for name, leaf in made.items()}
     assert states == {"usual": [(8, 8)], "small": [(2, 2)], "large": [(8, 8)]}
-    eager = GraphFakeBackend(world.context)
+    eager = GraphFakeBackend(setup.context)
     eager.save_kv(given.k, given.v, given.layer, step.batch)
     for count, name in ((1, "small"), (2, "small"), (3, "usual"), (4, "usual"), (5, "large")):
         for leaf in made.values():
@@ -190,8 +192,8 @@ def test_it_passes_the_suite_of_its_leaves() -> None:
 
 
 def test_what_cannot_stand_together() -> None:
-    context = make_world(CASE, fake_platform(), "cpu").context
-    other = make_world(CASE, fake_platform(), "cpu").context
+    context = make_setup(CASE, fake_platform(), "cpu").context
+    other = make_setup(CASE, fake_platform(), "cpu").context
     usual = Leaf(context)
     with pytest.raises(InvalidInput, match="a backend of another context"):
         BatchSizeAttnBackend(usual=usual, sizes=[Sizes(least=1, most=2, backend=Leaf(other))])
@@ -232,7 +234,7 @@ class Prefill(Leaf):
 
 @pytest.mark.usefixtures("importable")
 def test_build_makes_it_with_the_options_of_each() -> None:
-    context = make_world(CASE, fake_platform(), "cpu").context
+    context = make_setup(CASE, fake_platform(), "cpu").context
     backend = build(decided("Leaf", options={"splits": 8}), context)
     assert isinstance(backend, BatchSizeAttnBackend)
     (small,) = backend.sizes
@@ -243,7 +245,7 @@ def test_build_makes_it_with_the_options_of_each() -> None:
 
 @pytest.mark.usefixtures("importable")
 def test_build_with_another_backend_for_extend() -> None:
-    context = make_world(CASE, fake_platform(), "cpu").context
+    context = make_setup(CASE, fake_platform(), "cpu").context
     backend = build(decided("Leaf", prefill="Prefill"), context)
     assert isinstance(backend, BatchSizeAttnBackend)
     assert isinstance(backend.usual, HybridAttnBackend)
@@ -257,7 +259,7 @@ def test_build_with_another_backend_for_extend() -> None:
 )
 def test_one_that_cannot_be_made_is_named(small, said) -> None:
     """So that `make_first` decides again without it."""
-    context = make_world(CASE, fake_platform(), "cpu").context
+    context = make_setup(CASE, fake_platform(), "cpu").context
     with pytest.raises(BackendFailed, match=said) as raised:
         build(decided(small), context)
     assert raised.value.address == "fakes/small"

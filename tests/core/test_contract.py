@@ -16,29 +16,31 @@ from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Case,
+    CaseSetup,
     FakeBackend,
     PreparedStep,
-    World,
+    decode,
+    extend,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
+    verify,
 )
-from attnmux.testing.cases import decode, extend, verify
 from attnmux.testing.placement import buffers
 
 
-def world_of(*steps: object, **settings: object) -> World:
+def world_of(*steps: object, **settings: object) -> CaseSetup:
     case = Case(name="contract", steps=steps, page_size=4, **settings)
-    return make_world(case, fake_platform(), "cpu", seed=3)
+    return make_setup(case, fake_platform(), "cpu", seed=3)
 
 
-def mla_world(*steps: object) -> World:
+def mla_world(*steps: object) -> CaseSetup:
     latent = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
     return world_of(*steps, **latent)
 
 
-def prepared(world: World, index: int = 0) -> PreparedStep:
-    return prepare_step(world, world.case.steps[index])
+def prepared(setup: CaseSetup, index: int = 0) -> PreparedStep:
+    return prepare_step(setup, setup.case.steps[index])
 
 
 def arguments(step: PreparedStep, index: int = 0) -> dict[str, torch.Tensor | None]:
@@ -56,11 +58,11 @@ def call(backend: AttentionBackend, step: PreparedStep, index: int = 0, **change
     return backend.forward(q, k, v, layer, batch, **named)
 
 
-def pool_bytes(world: World) -> list[torch.Tensor]:
+def pool_bytes(setup: CaseSetup) -> list[torch.Tensor]:
     return [
         buffer.view(torch.uint8).clone()
-        for layer in world.context.layers
-        for buffer in buffers(world, layer.layer_id)
+        for layer in setup.context.layers
+        for buffer in buffers(setup, layer.layer_id)
     ]
 
 
@@ -85,16 +87,16 @@ class Recording(FakeBackend):
 
 
 def assert_refused(
-    world: World, step: PreparedStep, argument: str, **changes: torch.Tensor | bool | None
+    setup: CaseSetup, step: PreparedStep, argument: str, **changes: torch.Tensor | bool | None
 ) -> None:
-    backend = Recording(world.context)
+    backend = Recording(setup.context)
     backend.init_forward_metadata(step.batch)
-    before = pool_bytes(world)
+    before = pool_bytes(setup)
     with pytest.raises(InvalidInput) as caught:
         call(backend, step, **changes)
     assert caught.value.argument == argument
     assert backend.calls == []
-    assert all(map(torch.equal, before, pool_bytes(world)))
+    assert all(map(torch.equal, before, pool_bytes(setup)))
 
 
 Change = Callable[[torch.Tensor], torch.Tensor | None]
@@ -115,10 +117,10 @@ Change = Callable[[torch.Tensor], torch.Tensor | None]
     ],
 )
 def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: Change) -> None:
-    world = world_of(extend((3, 5), (0, 4)))
-    step = prepared(world)
+    setup = world_of(extend((3, 5), (0, 4)))
+    step = prepared(setup)
     wrong = change(arguments(step)[argument])
-    assert_refused(world, step, argument, **{argument: wrong})
+    assert_refused(setup, step, argument, **{argument: wrong})
 
 
 @pytest.mark.parametrize(
@@ -132,45 +134,45 @@ def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: 
     ],
 )
 def test_refuses_an_output_that_does_not_fit(argument: str, tensor: torch.Tensor) -> None:
-    world = world_of(extend((3, 5)))
-    assert_refused(world, prepared(world), argument, **{argument: tensor})
+    setup = world_of(extend((3, 5)))
+    assert_refused(setup, prepared(setup), argument, **{argument: tensor})
 
 
 @pytest.mark.parametrize("argument", ["k", "v"])
 def test_refuses_a_tensor_elsewhere_before_touching_the_pool(argument: str) -> None:
-    world = world_of(extend((3, 5)))
-    step = prepared(world)
-    assert_refused(world, step, argument, **{argument: arguments(step)[argument].to("meta")})
+    setup = world_of(extend((3, 5)))
+    step = prepared(setup)
+    assert_refused(setup, step, argument, **{argument: arguments(step)[argument].to("meta")})
 
 
 def test_refuses_what_the_call_would_ignore() -> None:
-    world = world_of(extend((0, 5)))
-    step = prepared(world)
-    assert_refused(world, step, "v", k=None)
-    assert_refused(world, step, "k_rope", k_rope=step.inputs[0].k, save_kv_cache=False)
-    world = mla_world(decode(3, 5))
-    step = prepared(world)
-    assert_refused(world, step, "v", v=step.inputs[0].k)
-    assert_refused(world, step, "k_rope", k=None)
-    assert_refused(world, step, "q_rope", q_rope=step.inputs[0].q_rope.float())
+    setup = world_of(extend((0, 5)))
+    step = prepared(setup)
+    assert_refused(setup, step, "v", k=None)
+    assert_refused(setup, step, "k_rope", k_rope=step.inputs[0].k, save_kv_cache=False)
+    setup = mla_world(decode(3, 5))
+    step = prepared(setup)
+    assert_refused(setup, step, "v", v=step.inputs[0].k)
+    assert_refused(setup, step, "k_rope", k=None)
+    assert_refused(setup, step, "q_rope", q_rope=step.inputs[0].q_rope.float())
 
 
 def test_refuses_a_rotary_part_without_mla_and_its_absence_with_it() -> None:
-    world = world_of(decode(3))
-    step = prepared(world)
-    assert_refused(world, step, "q_rope", q_rope=step.inputs[0].q)
-    world = mla_world(decode(3, 5))
-    assert_refused(world, prepared(world), "q_rope", q_rope=None)
-    assert_refused(world, prepared(world), "k_rope", k_rope=None)
+    setup = world_of(decode(3))
+    step = prepared(setup)
+    assert_refused(setup, step, "q_rope", q_rope=step.inputs[0].q)
+    setup = mla_world(decode(3, 5))
+    assert_refused(setup, prepared(setup), "q_rope", q_rope=None)
+    assert_refused(setup, prepared(setup), "k_rope", k_rope=None)
 
 
 def test_names_what_came_and_what_was_expected() -> None:
-    world = world_of(decode(3, 2))
-    step = prepared(world)
+    setup = world_of(decode(3, 2))
+    step = prepared(setup)
     with pytest.raises(
         ValueError, match=r"k: expected shape \(2, 2, 128\), got shape \(1, 2, 128\)"
     ):
-        call(FakeBackend(world.context), step, k=step.inputs[0].k[:1])
+        call(FakeBackend(setup.context), step, k=step.inputs[0].k[:1])
 
 
 @pytest.mark.parametrize(
@@ -185,47 +187,47 @@ def test_names_what_came_and_what_was_expected() -> None:
     ids=lambda value: value if isinstance(value, str) else value.mode.name,
 )
 def test_saves_and_dispatches_by_mode(step: object, method: str) -> None:
-    world = world_of(step, spec_topk=1)
-    ready = prepared(world)
-    backend = Recording(world.context)
+    setup = world_of(step, spec_topk=1)
+    ready = prepared(setup)
+    backend = Recording(setup.context)
     backend.init_forward_metadata(ready.batch)
     call(backend, ready)
     assert backend.calls == ["save_kv", method]
 
 
 def test_writes_nothing_where_k_is_none_or_not_to_be_saved() -> None:
-    world = world_of(extend((0, 5)), kv_in_pool=True)
-    step = prepared(world)
-    backend = Recording(world.context)
+    setup = world_of(extend((0, 5)), kv_in_pool=True)
+    step = prepared(setup)
+    backend = Recording(setup.context)
     backend.init_forward_metadata(step.batch)
-    before = pool_bytes(world)
+    before = pool_bytes(setup)
     from_pool = call(backend, step)
     assert step.inputs[0].k is None
-    k, v = (buffer[step.batch.out_cache_loc] for buffer in buffers(world, 1))
+    k, v = (buffer[step.batch.out_cache_loc] for buffer in buffers(setup, 1))
     given = call(backend, step, k=k, v=v, save_kv_cache=False)
     assert backend.calls == ["forward_extend", "forward_extend"]
-    assert all(map(torch.equal, before, pool_bytes(world)))
+    assert all(map(torch.equal, before, pool_bytes(setup)))
     torch.testing.assert_close(from_pool, given)
 
 
 def test_idle_is_empty_and_touches_nothing() -> None:
-    world = world_of(extend((0, 5)), extend(mode=ForwardMode.IDLE))
-    backend = Recording(world.context)
-    step = prepared(world, 1)
-    before = pool_bytes(world)
+    setup = world_of(extend((0, 5)), extend(mode=ForwardMode.IDLE))
+    backend = Recording(setup.context)
+    step = prepared(setup, 1)
+    before = pool_bytes(setup)
     result = call(backend, step)
     assert result.shape == (0, 8, 128)
     assert result.dtype == torch.bfloat16
     assert backend.calls == []
-    assert all(map(torch.equal, before, pool_bytes(world)))
+    assert all(map(torch.equal, before, pool_bytes(setup)))
 
 
 def test_idle_rows_are_zero() -> None:
     """A rank with nothing to do may carry padding rows through the model."""
-    world = world_of(decode(3, 4))
-    step = prepared(world)
+    setup = world_of(decode(3, 4))
+    step = prepared(setup)
     idle = replace(step.batch, forward_mode=ForwardMode.IDLE)
-    backend = Recording(world.context)
+    backend = Recording(setup.context)
     assert not call(backend, step, batch=idle).any()
     out = torch.full((2, 8, 128), torch.nan, dtype=torch.bfloat16)
     lse = torch.full((2, 8), torch.nan)
@@ -240,9 +242,9 @@ def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
         def forward_decode(self, call, batch) -> torch.Tensor:
             return super().forward_decode(structs.replace(call, out=None), batch)
 
-    world = world_of(decode(3, 9))
-    step = prepared(world)
-    backend = OwnTensor(world.context)
+    setup = world_of(decode(3, 9))
+    step = prepared(setup)
+    backend = OwnTensor(setup.context)
     backend.init_forward_metadata(step.batch)
     out = torch.full((2, 8, 128), torch.nan, dtype=torch.bfloat16)
     assert call(backend, step, out=out) is out
@@ -250,25 +252,25 @@ def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
 
 
 def test_cross_attention_writes_to_the_encoder_slots() -> None:
-    world = world_of(extend((0, 3), encoder=(6,)))
-    step = prepared(world)
-    backend = FakeBackend(world.context)
+    setup = world_of(extend((0, 3), encoder=(6,)))
+    step = prepared(setup)
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     crossing = step.inputs[-1]
     assert crossing.layer.is_cross_attention
     call(backend, step, index=-1)
-    written = buffers(world, crossing.layer.layer_id)[0][step.batch.encoder_out_cache_loc]
+    written = buffers(setup, crossing.layer.layer_id)[0][step.batch.encoder_out_cache_loc]
     assert torch.equal(written, crossing.k)
 
 
 def test_cross_attention_without_encoder_slots_is_refused() -> None:
-    world = world_of(extend((0, 3), encoder=(6,)))
-    step = prepared(world)
-    backend = FakeBackend(world.context)
-    before = pool_bytes(world)
+    setup = world_of(extend((0, 3), encoder=(6,)))
+    step = prepared(setup)
+    backend = FakeBackend(setup.context)
+    before = pool_bytes(setup)
     with pytest.raises(InvalidInput, match="encoder_out_cache_loc"):
         call(backend, step, index=-1, batch=replace(step.batch, encoder_out_cache_loc=None))
-    assert all(map(torch.equal, before, pool_bytes(world)))
+    assert all(map(torch.equal, before, pool_bytes(setup)))
 
 
 def test_init_forward_metadata_runs_both_halves_in_order() -> None:
@@ -280,8 +282,8 @@ def test_init_forward_metadata_runs_both_halves_in_order() -> None:
             seen.append(("in", False))
 
     seen: list[tuple[str, bool]] = []
-    world = world_of(decode(3))
-    Halves(world.context).init_forward_metadata(prepared(world).batch)
+    setup = world_of(decode(3))
+    Halves(setup.context).init_forward_metadata(prepared(setup).batch)
     assert seen == [("out", False), ("in", False)]
 
 
@@ -341,9 +343,9 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     ],
 )
 def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) -> None:
-    world = world_of(extend((3, 5), (0, 4)))
-    batch = prepare_step(world, world.case.steps[0], host_lens=True).batch
-    backend = FakeBackend(world.context)
+    setup = world_of(extend((3, 5), (0, 4)))
+    batch = prepare_step(setup, setup.case.steps[0], host_lens=True).batch
+    backend = FakeBackend(setup.context)
     with pytest.raises(InvalidInput) as caught:
         backend.init_forward_metadata(replace(batch, **{field: change(getattr(batch, field))}))
     assert caught.value.argument == field
@@ -357,8 +359,8 @@ def test_a_mode_is_decode_idle_or_extend(mode: ForwardMode) -> None:
 
 
 def test_num_tokens_counts_rows_of_q() -> None:
-    world = world_of(extend((3, 5), (0, 4), trailing=2), decode(3, 4, padding=2))
-    assert prepared(world, 0).batch.num_tokens == 11
-    decoding: ForwardBatch = prepared(world, 1).batch
+    setup = world_of(extend((3, 5), (0, 4), trailing=2), decode(3, 4, padding=2))
+    assert prepared(setup, 0).batch.num_tokens == 11
+    decoding: ForwardBatch = prepared(setup, 1).batch
     assert decoding.num_tokens == 4
     assert replace(decoding, extend_num_tokens=99).num_tokens == 4

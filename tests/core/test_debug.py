@@ -13,19 +13,21 @@ from attnmux.core.kv import SWAKVPool
 from attnmux.testing import (
     Case,
     FakeBackend,
+    decode,
+    extend,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
     standard_cases,
+    verify,
 )
-from attnmux.testing.cases import decode, extend, verify
 
 
 @pytest.fixture
 def extending():
     case = Case(name="debug", steps=(extend((3, 5), (0, 4)),), page_size=4)
-    world = make_world(case, fake_platform(), "cpu")
-    return world, prepare_step(world, case.steps[0])
+    setup = make_setup(case, fake_platform(), "cpu")
+    return setup, prepare_step(setup, case.steps[0])
 
 
 @pytest.mark.parametrize(
@@ -47,20 +49,20 @@ def extending():
     ],
 )
 def test_names_the_field_that_is_out_of_range(extending, field, value) -> None:
-    world, step = extending
-    check_batch(world.context, step.batch)
+    setup, step = extending
+    check_batch(setup.context, step.batch)
     with pytest.raises(InvalidInput) as caught:
-        check_batch(world.context, replace(step.batch, **{field: value}))
+        check_batch(setup.context, replace(step.batch, **{field: value}))
     assert caught.value.argument == field
 
 
 def test_refuses_a_negative_prefix(extending) -> None:
-    world, step = extending
+    setup, step = extending
     prefix = torch.tensor([3, -4], dtype=torch.int32)
     seq_lens = torch.tensor([8, 0], dtype=torch.int32)
     batch = replace(step.batch, extend_prefix_lens=prefix, seq_lens=seq_lens)
     with pytest.raises(InvalidInput, match="extend_prefix_lens"):
-        check_batch(world.context, batch)
+        check_batch(setup.context, batch)
 
 
 @pytest.mark.parametrize(
@@ -87,77 +89,77 @@ def test_refuses_a_negative_prefix(extending) -> None:
     ids=["decode", "mask", "items"],
 )
 def test_refuses_counts_that_contradict_each_other(step, settings, changed, field) -> None:
-    world = make_world(Case(name="debug", steps=(step,), **settings), fake_platform(), "cpu")
-    batch = prepare_step(world, step).batch
-    check_batch(world.context, batch)
+    setup = make_setup(Case(name="debug", steps=(step,), **settings), fake_platform(), "cpu")
+    batch = prepare_step(setup, step).batch
+    check_batch(setup.context, batch)
     with pytest.raises(InvalidInput) as caught:
-        check_batch(world.context, replace(batch, **changed(batch)))
+        check_batch(setup.context, replace(batch, **changed(batch)))
     assert caught.value.argument == field
 
 
 def test_refuses_a_table_that_leads_outside_the_pool(extending) -> None:
-    world, step = extending
+    setup, step = extending
     row = int(step.batch.req_pool_indices[0])
-    world.context.req_to_token_pool.req_to_token[row, 0] = world.context.token_to_kv_pool.num_slots
+    setup.context.req_to_token_pool.req_to_token[row, 0] = setup.context.token_to_kv_pool.num_slots
     with pytest.raises(InvalidInput, match="req_to_token"):
-        check_batch(world.context, step.batch)
+        check_batch(setup.context, step.batch)
 
 
 def test_refuses_keys_in_the_reserved_page(extending) -> None:
-    world, step = extending
+    setup, step = extending
     row, length = int(step.batch.req_pool_indices[1]), int(step.batch.seq_lens[1])
-    table = world.context.req_to_token_pool.req_to_token
+    table = setup.context.req_to_token_pool.req_to_token
     table[row, length] = 3
-    check_batch(world.context, step.batch)
+    check_batch(setup.context, step.batch)
     table[row, length - 1] = 3
     with pytest.raises(InvalidInput, match="slot 3 at column 3 of request 1"):
-        check_batch(world.context, step.batch)
-    check_batch(world.context, replace(step.batch, req_pool_indices=torch.tensor([0, 0])))
+        check_batch(setup.context, step.batch)
+    check_batch(setup.context, replace(step.batch, req_pool_indices=torch.tensor([0, 0])))
 
 
 def test_refuses_keys_that_the_window_pool_gave_up() -> None:
     case = Case(name="swa", steps=(decode(14),), page_size=4, windows=(5, None), window_pool=True)
-    world = make_world(case, fake_platform(), "cpu")
-    batch = prepare_step(world, case.steps[0]).batch
-    check_batch(world.context, batch)
-    slots = world.context.req_to_token_pool.req_to_token[batch.req_pool_indices[0]].long()
-    pool = world.context.token_to_kv_pool
+    setup = make_setup(case, fake_platform(), "cpu")
+    batch = prepare_step(setup, case.steps[0]).batch
+    check_batch(setup.context, batch)
+    slots = setup.context.req_to_token_pool.req_to_token[batch.req_pool_indices[0]].long()
+    pool = setup.context.token_to_kv_pool
     assert isinstance(pool, SWAKVPool)
     pool.unpair(slots[[8]] // 4)
     with pytest.raises(InvalidInput, match="slot 0 at column 8"):
-        check_batch(world.context, batch)
+        check_batch(setup.context, batch)
 
 
 def test_an_encoder_does_not_hide_a_negative_length() -> None:
     case = Case(name="cross", steps=(decode(4, encoder=(6,)),))
-    world = make_world(case, fake_platform(), "cpu")
-    batch = prepare_step(world, case.steps[0]).batch
+    setup = make_setup(case, fake_platform(), "cpu")
+    batch = prepare_step(setup, case.steps[0]).batch
     with pytest.raises(InvalidInput, match="seq_lens"):
-        check_batch(world.context, replace(batch, seq_lens=torch.tensor([-1]).int()))
+        check_batch(setup.context, replace(batch, seq_lens=torch.tensor([-1]).int()))
 
 
 def test_forward_checks_only_in_debug(extending) -> None:
-    world, step = extending
+    setup, step = extending
     batch = replace(step.batch, seq_lens=step.batch.seq_lens + 1)
     given = step.inputs[0]
-    quiet = FakeBackend(world.context)
+    quiet = FakeBackend(setup.context)
     quiet.init_forward_metadata(batch)
     quiet.forward(given.q, given.k, given.v, given.layer, batch)
-    before = world.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8).clone()
-    checking = FakeBackend(replace(world.context, debug=True))
+    before = setup.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8).clone()
+    checking = FakeBackend(replace(setup.context, debug=True))
     with pytest.raises(InvalidInput, match="seq_lens"):
         checking.forward(given.q + 1, given.k + 1, given.v, given.layer, batch)
-    after = world.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8)
+    after = setup.context.token_to_kv_pool.get_key_buffer(1).view(torch.uint8)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
 def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
-    world = make_world(case, fake_platform(), "cpu")
+    setup = make_setup(case, fake_platform(), "cpu")
     for lengths in case.steps:
-        step = prepare_step(world, lengths)
+        step = prepare_step(setup, lengths)
         for given in step.inputs:
-            check_batch(world.context, replace(step.batch, topk_indices=given.topk_indices))
+            check_batch(setup.context, replace(step.batch, topk_indices=given.topk_indices))
 
 
 @pytest.mark.parametrize(
@@ -171,16 +173,16 @@ def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
 )
 def test_refuses_keys_that_no_indexer_picks(extending, token, picks, said) -> None:
     """Behind a token, of another request by mistake, or twice."""
-    world, step = extending
+    setup, step = extending
     chosen = torch.full((step.batch.num_tokens, 2), -1, dtype=torch.int32)
     batch = replace(step.batch, topk_indices=chosen)
-    check_batch(world.context, batch)
+    check_batch(setup.context, batch)
     chosen[token] = torch.tensor(picks)
     with pytest.raises(InvalidInput, match=f"topk_indices: {said}"):
-        check_batch(world.context, batch)
+        check_batch(setup.context, batch)
 
 
 def test_an_empty_batch_is_valid() -> None:
     case = Case(name="empty", steps=(decode(),))
-    world = make_world(case, fake_platform(), "cpu")
-    check_batch(world.context, prepare_step(world, case.steps[0]).batch)
+    setup = make_setup(case, fake_platform(), "cpu")
+    check_batch(setup.context, prepare_step(setup, case.steps[0]).batch)

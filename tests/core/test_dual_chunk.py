@@ -13,19 +13,20 @@ from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Candidate,
     Case,
+    Disagreement,
     FakeBackend,
     GraphFakeBackend,
+    decode,
+    extend,
     fake_card,
     fake_platform,
     graph_card,
-    make_world,
+    make_setup,
     prepare_step,
     reference,
     run_case,
     standard_cases,
 )
-from attnmux.testing.cases import decode, extend
-from attnmux.testing.comparison import Disagreement
 
 CASES = {case.name: case for case in standard_cases((16,)) if case.kind == "dual_chunk"}
 STEP = extend((0, 12), (3, 8))
@@ -44,15 +45,15 @@ CASE = Case(
     ],
 )
 def test_a_layer_has_chunks_where_its_kind_does(changes) -> None:
-    layer = make_world(CASE, fake_platform(), "cpu").context.layers[0]
+    layer = make_setup(CASE, fake_platform(), "cpu").context.layers[0]
     with pytest.raises(InvalidInput) as refusal:
         replace(layer, **changes)
     assert refusal.value.argument == "dual_chunk_len"
 
 
 def test_a_call_brings_three_queries() -> None:
-    world = make_world(CASE, fake_platform(), "cpu")
-    backend, step = FakeBackend(world.context), prepare_step(world, STEP)
+    setup = make_setup(CASE, fake_platform(), "cpu")
+    backend, step = FakeBackend(setup.context), prepare_step(setup, STEP)
     given = step.inputs[0]
     assert given.q.shape == (20, 8, 48)
     backend.init_forward_metadata(step.batch)
@@ -62,11 +63,11 @@ def test_a_call_brings_three_queries() -> None:
 
 def test_the_reference_by_hand() -> None:
     """Token by token and key by key, from what the paper says of the three queries."""
-    world = make_world(CASE, fake_platform(), "cpu")
-    step = prepare_step(world, STEP)
-    backend, given = FakeBackend(world.context), step.inputs[0]
+    setup = make_setup(CASE, fake_platform(), "cpu")
+    step = prepare_step(setup, STEP)
+    backend, given = FakeBackend(setup.context), step.inputs[0]
     backend.save_kv(given.k, given.v, given.layer, step.batch)
-    context, layer = world.context, given.layer
+    context, layer = setup.context, given.layer
     table, pool = context.req_to_token_pool.req_to_token, context.token_to_kv_pool
     out, lse = reference.attention(given.q, layer, step.batch, table, pool)
 
@@ -90,11 +91,11 @@ def test_the_reference_by_hand() -> None:
 
 def test_in_the_first_chunk_it_is_plain_attention() -> None:
     case = replace(CASE, dual_chunk_len=64)
-    world = make_world(case, fake_platform(), "cpu")
-    step = prepare_step(world, STEP)
-    backend, given = FakeBackend(world.context), step.inputs[0]
+    setup = make_setup(case, fake_platform(), "cpu")
+    step = prepare_step(setup, STEP)
+    backend, given = FakeBackend(setup.context), step.inputs[0]
     backend.save_kv(given.k, given.v, given.layer, step.batch)
-    places = world.context.req_to_token_pool.req_to_token, world.context.token_to_kv_pool
+    places = setup.context.req_to_token_pool.req_to_token, setup.context.token_to_kv_pool
     plain = replace(given.layer, kind="mha", dual_chunk_len=0)
     out, _ = reference.attention(given.q, given.layer, step.batch, *places)
     expected, _ = reference.attention(given.q[..., :16], plain, step.batch, *places)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from attnmux.core.building import make_first
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
@@ -15,7 +16,6 @@ from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.compose.fallback import make_first
 from attnmux.core.errors import BackendFailed, NoBackend
 
 Decide = Callable[[Mapping[str, BackendFailed]], Decision]

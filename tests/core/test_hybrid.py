@@ -15,14 +15,16 @@ from attnmux.testing import (
     Candidate,
     Case,
     FakeBackend,
+    decode,
+    extend,
     fake_card,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
     run_case,
     standard_cases,
+    verify,
 )
-from attnmux.testing.cases import decode, extend, verify
 
 
 class Child(FakeBackend):
@@ -72,11 +74,11 @@ SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 def hybrid_of(mode: ForwardMode, speculative: str, topk: int | None = 1):
     case = Case(name="hybrid", steps=(STEPS[mode],), page_size=4, spec_topk=topk)
-    world = make_world(case, fake_platform(), "cpu")
-    request = world.context.request.replace(speculative_attention_mode=speculative)
-    context = replace(world.context, request=request)
+    setup = make_setup(case, fake_platform(), "cpu")
+    request = setup.context.request.replace(speculative_attention_mode=speculative)
+    context = replace(setup.context, request=request)
     backend = HybridAttnBackend(prefill=Child(context), decode=Child(context))
-    return backend, prepare_step(world, STEPS[mode])
+    return backend, prepare_step(setup, STEPS[mode])
 
 
 @pytest.mark.parametrize("speculative", ["prefill", "decode"])
@@ -120,7 +122,7 @@ def test_prefill_is_captured_only_where_it_verifies(speculative, topk, captured)
 
 def test_children_share_a_context() -> None:
     case = Case(name="hybrid", steps=(decode(4),), page_size=4)
-    one, other = (FakeBackend(make_world(case, fake_platform(), "cpu").context) for _ in "ab")
+    one, other = (FakeBackend(make_setup(case, fake_platform(), "cpu").context) for _ in "ab")
     with pytest.raises(InvalidInput, match="prefill: expected the context of decode"):
         HybridAttnBackend(prefill=one, decode=other)
 

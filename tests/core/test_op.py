@@ -16,14 +16,15 @@ from attnmux.core.op import attention_with_output, current_forward_context, forw
 from attnmux.core.radix_attention import RadixAttention
 from attnmux.testing import (
     Case,
+    CaseSetup,
     FakeBackend,
     PreparedStep,
-    World,
+    decode,
+    extend,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
 )
-from attnmux.testing.cases import decode, extend
 
 LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
 
@@ -31,9 +32,9 @@ LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_di
 class Model(torch.nn.Module):
     """Every layer of a world, with something to compile around each."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, setup: CaseSetup) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(map(RadixAttention, world.context.layers))
+        self.layers = torch.nn.ModuleList(map(RadixAttention, setup.context.layers))
 
     def forward(self, inputs, batch) -> torch.Tensor:
         total = torch.zeros(())
@@ -47,9 +48,9 @@ def inputs_of(step: PreparedStep) -> list[tuple[torch.Tensor | None, ...]]:
     return [(x.q, x.k, x.v, x.q_rope, x.k_rope) for x in step.inputs]
 
 
-def world_of(*steps: object, **settings: object) -> World:
+def world_of(*steps: object, **settings: object) -> CaseSetup:
     case = Case(name="op", steps=steps, page_size=4, **settings)
-    return make_world(case, fake_platform(), "cpu", seed=5)
+    return make_setup(case, fake_platform(), "cpu", seed=5)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +73,9 @@ def _fresh_compiler() -> Iterator[None]:
 )
 def test_a_model_compiles_as_one_graph(steps, settings) -> None:
     """One graph serves steps whose lengths differ, and gives what eager gives."""
-    world = world_of(*steps, **settings)
-    backend = FakeBackend(world.context)
-    model = Model(world)
+    setup = world_of(*steps, **settings)
+    backend = FakeBackend(setup.context)
+    model = Model(setup)
     graphs: list[torch.fx.GraphModule] = []
 
     def capture(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
@@ -83,7 +84,7 @@ def test_a_model_compiles_as_one_graph(steps, settings) -> None:
 
     compiled = torch.compile(model, fullgraph=True, backend=capture)
     for lengths in steps:
-        step = prepare_step(world, lengths)
+        step = prepare_step(setup, lengths)
         backend.init_forward_metadata(step.batch)
         with forward_context(backend, step.batch), torch.no_grad():
             eager = model(inputs_of(step), step.batch)
@@ -95,11 +96,11 @@ def test_a_model_compiles_as_one_graph(steps, settings) -> None:
 
 def test_the_op_survives_functionalisation() -> None:
     """What it writes is declared, so that a compiler keeps and orders it."""
-    world = world_of(extend((3, 5)))
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(extend((3, 5)))
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
-    model = Model(world)
+    model = Model(setup)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with forward_context(backend, step.batch), torch.no_grad():
         torch.testing.assert_close(
@@ -122,11 +123,11 @@ class IndexedModel(Model):
 @pytest.mark.parametrize("steps", [(decode(30, 9, 4),), (extend((20, 5), (0, 4)),)])
 def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
     """Functionalised, the writes come behind all ops."""
-    world = world_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
-    model = IndexedModel(world)
+    model = IndexedModel(setup)
     given = [(*each, x.topk_indices) for each, x in zip(inputs_of(step), step.inputs, strict=True)]
     assert not torch.equal(given[0][-1], given[1][-1])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -135,9 +136,9 @@ def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
 
 
 def test_heads_may_come_flattened() -> None:
-    world = world_of(decode(3, 9))
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(decode(3, 9))
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     attention = RadixAttention(given.layer)
@@ -148,9 +149,9 @@ def test_heads_may_come_flattened() -> None:
 
 
 def test_the_three_queries_of_a_head_may_come_flattened() -> None:
-    world = world_of(decode(3, 19), kind="dual_chunk", dual_chunk_len=8)
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(decode(3, 19), kind="dual_chunk", dual_chunk_len=8)
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     attention = RadixAttention(given.layer)
@@ -161,9 +162,9 @@ def test_the_three_queries_of_a_head_may_come_flattened() -> None:
 
 
 def test_the_rotary_parts_may_come_flattened_too() -> None:
-    world = world_of(decode(3, 9), **LATENT)
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(decode(3, 9), **LATENT)
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     ((q, k, v, q_rope, k_rope), *_) = inputs_of(step)
     attention = RadixAttention(step.inputs[0].layer)
@@ -174,9 +175,9 @@ def test_the_rotary_parts_may_come_flattened_too() -> None:
 
 
 def test_heads_may_come_in_any_memory_order() -> None:
-    world = world_of(extend((0, 6)))
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(extend((0, 6)))
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     heads_first = given.q.view(2, 3, 8, 128).transpose(1, 2).contiguous()
@@ -189,19 +190,19 @@ def test_heads_may_come_in_any_memory_order() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 8, 127), (3, 4, 128), (3, 1000), (6,)])
 def test_heads_that_do_not_fit_are_named(shape) -> None:
-    world = world_of(decode(3, 9, 4))
-    step = prepare_step(world, world.case.steps[0])
+    setup = world_of(decode(3, 9, 4))
+    step = prepare_step(setup, setup.case.steps[0])
     with (
-        forward_context(FakeBackend(world.context), step.batch),
+        forward_context(FakeBackend(setup.context), step.batch),
         pytest.raises(InvalidInput, match=r"q: expected \[T, 8, 128\] or \[T, 1024\]"),
     ):
         RadixAttention(step.inputs[0].layer)(torch.zeros(shape), None, None, step.batch)
 
 
 def test_the_op_writes_out_and_lse() -> None:
-    world = world_of(decode(3, 9))
-    step = prepare_step(world, world.case.steps[0])
-    backend = FakeBackend(world.context)
+    setup = world_of(decode(3, 9))
+    step = prepare_step(setup, setup.case.steps[0])
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     given = step.inputs[1]
     out = torch.full_like(given.q, torch.nan)
@@ -227,9 +228,9 @@ def test_the_op_writes_out_and_lse() -> None:
     ids=["mha", "mla", "cross"],
 )
 def test_padding_behind_the_tokens_attends_to_nothing(lengths, settings) -> None:
-    world = world_of(lengths, **settings)
-    step = prepare_step(world, lengths)
-    backend = FakeBackend(world.context)
+    setup = world_of(lengths, **settings)
+    step = prepare_step(setup, lengths)
+    backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
     padding = 3
     for given in step.inputs:
@@ -266,8 +267,8 @@ def test_the_op_runs_on_fake_tensors_without_a_step() -> None:
 
 
 def test_attention_outside_a_step_says_what_to_do() -> None:
-    world = world_of(decode(3))
-    step = prepare_step(world, world.case.steps[0])
+    setup = world_of(decode(3))
+    step = prepare_step(setup, setup.case.steps[0])
     given = step.inputs[0]
     with pytest.raises(
         AttnmuxError, match=r"with attnmux\.core\.forward_context\(backend, batch\)"
@@ -276,10 +277,10 @@ def test_attention_outside_a_step_says_what_to_do() -> None:
 
 
 def test_another_batch_than_the_running_one_is_refused() -> None:
-    world = world_of(decode(3))
-    step = prepare_step(world, world.case.steps[0])
+    setup = world_of(decode(3))
+    step = prepare_step(setup, setup.case.steps[0])
     given = step.inputs[0]
-    backend = FakeBackend(world.context)
+    backend = FakeBackend(setup.context)
     with (
         forward_context(backend, replace(step.batch)),
         pytest.raises(InvalidInput, match="another batch"),
@@ -288,9 +289,9 @@ def test_another_batch_than_the_running_one_is_refused() -> None:
 
 
 def test_contexts_nest_and_end_with_an_exception() -> None:
-    world = world_of(decode(3))
-    batch = prepare_step(world, world.case.steps[0]).batch
-    outer, inner = FakeBackend(world.context), FakeBackend(world.context)
+    setup = world_of(decode(3))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    outer, inner = FakeBackend(setup.context), FakeBackend(setup.context)
     with forward_context(outer, batch) as context:
         assert current_forward_context() is context
         with suppress(ZeroDivisionError), forward_context(inner, batch):
@@ -302,8 +303,8 @@ def test_contexts_nest_and_end_with_an_exception() -> None:
 
 
 def test_a_context_belongs_to_its_thread() -> None:
-    world = world_of(decode(3))
-    batch = prepare_step(world, world.case.steps[0]).batch
+    setup = world_of(decode(3))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
     seen: list[Exception] = []
 
     def look() -> None:
@@ -312,7 +313,7 @@ def test_a_context_belongs_to_its_thread() -> None:
         except AttnmuxError as error:
             seen.append(error)
 
-    with forward_context(FakeBackend(world.context), batch):
+    with forward_context(FakeBackend(setup.context), batch):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

@@ -11,9 +11,7 @@ from transformers import AutoTokenizer
 
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.testing.fakes import fake_platform
-from attnmux.testing.graph_fakes import graph_card
-from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,

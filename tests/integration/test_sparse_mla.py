@@ -14,13 +14,13 @@ from attnmux.core.indices import select_topk
 from attnmux.testing import (
     Case,
     GraphFakeBackend,
+    RecordingGraphs,
+    decode,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
     reference,
 )
-from attnmux.testing.cases import decode
-from attnmux.testing.recording import RecordingGraphs
 
 INDEX_HEADS, INDEX_DIM, TOPK = 3, 16, 24
 LATENT = {
@@ -38,10 +38,10 @@ LATENT = {
 class Model:
     """Layers of MLA behind an indexer each, whose keys are cached by slot."""
 
-    def __init__(self, world, backend) -> None:
-        self.world, self.backend = world, backend
-        slots = world.context.token_to_kv_pool.num_slots
-        self.index_keys = [torch.randn(slots, INDEX_DIM) for _ in world.context.layers]
+    def __init__(self, setup, backend) -> None:
+        self.world, self.backend = setup, backend
+        slots = setup.context.token_to_kv_pool.num_slots
+        self.index_keys = [torch.randn(slots, INDEX_DIM) for _ in setup.context.layers]
 
     def forward(self, batch, inputs):
         table = self.world.context.req_to_token_pool.req_to_token
@@ -72,15 +72,15 @@ def draw(size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def world():
+def setup():
     steps = decode(70, 9, 33), decode(40, 100)
     case = Case(name="engine", steps=steps, page_size=16, max_context_len=128, **LATENT)
-    return make_world(case, fake_platform(), "cpu")
+    return make_setup(case, fake_platform(), "cpu")
 
 
-def test_an_indexer_in_the_graph_picks_for_each_replay(world) -> None:
-    backend = GraphFakeBackend(world.context)
-    model = Model(world, backend)
+def test_an_indexer_in_the_graph_picks_for_each_replay(setup) -> None:
+    backend = GraphFakeBackend(setup.context)
+    model = Model(setup, backend)
     inputs = {
         name: ModelInput(dtype=tensor.dtype, trailing=tuple(tensor.shape[1:]))
         for name, tensor in draw(1).items()
@@ -94,8 +94,8 @@ def test_an_indexer_in_the_graph_picks_for_each_replay(world) -> None:
         progress=iter,
     )
     runner.capture()
-    for lengths in world.case.steps:
-        step = prepare_step(world, lengths)
+    for lengths in setup.case.steps:
+        step = prepare_step(setup, lengths)
         drawn = draw(step.batch.batch_size)
         replayed = [
             out.clone() for out in runner.replay(replace(step.batch, topk_indices=None), drawn)
@@ -105,28 +105,28 @@ def test_an_indexer_in_the_graph_picks_for_each_replay(world) -> None:
             torch.testing.assert_close(out, expected)
 
 
-def test_an_indexer_with_room_for_every_key_changes_nothing(world) -> None:
+def test_an_indexer_with_room_for_every_key_changes_nothing(setup) -> None:
     """Up to topk keys, sparse attention is attention."""
-    step = prepare_step(world, decode(TOPK, 3, 11))
+    step = prepare_step(setup, decode(TOPK, 3, 11))
     drawn = draw(3)
-    backend = GraphFakeBackend(world.context)
+    backend = GraphFakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
-    model = Model(world, backend)
+    model = Model(setup, backend)
     dense = replace(step.batch, topk_indices=None)
-    for layer, out in zip(world.context.layers, model.forward(step.batch, drawn), strict=True):
+    for layer, out in zip(setup.context.layers, model.forward(step.batch, drawn), strict=True):
         expected, _ = reference.attention(
             drawn["q"],
             layer,
             dense,
-            world.context.req_to_token_pool.req_to_token,
-            world.context.token_to_kv_pool,
+            setup.context.req_to_token_pool.req_to_token,
+            setup.context.token_to_kv_pool,
             q_rope=drawn["q_rope"],
         )
         torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
 
 
-def test_a_graph_without_an_indexer_serves_no_step_with_one(world) -> None:
-    backend = GraphFakeBackend(world.context)
+def test_a_graph_without_an_indexer_serves_no_step_with_one(setup) -> None:
+    backend = GraphFakeBackend(setup.context)
     runner = GraphRunner(
         backend,
         lambda batch, inputs: batch.positions.clone(),
@@ -135,6 +135,6 @@ def test_a_graph_without_an_indexer_serves_no_step_with_one(world) -> None:
         progress=iter,
     )
     runner.capture()
-    step = prepare_step(world, world.case.steps[0])
+    step = prepare_step(setup, setup.case.steps[0])
     assert not runner.can_run(step.batch)
     assert runner.can_run(replace(step.batch, topk_indices=None))

@@ -8,9 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.testing.fakes import fake_platform
-from attnmux.testing.graph_fakes import graph_card
-from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 

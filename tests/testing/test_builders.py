@@ -8,21 +8,30 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardMode
-from attnmux.testing import Case, fake_platform, make_world, prepare_step, reference, standard_cases
-from attnmux.testing.builders import kv_rows
-from attnmux.testing.cases import decode, extend, verify
-from attnmux.testing.picks import UNWRITTEN
+from attnmux.testing import (
+    Case,
+    decode,
+    extend,
+    fake_platform,
+    make_setup,
+    prepare_step,
+    reference,
+    standard_cases,
+    verify,
+)
+from attnmux.testing.batches import UNWRITTEN
 from attnmux.testing.placement import LEFT_OVER, buffers
+from attnmux.testing.prepared import kv_rows
 
 
 def world_of(*steps, page_size=4, **settings):
     case = Case(name="world", steps=steps, page_size=page_size, **settings)
-    return make_world(case, fake_platform(), "cpu", seed=2)
+    return make_setup(case, fake_platform(), "cpu", seed=2)
 
 
-def key_slots(world, batch) -> list[torch.Tensor]:
+def key_slots(setup, batch) -> list[torch.Tensor]:
     """Slots of each request's keys, by the contract's words."""
-    table = world.context.req_to_token_pool.req_to_token
+    table = setup.context.req_to_token_pool.req_to_token
     lens = batch.seq_lens
     if batch.forward_mode.is_target_verify():
         lens = lens + batch.extend_seq_lens
@@ -33,27 +42,27 @@ def key_slots(world, batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_only_cached_tokens_are_readable(page_size: int) -> None:
-    world = world_of(extend((6, 3), (0, 5), (9, 1)), page_size=page_size)
-    batch = prepare_step(world, world.case.steps[0]).batch
-    of_requests = key_slots(world, batch)
+    setup = world_of(extend((6, 3), (0, 5), (9, 1)), page_size=page_size)
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    of_requests = key_slots(setup, batch)
     prefixes = batch.extend_prefix_lens
     cached = torch.cat([s[:prefix] for s, prefix in zip(of_requests, prefixes, strict=True)])
-    pages = torch.zeros(world.context.token_to_kv_pool.num_slots // page_size, dtype=torch.bool)
+    pages = torch.zeros(setup.context.token_to_kv_pool.num_slots // page_size, dtype=torch.bool)
     pages[torch.cat(of_requests) // page_size] = True
     owned = pages.repeat_interleave(page_size)
     left_over = owned.clone()
     left_over[cached] = False
-    for layer in world.context.layers:
-        for buffer in buffers(world, layer.layer_id):
+    for layer in setup.context.layers:
+        for buffer in buffers(setup, layer.layer_id):
             assert bool(buffer[~owned].isnan().all())
             assert bool((buffer[left_over] == LEFT_OVER).all())
             assert bool((buffer[cached].abs() < LEFT_OVER).all())
 
 
 def test_pages_are_scattered_and_whole() -> None:
-    world = world_of(extend((17, 3), (0, 21)))
-    batch = prepare_step(world, world.case.steps[0]).batch
-    for slots in key_slots(world, batch):
+    setup = world_of(extend((17, 3), (0, 21)))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    for slots in key_slots(setup, batch):
         pages = slots[::4] // 4
         places = torch.arange(len(slots))
         assert torch.equal(slots, pages[places // 4] * 4 + places % 4)
@@ -62,10 +71,10 @@ def test_pages_are_scattered_and_whole() -> None:
 
 
 def test_table_entries_behind_a_request_lead_to_nan() -> None:
-    world = world_of(decode(6, 2))
-    batch = prepare_step(world, world.case.steps[0]).batch
-    table = world.context.req_to_token_pool.req_to_token
-    keys = world.context.token_to_kv_pool.get_key_buffer(1)
+    setup = world_of(decode(6, 2))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    table = setup.context.req_to_token_pool.req_to_token
+    keys = setup.context.token_to_kv_pool.get_key_buffer(1)
     assert not table[0].any()
     for row, length in zip(batch.req_pool_indices, batch.seq_lens, strict=True):
         stale = table[row, length:].long()
@@ -74,42 +83,42 @@ def test_table_entries_behind_a_request_lead_to_nan() -> None:
 
 
 def test_new_tokens_go_to_the_end_of_their_sequence() -> None:
-    world = world_of(extend((6, 3), (0, 5)), verify(3, 4, 9), decode(7, 1), spec_topk=1)
+    setup = world_of(extend((6, 3), (0, 5)), verify(3, 4, 9), decode(7, 1), spec_topk=1)
     for index, new in enumerate(([3, 5], [3, 3], [1, 1])):
-        batch = prepare_step(world, world.case.steps[index]).batch
-        ends = [slots[-count:] for slots, count in zip(key_slots(world, batch), new, strict=True)]
+        batch = prepare_step(setup, setup.case.steps[index]).batch
+        ends = [slots[-count:] for slots, count in zip(key_slots(setup, batch), new, strict=True)]
         assert torch.equal(batch.out_cache_loc, torch.cat(ends))
-        last = [len(slots) for slots in key_slots(world, batch)]
+        last = [len(slots) for slots in key_slots(setup, batch)]
         positions = [torch.arange(n - count, n) for n, count in zip(last, new, strict=True)]
         assert torch.equal(batch.positions, torch.cat(positions))
 
 
 def test_padding_reads_row_0_and_writes_slot_0() -> None:
-    world = world_of(decode(6, 2, padding=2), extend((0, 5), padding=1, trailing=3))
+    setup = world_of(decode(6, 2, padding=2), extend((0, 5), padding=1, trailing=3))
     for step, (rows, real) in enumerate(((4, 2), (9, 5))):
-        ready = prepare_step(world, world.case.steps[step])
+        ready = prepare_step(setup, setup.case.steps[step])
         assert ready.batch.num_tokens == rows
         assert ready.num_real_tokens == real
         assert not ready.batch.out_cache_loc[real:].any()
-        assert not ready.batch.req_pool_indices[len(world.case.steps[step].lens) :].any()
-        assert bool((world.context.token_to_kv_pool.get_key_buffer(1)[:4] == LEFT_OVER).all())
-    filled = prepare_step(world, world.case.steps[0], seq_len_fill=0)
+        assert not ready.batch.req_pool_indices[len(setup.case.steps[step].lens) :].any()
+        assert bool((setup.context.token_to_kv_pool.get_key_buffer(1)[:4] == LEFT_OVER).all())
+    filled = prepare_step(setup, setup.case.steps[0], seq_len_fill=0)
     assert filled.batch.seq_lens.tolist() == [6, 2, 0, 0]
 
 
 def test_a_shared_prefix_lies_in_shared_slots() -> None:
-    world = world_of(extend((8, 3), (8, 1), shared_prefix=8))
-    first, second = key_slots(world, prepare_step(world, world.case.steps[0]).batch)
+    setup = world_of(extend((8, 3), (8, 1), shared_prefix=8))
+    first, second = key_slots(setup, prepare_step(setup, setup.case.steps[0]).batch)
     assert torch.equal(first[:8], second[:8])
     assert not set(first[8:].tolist()) & set(second[8:].tolist())
 
 
 def test_host_mirrors_come_when_asked_for() -> None:
-    world = world_of(extend((6, 3), (0, 5)))
-    without = prepare_step(world, world.case.steps[0]).batch
+    setup = world_of(extend((6, 3), (0, 5)))
+    without = prepare_step(setup, setup.case.steps[0]).batch
     assert without.seq_lens_cpu is None
     assert without.extend_seq_lens_cpu is None
-    batch = prepare_step(world, world.case.steps[0], host_lens=True).batch
+    batch = prepare_step(setup, setup.case.steps[0], host_lens=True).batch
     assert torch.equal(batch.seq_lens_cpu, batch.seq_lens)
     assert torch.equal(batch.extend_seq_lens_cpu, batch.extend_seq_lens)
     assert torch.equal(batch.extend_prefix_lens_cpu, batch.extend_prefix_lens)
@@ -117,12 +126,12 @@ def test_host_mirrors_come_when_asked_for() -> None:
 
 
 def test_encoder_tokens_are_written_once() -> None:
-    world = world_of(extend((0, 3), (5, 2), encoder=(6, 9)), decode(4, 8, encoder=(6, 9)))
-    extending = prepare_step(world, world.case.steps[0])
+    setup = world_of(extend((0, 3), (5, 2), encoder=(6, 9)), decode(4, 8, encoder=(6, 9)))
+    extending = prepare_step(setup, setup.case.steps[0])
     crossing = extending.inputs[-1]
     assert crossing.layer.is_cross_attention
     assert len(crossing.k) == len(extending.batch.encoder_out_cache_loc) == 6
-    decoding = prepare_step(world, world.case.steps[1])
+    decoding = prepare_step(setup, setup.case.steps[1])
     assert decoding.inputs[-1].k is None
     assert len(decoding.batch.encoder_out_cache_loc) == 0
 
@@ -131,40 +140,40 @@ def test_a_seed_makes_one_world() -> None:
     case = Case(name="seeded", steps=(decode(6, 2),), sinks=True)
     q, table, sinks = [], [], []
     for seed in (1, 1, 2):
-        world = make_world(case, fake_platform(), "cpu", seed=seed)
-        q.append(prepare_step(world, case.steps[0]).inputs[0].q)
-        table.append(world.context.req_to_token_pool.req_to_token)
-        sinks.append(world.context.layers[0].sinks)
+        setup = make_setup(case, fake_platform(), "cpu", seed=seed)
+        q.append(prepare_step(setup, case.steps[0]).inputs[0].q)
+        table.append(setup.context.req_to_token_pool.req_to_token)
+        sinks.append(setup.context.layers[0].sinks)
     for drawn in (q, table, sinks):
         assert torch.equal(drawn[0], drawn[1])
         assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_layers_have_windows_and_sinks_of_their_own() -> None:
-    world = world_of(decode(6), windows=(8, None, 21), sinks=True)
-    layers = world.context.layers
+    setup = world_of(decode(6), windows=(8, None, 21), sinks=True)
+    layers = setup.context.layers
     assert [layer.sliding_window_size for layer in layers] == [8, -1, 21]
     assert not torch.equal(layers[0].sinks, layers[1].sinks)
-    assert world.case.request.sliding_window == 8
+    assert setup.case.request.sliding_window == 8
 
 
 @pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
 def test_the_reference_is_finite_in_every_case(case: Case) -> None:
     """Whatever the contract lets a backend read holds numbers."""
-    world = make_world(case, fake_platform(), "cpu")
+    setup = make_setup(case, fake_platform(), "cpu")
     for lengths in case.steps:
-        step = prepare_step(world, lengths)
+        step = prepare_step(setup, lengths)
         for given in step.inputs:
-            loc, rows = kv_rows(world, given, step.batch)
-            for buffer, new in zip(buffers(world, given.layer.layer_id), rows, strict=False):
+            loc, rows = kv_rows(setup, given, step.batch)
+            for buffer, new in zip(buffers(setup, given.layer.layer_id), rows, strict=False):
                 buffer[loc] = new
             unsaved = {} if case.save_kv_cache else {"k": given.k, "v": given.v}
             out, _ = reference.attention(
                 given.q,
                 given.layer,
                 replace(step.batch, topk_indices=given.topk_indices),
-                world.context.req_to_token_pool.req_to_token,
-                world.context.token_to_kv_pool,
+                setup.context.req_to_token_pool.req_to_token,
+                setup.context.token_to_kv_pool,
                 q_rope=given.q_rope,
                 **unsaved,
             )
@@ -191,8 +200,8 @@ def test_every_mode_feature_and_successor_is_covered() -> None:
 def test_picks_are_keys_up_to_each_token_and_leave_room() -> None:
     """Some tokens see fewer keys than there is room for; -1 lies behind the keys, or between."""
     sparse = {"kind": "nsa", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
-    world = world_of(extend((9, 6), (0, 3), trailing=2), index_topk=8, **sparse)
-    step = prepare_step(world, world.case.steps[0])
+    setup = world_of(extend((9, 6), (0, 3), trailing=2), index_topk=8, **sparse)
+    step = prepare_step(setup, setup.case.steps[0])
     assert step.batch.topk_indices.shape == (11, 8)
     assert int(step.batch.topk_indices.min()) >= UNWRITTEN
     places = [*range(9, 15), *range(3), -1, -1]

@@ -18,11 +18,11 @@ from attnmux.testing import (
     fake_card,
     fake_platform,
     find_candidate,
-    make_world,
+    make_setup,
     outside_points,
+    standard_cases,
     try_point,
 )
-from attnmux.testing.standard import standard_cases
 
 
 def points_of(**conditions: object) -> dict[str, set[str]]:
@@ -93,8 +93,8 @@ def test_options_are_completed_with_defaults() -> None:
         options={"tile": 4},
         factory=FakeBackend,
     )
-    world = make_world(candidate.cases()[0], fake_platform(), "cpu")
-    assert candidate.build(world.context).options == {"tile": 4, "split": 8}
+    setup = make_setup(candidate.cases()[0], fake_platform(), "cpu")
+    assert candidate.build(setup.context).options == {"tile": 4, "split": 8}
 
 
 def test_finds_an_installed_backend() -> None:

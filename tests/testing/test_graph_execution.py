@@ -17,18 +17,18 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
+    Disagreement,
     FakeBackend,
     GraphFakeBackend,
+    decode,
     fake_card,
     fake_platform,
     graph_card,
+    in_graphs,
     run_case,
     standard_cases,
 )
-from attnmux.testing.cases import decode
-from attnmux.testing.comparison import Disagreement
 from attnmux.testing.graph_fakes import GraphState
-from attnmux.testing.standard import in_graphs
 
 CASES = {case.name: case for case in in_graphs(standard_cases((16,)))}
 

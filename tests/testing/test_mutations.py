@@ -14,13 +14,13 @@ from attnmux.core.choosing.offer.conditions import NONE, one_of
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Candidate,
+    Disagreement,
     FakeBackend,
     fake_card,
     fake_platform,
     run_case,
     standard_cases,
 )
-from attnmux.testing.comparison import Disagreement
 from attnmux.testing.fakes import FullMetadata
 
 

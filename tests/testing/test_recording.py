@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.errors import GraphViolation
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
-from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing import RecordingGraphs
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 

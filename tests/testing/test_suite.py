@@ -91,7 +91,7 @@ def test_unknown_executions_are_refused() -> None:
         ("attnmux.testing", ("torch", "pytest")),
         ("attnmux.testing.standard", ("torch", "pytest")),
         ("attnmux.testing.candidate", ("torch", "pytest")),
-        ("attnmux.testing.limits", ("torch", "pytest")),
+        ("attnmux.testing.card_limits", ("torch", "pytest")),
         ("attnmux.testing.runner", ("pytest",)),
         ("attnmux.testing.fakes", ("pytest",)),
     ],

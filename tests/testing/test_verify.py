@@ -11,8 +11,14 @@ from click.testing import CliRunner, Result
 
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.cli.verbs import verbs
-from attnmux.testing import Candidate, FakeBackend, fake_card, fake_platform, graph_card
-from attnmux.testing.standard import standard_cases
+from attnmux.testing import (
+    Candidate,
+    FakeBackend,
+    fake_card,
+    fake_platform,
+    graph_card,
+    standard_cases,
+)
 
 
 class NoScale(FakeBackend):
@@ -30,7 +36,7 @@ def on_trial(monkeypatch: pytest.MonkeyPatch):
 
     def put(**given: object) -> None:
         candidate = Candidate(**{"card": fake_card(), "platform": fake_platform(), **given})
-        monkeypatch.setattr("attnmux.testing.verify.find_candidate", lambda *_, **__: candidate)
+        monkeypatch.setattr("attnmux.testing.cli.find_candidate", lambda *_, **__: candidate)
 
     return put
 

@@ -13,23 +13,26 @@ from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 from attnmux.testing import (
     Candidate,
     Case,
+    CaseSetup,
     PreparedStep,
-    World,
-    make_world,
+    Step,
+    decode,
+    extend,
+    make_setup,
     prepare_step,
     run_case,
+    verify,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 M2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1,features=fp8")
 CANDIDATE = Candidate(card=PAGED, platform=M2)
 
 
 def prepared(step: Step, spec_topk: int | None = None) -> tuple[AttentionBackend, PreparedStep]:
-    world: World = make_world(
+    setup: CaseSetup = make_setup(
         Case(name="own", steps=(step,), page_size=16, spec_topk=spec_topk), M2, "cpu"
     )
-    return CANDIDATE.build(world.context), prepare_step(world, step)
+    return CANDIDATE.build(setup.context), prepare_step(setup, step)
 
 
 @pytest.mark.parametrize("keys_per_step", [64, 128, 256])

@@ -20,10 +20,9 @@ from attnmux.core.choosing.find.plugins import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import doctor as module
-from attnmux.core.cli import doctor_child, doctor_examining
-from attnmux.core.cli.doctor import diagnose
-from attnmux.core.cli.doctor_child import libraries
-from attnmux.core.cli.doctor_examining import Examined
+from attnmux.core.cli import doctor_plugins
+from attnmux.core.cli.doctor_diagnosis import diagnose
+from attnmux.core.cli.doctor_plugins import Examined, libraries
 from attnmux.core.cli.verbs import verbs
 
 GOOD = """
@@ -148,7 +147,7 @@ def test_an_interrupt_leaves_no_plugin_behind(ask, tmp_path, monkeypatch) -> Non
             raise KeyboardInterrupt
 
     clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
-    monkeypatch.setattr(doctor_examining, "time", clock)
+    monkeypatch.setattr(doctor_plugins, "time", clock)
     source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
     result = ask("--json", slow=source + "time.sleep(600)")
     assert result.exit_code == 130
@@ -369,7 +368,7 @@ def test_a_device_whose_plugin_is_broken(bare) -> None:
     ],
 )
 def test_libraries(monkeypatch, installed, state, hint) -> None:
-    monkeypatch.setattr(doctor_child, "installed_version", installed.get)
+    monkeypatch.setattr(doctor_plugins, "installed_version", installed.get)
     card = BackendCard(
         name="fast",
         summary="",

@@ -12,8 +12,15 @@ from attnmux.core.graph.config import ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
 from attnmux.core.op import attention_with_output, forward_context
 from attnmux.core.radix_attention import RadixAttention
-from attnmux.testing import Case, FakeBackend, fake_platform, make_world, prepare_step
-from attnmux.testing.cases import decode, extend
+from attnmux.testing import (
+    Case,
+    FakeBackend,
+    decode,
+    extend,
+    fake_platform,
+    make_setup,
+    prepare_step,
+)
 
 STEPS = (extend((0, 7), (5, 4)), extend((3, 1), (8, 12)), extend((0, 3)))
 CASE = Case(name="piecewise", steps=STEPS, dtype="float32", page_size=4, head_dim=16, v_head_dim=16)
@@ -22,9 +29,9 @@ CASE = Case(name="piecewise", steps=STEPS, dtype="float32", page_size=4, head_di
 class Model(torch.nn.Module):
     """Embeds, attends twice, and notes the number of rows that it is traced with."""
 
-    def __init__(self, world) -> None:
+    def __init__(self, setup) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(map(RadixAttention, world.context.layers))
+        self.layers = torch.nn.ModuleList(map(RadixAttention, setup.context.layers))
         heads = CASE.num_q_heads + 2 * CASE.num_kv_heads
         self.qkv = torch.nn.Linear(32, heads * 16)
         self.out = torch.nn.Linear(CASE.num_q_heads * 16, 32)
@@ -54,10 +61,10 @@ class Compiler:
 
 
 @pytest.fixture
-def world():
+def setup():
     torch.compiler.reset()
     torch.manual_seed(0)
-    yield make_world(CASE, fake_platform(), "cpu")
+    yield make_setup(CASE, fake_platform(), "cpu")
     torch.compiler.reset()
 
 
@@ -72,18 +79,18 @@ INPUTS = {
 }
 
 
-def check(world, compiler) -> PiecewiseRunner:
+def check(setup, compiler) -> PiecewiseRunner:
     """Padded steps equal eager ones, in outputs and in the KV pool."""
-    backend, model = FakeBackend(world.context), Model(world)
+    backend, model = FakeBackend(setup.context), Model(setup)
     runner = PiecewiseRunner(
         backend, model, [32, 16, 4], inputs=INPUTS, compiler=compiler, progress=iter
     )
-    before = [buffer.clone() for buffer in world.context.token_to_kv_pool.get_kv_buffer(1)]
+    before = [buffer.clone() for buffer in setup.context.token_to_kv_pool.get_kv_buffer(1)]
     runner.capture()
-    pool = world.context.token_to_kv_pool
+    pool = setup.context.token_to_kv_pool
     assert all(map(torch.equal, before, pool.get_kv_buffer(1)))
     for step in STEPS:
-        batch = prepare_step(world, step).batch
+        batch = prepare_step(setup, step).batch
         assert runner.can_run(batch)
         backend.init_forward_metadata(batch)
         with torch.no_grad(), forward_context(backend, batch):
@@ -97,53 +104,53 @@ def check(world, compiler) -> PiecewiseRunner:
     return runner
 
 
-def test_padded_steps_equal_eager_ones(world) -> None:
+def test_padded_steps_equal_eager_ones(setup) -> None:
     compiler = Compiler()
-    check(world, compiler)
+    check(setup, compiler)
     assert len(compiler.graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_inductor_on_a_cpu_splits_nothing(world) -> None:
-    check(world, compile_in_pieces)
+def test_inductor_on_a_cpu_splits_nothing(setup) -> None:
+    check(setup, compile_in_pieces)
 
 
-def test_serves_extend_steps_that_fit(world) -> None:
-    backend = FakeBackend(world.context)
-    runner = PiecewiseRunner(backend, Model(world), [4], inputs=INPUTS, compiler=Compiler())
+def test_serves_extend_steps_that_fit(setup) -> None:
+    backend = FakeBackend(setup.context)
+    runner = PiecewiseRunner(backend, Model(setup), [4], inputs=INPUTS, compiler=Compiler())
     for step, expected in (
         (extend((0, 4)), True),
         (extend((0, 5)), False),
         (extend((4, 0)), False),
         (decode(4, 5), False),
     ):
-        assert runner.can_run(prepare_step(world, step).batch) is expected
-    batch = prepare_step(world, extend((0, 5))).batch
+        assert runner.can_run(prepare_step(setup, step).batch) is expected
+    batch = prepare_step(setup, extend((0, 5))).batch
     with pytest.raises(InvalidInput, match=r"an extend step of 1 to 4 tokens, .*got EXTEND of 5"):
         runner.run(batch, inputs_of(batch))
     picks = torch.zeros((3, 2), dtype=torch.int32)
-    sparse = replace(prepare_step(world, extend((0, 3))).batch, topk_indices=picks)
+    sparse = replace(prepare_step(setup, extend((0, 3))).batch, topk_indices=picks)
     assert not runner.can_run(sparse)
 
 
-def test_refuses_inputs_that_do_not_fit(world) -> None:
+def test_refuses_inputs_that_do_not_fit(setup) -> None:
     runner = PiecewiseRunner(
-        FakeBackend(world.context), Model(world), [4], inputs=INPUTS, compiler=Compiler()
+        FakeBackend(setup.context), Model(setup), [4], inputs=INPUTS, compiler=Compiler()
     )
-    batch = prepare_step(world, extend((0, 4))).batch
+    batch = prepare_step(setup, extend((0, 4))).batch
     with pytest.raises(InvalidInput, match=r"input_ids: expected torch.int64 of \(4,\), got None"):
         runner.run(batch)
     unknown = {**inputs_of(batch), "lora_ids": batch.positions}
     with pytest.raises(InvalidInput, match=r"inputs: expected .*'places', .* got 'lora_ids'"):
         runner.run(batch, unknown)
     with pytest.raises(InvalidInput, match="token_counts"):
-        PiecewiseRunner(FakeBackend(world.context), Model(world), [1, 4])
+        PiecewiseRunner(FakeBackend(setup.context), Model(setup), [1, 4])
 
 
-def test_padding_of_a_compiled_model_attends_to_nothing(world) -> None:
-    backend = FakeBackend(world.context)
-    step = prepare_step(world, extend((0, 3), (2, 1)))
-    given, layer = step.inputs[0], world.context.layers[0]
+def test_padding_of_a_compiled_model_attends_to_nothing(setup) -> None:
+    backend = FakeBackend(setup.context)
+    step = prepare_step(setup, extend((0, 3), (2, 1)))
+    given, layer = step.inputs[0], setup.context.layers[0]
     backend.init_forward_metadata(step.batch)
     expected = backend.forward(given.q, given.k, given.v, layer, step.batch)
     padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 5)) for t in (given.q, given.k, given.v)]

@@ -13,7 +13,7 @@ import torch
 from attnmux.core import HybridAttnBackend
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import GraphUnsupported, GraphViolation, InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
 from attnmux.core.graph.devices import (
     CapturedGraph,
     CudaGraphs,
@@ -21,20 +21,20 @@ from attnmux.core.graph.devices import (
     GraphStep,
     device_graphs,
 )
-from attnmux.core.graph.progress import show_progress
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.graph.sizes import graph_batch_sizes
 from attnmux.core.op import current_forward_context, forward_context
 from attnmux.testing import (
     Case,
     FakeBackend,
     GraphFakeBackend,
+    RecordingGraphs,
+    decode,
+    extend,
     fake_platform,
-    make_world,
+    make_setup,
     prepare_step,
+    verify,
 )
-from attnmux.testing.cases import decode, extend, verify
-from attnmux.testing.recording import RecordingGraphs
 
 CASE = Case(
     name="runner", steps=(decode(40, 30, 14, 17, 9),), dtype="float32", page_size=4, windows=(None,)
@@ -64,8 +64,8 @@ class Noted(RecordingGraphs):
 
 
 @pytest.fixture
-def world():
-    return make_world(CASE, fake_platform(), "cpu")
+def setup():
+    return make_setup(CASE, fake_platform(), "cpu")
 
 
 def model(batch, inputs):
@@ -80,13 +80,13 @@ def model(batch, inputs):
     return {"out": out, "nothing": None, "rows": (batch.positions + ids, ids * 1.0)}
 
 
-def runner_of(world, *, backend=None, forward=model, **settings) -> GraphRunner:
+def runner_of(setup, *, backend=None, forward=model, **settings) -> GraphRunner:
     given = {name: settings.pop(name) for name in ("collectives", "rank") if name in settings}
     devices = settings.pop("devices", RecordingGraphs())
     progress = settings.pop("progress", iter)
     config = GraphConfig(**{"batch_sizes": (1, 2, 4, 8), **settings})
     return GraphRunner(
-        backend or GraphFakeBackend(world.context),
+        backend or GraphFakeBackend(setup.context),
         forward,
         config,
         devices=devices,
@@ -100,7 +100,7 @@ def ids_of(batch) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(batch.num_tokens) + 1}
 
 
-def test_captures_from_large_to_small_after_two_warm_ups(world) -> None:
+def test_captures_from_large_to_small_after_two_warm_ups(setup) -> None:
     notes: list[object] = []
 
     class Watched(GraphFakeBackend):
@@ -119,8 +119,8 @@ def test_captures_from_large_to_small_after_two_warm_ups(world) -> None:
         notes.append("end of collective")
 
     runner = runner_of(
-        world,
-        backend=Watched(world.context),
+        setup,
+        backend=Watched(setup.context),
         devices=Noted(notes),
         collectives=[collective, collective],
         batch_sizes=(1, 4, 8),
@@ -142,19 +142,19 @@ def test_captures_from_large_to_small_after_two_warm_ups(world) -> None:
     assert list(runner.memory_bytes) == [1, 4, 8]
     assert 0 < runner.memory_bytes[1] < runner.memory_bytes[8]
     notes.clear()
-    batch = prepare_step(world, decode(3, 4)).batch
+    batch = prepare_step(setup, decode(3, 4)).batch
     runner.replay(batch, ids_of(batch))
     assert notes == [(4, False)]
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
-def test_replays_what_an_eager_step_gives(world, num_requests: int) -> None:
-    runner = runner_of(world)
+def test_replays_what_an_eager_step_gives(setup, num_requests: int) -> None:
+    runner = runner_of(setup)
     runner.capture()
-    backend = FakeBackend(world.context)
-    buffers = world.context.token_to_kv_pool.get_kv_buffer(1)
+    backend = FakeBackend(setup.context)
+    buffers = setup.context.token_to_kv_pool.get_kv_buffer(1)
     for lens in ((9, 30, 2, 14, 7), (11, 1, 40, 3, 3)):
-        batch = prepare_step(world, decode(*lens[:num_requests])).batch
+        batch = prepare_step(setup, decode(*lens[:num_requests])).batch
         before = [buffer.clone() for buffer in buffers]
         backend.init_forward_metadata(batch)
         expected = _in_context(backend, batch)
@@ -177,7 +177,7 @@ def _in_context(backend, batch):
         return model(batch, ids_of(batch))
 
 
-def test_the_graph_upgrades_raw_metadata(world) -> None:
+def test_the_graph_upgrades_raw_metadata(setup) -> None:
     """Rows are copied outside of the graph; the table of slots is built inside, at each replay."""
     calls = []
 
@@ -186,44 +186,44 @@ def test_the_graph_upgrades_raw_metadata(world) -> None:
             calls.append(batch.batch_size)
             super().init_forward_metadata_in_graph(batch)
 
-    backend = Watched(world.context)
-    runner = runner_of(world, backend=backend, batch_sizes=(4,))
+    backend = Watched(setup.context)
+    runner = runner_of(setup, backend=backend, batch_sizes=(4,))
     runner.capture()
     (state,) = backend.states
     calls.clear()
     for lens in ((9, 30, 2), (4, 1, 20)):
-        batch = prepare_step(world, decode(*lens)).batch
+        batch = prepare_step(setup, decode(*lens)).batch
         runner.replay(batch, ids_of(batch))
         assert state.raw_rows.tolist() == [*batch.req_pool_indices.tolist(), 0]
         assert state.cached.tolist() == [*(length - 1 for length in lens), 0]
-        table = world.context.req_to_token_pool.req_to_token
+        table = setup.context.req_to_token_pool.req_to_token
         assert torch.equal(state.slots[:3], table[batch.req_pool_indices])
     assert calls == []
     assert backend.states == [state]
 
 
 @pytest.mark.parametrize("captured_in", [True, False])
-def test_capture_and_replay_may_differ_in_inference_mode(world, captured_in: bool) -> None:
-    runner = runner_of(world, batch_sizes=(2,))
+def test_capture_and_replay_may_differ_in_inference_mode(setup, captured_in: bool) -> None:
+    runner = runner_of(setup, batch_sizes=(2,))
     with torch.inference_mode(captured_in):
         runner.capture()
     with torch.inference_mode(not captured_in):
-        batch = prepare_step(world, decode(5, 9)).batch
+        batch = prepare_step(setup, decode(5, 9)).batch
         assert runner.replay(batch, ids_of(batch))["out"].isfinite().all()
 
 
-def test_capturing_leaves_the_cache_alone_but_for_slot_0(world) -> None:
-    prepare_step(world, decode(5, 9))
-    pool = world.context.token_to_kv_pool
+def test_capturing_leaves_the_cache_alone_but_for_slot_0(setup) -> None:
+    prepare_step(setup, decode(5, 9))
+    pool = setup.context.token_to_kv_pool
     before = [buffer.clone() for buffer in pool.get_kv_buffer(1)]
-    runner_of(world).capture()
+    runner_of(setup).capture()
     for buffer, copy in zip(pool.get_kv_buffer(1), before, strict=True):
         assert torch.equal(buffer[1:].view(torch.int32), copy[1:].view(torch.int32))
 
 
-def test_serves_batches_like_those_of_the_capture(world) -> None:
-    runner = runner_of(world, batch_sizes=(2, 4), host_lens=True)
-    batch = prepare_step(world, decode(5, 9, 3), host_lens=True).batch
+def test_serves_batches_like_those_of_the_capture(setup) -> None:
+    runner = runner_of(setup, batch_sizes=(2, 4), host_lens=True)
+    batch = prepare_step(setup, decode(5, 9, 3), host_lens=True).batch
     assert not runner.can_run(batch)
     with pytest.raises(InvalidInput, match=r"expected capture\(\) before"):
         runner.replay(batch, ids_of(batch))
@@ -231,10 +231,10 @@ def test_serves_batches_like_those_of_the_capture(world) -> None:
     assert runner.can_run(batch)
     lens = torch.zeros(3, dtype=torch.int32)
     for other in (
-        prepare_step(world, decode(5, 9, 3, 17, 2), host_lens=True).batch,
-        prepare_step(world, extend((0, 2)), host_lens=True).batch,
-        prepare_step(world, extend(mode=ForwardMode.IDLE), host_lens=True).batch,
-        prepare_step(world, decode(5, 9, 3)).batch,
+        prepare_step(setup, decode(5, 9, 3, 17, 2), host_lens=True).batch,
+        prepare_step(setup, extend((0, 2)), host_lens=True).batch,
+        prepare_step(setup, extend(mode=ForwardMode.IDLE), host_lens=True).batch,
+        prepare_step(setup, decode(5, 9, 3)).batch,
         replace(batch, encoder_lens=lens),
         replace(batch, encoder_out_cache_loc=lens.long()),
         replace(batch, out_cache_loc=batch.out_cache_loc[:2]),
@@ -244,33 +244,33 @@ def test_serves_batches_like_those_of_the_capture(world) -> None:
             runner.replay(other, ids_of(other))
 
 
-def test_inputs_that_no_graph_reads_are_refused(world) -> None:
-    runner = runner_of(world)
+def test_inputs_that_no_graph_reads_are_refused(setup) -> None:
+    runner = runner_of(setup)
     runner.capture()
-    batch = prepare_step(world, decode(5, 9)).batch
+    batch = prepare_step(setup, decode(5, 9)).batch
     with pytest.raises(InvalidInput, match=r"expected .* \['input_ids'\], got 'lora_ids'"):
         runner.replay(batch, {**ids_of(batch), "lora_ids": batch.positions})
 
 
-def test_without_padding_only_captured_sizes_are_served(world) -> None:
-    runner = runner_of(world, batch_sizes=(1, 3), padding=False)
+def test_without_padding_only_captured_sizes_are_served(setup) -> None:
+    runner = runner_of(setup, batch_sizes=(1, 3), padding=False)
     runner.capture()
     served = [
-        runner.can_run(prepare_step(world, decode(*[4] * size)).batch) for size in (1, 2, 3, 4)
+        runner.can_run(prepare_step(setup, decode(*[4] * size)).batch) for size in (1, 2, 3, 4)
     ]
     assert served == [True, False, True, False]
 
 
-def test_progress_is_shown_on_rank_0(world) -> None:
+def test_progress_is_shown_on_rank_0(setup) -> None:
     shown: list[list[int]] = []
 
     def progress(sizes):
         shown.append(list(sizes))
         return sizes
 
-    runner_of(world, progress=progress, rank=1).capture()
+    runner_of(setup, progress=progress, rank=1).capture()
     assert shown == []
-    runner_of(world, progress=progress).capture()
+    runner_of(setup, progress=progress).capture()
     assert shown == [[8, 4, 2, 1]]
 
 
@@ -279,7 +279,7 @@ def test_the_bar_goes_through_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "")
 
 
-def test_compiles_small_sizes_where_asked(world) -> None:
+def test_compiles_small_sizes_where_asked(setup) -> None:
     compiled = []
 
     def compiler(forward):
@@ -289,40 +289,40 @@ def test_compiles_small_sizes_where_asked(world) -> None:
 
         return run
 
-    runner_of(world, compile=compiler, batch_sizes=(1, 32, 40)).capture()
+    runner_of(setup, compile=compiler, batch_sizes=(1, 32, 40)).capture()
     assert compiled == [32] * 3 + [1] * 3
     compiled.clear()
-    runner_of(world, compile=compiler, compile_max_batch_size=1, batch_sizes=(1, 2)).capture()
+    runner_of(setup, compile=compiler, compile_max_batch_size=1, batch_sizes=(1, 2)).capture()
     assert compiled == [1] * 3
 
 
-def test_a_backend_without_graphs_says_so(world) -> None:
-    runner = runner_of(world, backend=FakeBackend(world.context))
+def test_a_backend_without_graphs_says_so(setup) -> None:
+    runner = runner_of(setup, backend=FakeBackend(setup.context))
     with pytest.raises(GraphUnsupported, match="FakeBackend cannot be captured in a device graph"):
         runner.capture()
     assert runner.batch_sizes == ()
 
 
-def test_debug_checks_cannot_be_captured(world) -> None:
-    context = replace(world.context, debug=True)
+def test_debug_checks_cannot_be_captured(setup) -> None:
+    context = replace(setup.context, debug=True)
     with pytest.raises(GraphUnsupported, match=r"debug mode, .*: run eagerly, or .* debug=False"):
-        runner_of(world, backend=GraphFakeBackend(context))
+        runner_of(setup, backend=GraphFakeBackend(context))
 
 
-def test_a_failed_capture_leaves_no_graph(world) -> None:
+def test_a_failed_capture_leaves_no_graph(setup) -> None:
     def forward(batch, inputs):
         if batch.batch_size == 2:
             batch.seq_lens.tolist()
         return inputs["input_ids"] + 1
 
-    runner = runner_of(world, forward=forward)
+    runner = runner_of(setup, forward=forward)
     with pytest.raises(GraphViolation, match=r"forward: Tensor\.tolist synchronises"):
         runner.capture()
     assert runner.batch_sizes == ()
-    assert not runner.can_run(prepare_step(world, decode(3)).batch)
+    assert not runner.can_run(prepare_step(setup, decode(3)).batch)
 
 
-def test_a_failed_capture_leaves_none_of_an_earlier_one(world) -> None:
+def test_a_failed_capture_leaves_none_of_an_earlier_one(setup) -> None:
     """Whose buffers the backend may have made anew."""
     fails = False
 
@@ -331,7 +331,7 @@ def test_a_failed_capture_leaves_none_of_an_earlier_one(world) -> None:
             raise ValueError("in the middle")
         return inputs["input_ids"] + 1
 
-    runner = runner_of(world, forward=forward)
+    runner = runner_of(setup, forward=forward)
     runner.capture()
     fails = True
     with pytest.raises(ValueError, match="in the middle"):
@@ -339,14 +339,14 @@ def test_a_failed_capture_leaves_none_of_an_earlier_one(world) -> None:
     assert runner.batch_sizes == ()
     fails = False
     runner.capture()
-    batch = prepare_step(world, decode(3, 9)).batch
+    batch = prepare_step(setup, decode(3, 9)).batch
     assert runner.replay(batch, ids_of(batch)).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("output", ["text", torch.zeros(3), torch.tensor(1.0)])
-def test_outputs_have_a_row_for_each_token(world, output: object) -> None:
+def test_outputs_have_a_row_for_each_token(setup, output: object) -> None:
     with pytest.raises(InvalidInput, match="forward: expected tensors of 8 rows"):
-        runner_of(world, forward=lambda *_: output).capture()
+        runner_of(setup, forward=lambda *_: output).capture()
 
 
 @pytest.mark.parametrize(
@@ -358,16 +358,16 @@ def test_outputs_have_a_row_for_each_token(world, output: object) -> None:
         (lambda ids: None, "None for 2 tokens"),
     ],
 )
-def test_outputs_of_all_sizes_are_alike(world, of_two, came: str) -> None:
+def test_outputs_of_all_sizes_are_alike(setup, of_two, came: str) -> None:
     def forward(batch, inputs):
         ids = inputs["input_ids"]
         return of_two(ids) if batch.batch_size == 2 else ids + 1
 
     with pytest.raises(InvalidInput, match=f"forward: expected rows of .*, got {came}"):
-        runner_of(world, forward=forward).capture()
+        runner_of(setup, forward=forward).capture()
 
 
-def test_sizes_share_their_outputs(world) -> None:
+def test_sizes_share_their_outputs(setup) -> None:
     """One tensor of the largest size holds them all; the model's own are free for others."""
     returned = []
 
@@ -384,25 +384,25 @@ def test_sizes_share_their_outputs(world) -> None:
             graph._tape = None
             return graph
 
-    forgets = runner_of(world, forward=forward, devices=Forgets())
+    forgets = runner_of(setup, forward=forward, devices=Forgets())
     forgets.capture()
     assert len(returned) == 4 * 3
     assert all(logits() is None for logits in returned)
-    runner = runner_of(world, forward=forward)
+    runner = runner_of(setup, forward=forward)
     runner.capture()
     outputs = []
     for lens in ((4, 9, 30, 2, 11), (7,), (3, 2)):
-        batch = prepare_step(world, decode(*lens)).batch
+        batch = prepare_step(setup, decode(*lens)).batch
         outputs.append(runner.replay(batch, ids_of(batch)))
         assert outputs[-1][:, 96].tolist() == [*range(1, len(lens) + 1)]
     assert {output.data_ptr() for output in outputs} == {outputs[0].data_ptr()}
 
 
-def test_an_interrupted_step_leaves_no_request_in_the_padding(world, monkeypatch) -> None:
+def test_an_interrupted_step_leaves_no_request_in_the_padding(setup, monkeypatch) -> None:
     """Whose slot a padding row would write to."""
-    runner = runner_of(world, forward=lambda batch, inputs: batch.out_cache_loc + 0)
+    runner = runner_of(setup, forward=lambda batch, inputs: batch.out_cache_loc + 0)
     runner.capture()
-    large, small = (prepare_step(world, decode(*[9] * size)).batch for size in (8, 3))
+    large, small = (prepare_step(setup, decode(*[9] * size)).batch for size in (8, 3))
     copy, calls = torch._foreach_copy_, []
 
     def interrupted(*args):
@@ -429,16 +429,16 @@ def test_a_backend_has_a_runner_for_each_mode(first: ForwardMode) -> None:
         ForwardMode.TARGET_VERIFY: verify(3, 5, 9, 21, 2, 7),
     }
     case = replace(CASE, steps=tuple(steps.values()), spec_topk=1)
-    world = make_world(case, fake_platform(), "cpu")
+    setup = make_setup(case, fake_platform(), "cpu")
     backend, eager, devices = (
-        GraphFakeBackend(world.context),
-        FakeBackend(world.context),
+        GraphFakeBackend(setup.context),
+        FakeBackend(setup.context),
         RecordingGraphs(),
     )
     second = next(mode for mode in steps if mode is not first)
     runners = {
         mode: runner_of(
-            world,
+            setup,
             backend=backend,
             devices=devices,
             batch_sizes=sizes,
@@ -450,20 +450,20 @@ def test_a_backend_has_a_runner_for_each_mode(first: ForwardMode) -> None:
     for runner in runners.values():
         runner.capture()
     for mode in (first, second, first):
-        batch = prepare_step(world, steps[mode]).batch
+        batch = prepare_step(setup, steps[mode]).batch
         outputs = runners[mode].replay(batch, ids_of(batch))["out"]
         eager.init_forward_metadata(batch)
         torch.testing.assert_close(outputs, _in_context(eager, batch)["out"])
         assert not runners[second if mode is first else first].can_run(batch)
 
 
-def test_a_hybrid_captures_decode_alone(world) -> None:
-    decode_side = GraphFakeBackend(world.context)
-    hybrid = HybridAttnBackend(prefill=FakeBackend(world.context), decode=decode_side)
-    runner = runner_of(world, backend=hybrid, batch_sizes=(4,))
+def test_a_hybrid_captures_decode_alone(setup) -> None:
+    decode_side = GraphFakeBackend(setup.context)
+    hybrid = HybridAttnBackend(prefill=FakeBackend(setup.context), decode=decode_side)
+    runner = runner_of(setup, backend=hybrid, batch_sizes=(4,))
     runner.capture()
-    batch = prepare_step(world, decode(6, 2, 9)).batch
-    expected = runner_of(world, batch_sizes=(4,))
+    batch = prepare_step(setup, decode(6, 2, 9)).batch
+    expected = runner_of(setup, batch_sizes=(4,))
     expected.capture()
     actual = runner.replay(batch, ids_of(batch))["out"].clone()
     assert torch.equal(actual, expected.replay(batch, ids_of(batch))["out"])
@@ -476,14 +476,14 @@ def test_padding_is_filled_for_the_child_that_serves(speculative: str) -> None:
             return 0
 
     case = replace(CASE, steps=(decode(5), verify(3, 5)), spec_topk=1)
-    world = make_world(case, fake_platform(), "cpu")
-    request = world.context.request.replace(speculative_attention_mode=speculative)
-    context = replace(world.context, request=request)
+    setup = make_setup(case, fake_platform(), "cpu")
+    request = setup.context.request.replace(speculative_attention_mode=speculative)
+    context = replace(setup.context, request=request)
     hybrid = HybridAttnBackend(prefill=Zero(context), decode=GraphFakeBackend(context))
     fills = {}
     for mode, tokens in ((ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)):
         runner = runner_of(
-            world,
+            setup,
             backend=hybrid,
             batch_sizes=(4,),
             forward_mode=mode,
@@ -506,21 +506,21 @@ def test_padding_is_filled_for_the_child_that_serves(speculative: str) -> None:
 @pytest.mark.parametrize(("speculative", "captures"), [("prefill", True), ("decode", False)])
 def test_a_hybrid_captures_prefill_where_it_verifies(speculative: str, captures: bool) -> None:
     case = replace(CASE, steps=(verify(3, 5, 9),), spec_topk=1)
-    world = make_world(case, fake_platform(), "cpu")
-    request = world.context.request.replace(speculative_attention_mode=speculative)
-    context = replace(world.context, request=request)
+    setup = make_setup(case, fake_platform(), "cpu")
+    request = setup.context.request.replace(speculative_attention_mode=speculative)
+    context = replace(setup.context, request=request)
     graphs, no_graphs = GraphFakeBackend(context), FakeBackend(context)
     hybrid = HybridAttnBackend(
         prefill=graphs if captures else no_graphs, decode=GraphFakeBackend(context)
     )
     settings = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": 3}
-    runner = runner_of(world, backend=hybrid, batch_sizes=(2,), **settings)
+    runner = runner_of(setup, backend=hybrid, batch_sizes=(2,), **settings)
     runner.capture()
-    batch = prepare_step(world, verify(3, 7, 2)).batch
+    batch = prepare_step(setup, verify(3, 7, 2)).batch
     assert runner.replay(batch, ids_of(batch))["out"].shape[0] == 6
     without = HybridAttnBackend(prefill=no_graphs, decode=no_graphs)
     with pytest.raises(GraphUnsupported):
-        runner_of(world, backend=without, **settings).capture()
+        runner_of(setup, backend=without, **settings).capture()
 
 
 def test_devices_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,10 +542,10 @@ def test_devices_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graphs_replay_and_report_their_memory() -> None:
     device = torch.device("cuda")
-    world = make_world(CASE, fake_platform(), device)
+    setup = make_setup(CASE, fake_platform(), device)
     devices: DeviceGraphs = device_graphs(device)
     runner = GraphRunner(
-        GraphFakeBackend(world.context),
+        GraphFakeBackend(setup.context),
         lambda batch, inputs: batch.seq_lens * inputs["input_ids"],
         GraphConfig(batch_sizes=graph_batch_sizes(pool_size=8)),
         devices=devices,
@@ -553,7 +553,7 @@ def test_cuda_graphs_replay_and_report_their_memory() -> None:
         progress=iter,
     )
     runner.capture()
-    batch = prepare_step(world, decode(5, 9, 3)).batch
+    batch = prepare_step(setup, decode(5, 9, 3)).batch
     ids = {"input_ids": torch.tensor([1, 2, 3], device=device)}
     assert runner.replay(batch, ids).tolist() == [5, 18, 9]
     assert set(runner.memory_bytes) == {1, 2, 4, 7, 8}
@@ -562,7 +562,7 @@ def test_cuda_graphs_replay_and_report_their_memory() -> None:
         return batch.seq_lens * int(batch.seq_lens[0])
 
     failing = GraphRunner(
-        GraphFakeBackend(world.context),
+        GraphFakeBackend(setup.context),
         synchronises,
         GraphConfig(batch_sizes=(1,)),
         devices=device_graphs(device),

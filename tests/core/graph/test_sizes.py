@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.sizes import graph_batch_sizes, padded_size
+from attnmux.core.graph.config import graph_batch_sizes, padded_size
 
 
 def test_default_sizes() -> None:

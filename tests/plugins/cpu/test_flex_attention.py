@@ -28,13 +28,16 @@ from attnmux.emulators.flex_attention import emulated
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
-    World,
+    CaseSetup,
+    Step,
+    decode,
+    extend,
     find_candidate,
-    make_world,
+    make_setup,
     prepare_step,
     run_case,
+    verify,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 WHOLE = find_candidate("flex_attention", device="cpu")
 RUNS_HERE = {"cxx_compiler", "avx2"} <= WHOLE.platform.features
@@ -98,15 +101,15 @@ def announced(context: BackendContext, options: Mapping[str, Any]) -> AttentionB
     return backend
 
 
-def world_of(*steps: Step, **of_case: Any) -> World:
+def world_of(*steps: Step, **of_case: Any) -> CaseSetup:
     of_case = {"page_size": 16, "max_context_len": 512, **of_case}
     case = Case(name="of-this-test", steps=steps, **of_case)
-    return make_world(case, WHOLE.platform, "cpu")
+    return make_setup(case, WHOLE.platform, "cpu")
 
 
-def attend(world: World, backend: AttentionBackend, step: Step) -> list[torch.Tensor]:
+def attend(setup: CaseSetup, backend: AttentionBackend, step: Step) -> list[torch.Tensor]:
     """The output of each layer."""
-    prepared = prepare_step(world, step)
+    prepared = prepare_step(setup, step)
     backend.init_forward_metadata(prepared.batch)
     return [
         backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
@@ -116,9 +119,9 @@ def attend(world: World, backend: AttentionBackend, step: Step) -> list[torch.Te
 
 def plan_of(step: Step, **of_case: Any) -> Plan:
     """What the first layer's kernel is told of a step."""
-    world = world_of(step, windows=(of_case.pop("window", None),), **of_case)
-    backend = FlexAttentionBackend(world.context)
-    backend.init_forward_metadata(prepare_step(world, step).batch)
+    setup = world_of(step, windows=(of_case.pop("window", None),), **of_case)
+    backend = FlexAttentionBackend(setup.context)
+    backend.init_forward_metadata(prepare_step(setup, step).batch)
     (plan,) = backend.plans
     return plan
 
@@ -153,32 +156,32 @@ def test_any_lengths(requests, page_size, window, chunk, decodes):
 def test_steps_of_a_bucket_are_compiled_once():
     steps = [decode(40, 3), decode(300), decode(*range(1, 9))]
     steps += [extend((0, 60)), extend((200, 9), (16, 30), (3, 1)), extend((0, 1))]
-    world = world_of(*steps, kv_in_pool=True)
-    backend = FlexAttentionBackend(world.context)
+    setup = world_of(*steps, kv_in_pool=True)
+    backend = FlexAttentionBackend(setup.context)
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in steps:
-            attend(world, backend, step)
+            attend(setup, backend, step)
         with torch.inference_mode():
-            attend(world, backend, steps[0])
+            attend(setup, backend, steps[0])
         with torch.enable_grad():
-            attend(world, backend, steps[0])
+            attend(setup, backend, steps[0])
         another = world_of(decode(500, 490, 480), kv_in_pool=True)
         attend(another, FlexAttentionBackend(another.context), decode(500, 490, 480))
 
 
 def test_keys_are_read_where_they_lie():
     step = extend((40, 9), (0, 30))
-    world = world_of(step)
-    attend(world, FlexAttentionBackend(world.context), step)
-    assert world.context.workspace.nbytes == 0
+    setup = world_of(step)
+    attend(setup, FlexAttentionBackend(setup.context), step)
+    assert setup.context.workspace.nbytes == 0
 
 
 def test_keys_of_small_pages_are_gathered_to_blocks_of_64():
     step = extend((60, 9), (0, 30))
-    world = world_of(step, page_size=1, windows=(None, None))
-    attend(world, FlexAttentionBackend(world.context), step)
-    slot_bytes = 2 * world.case.num_kv_heads * world.case.head_dim * 2
-    assert world.context.workspace.nbytes == 3 * 64 * slot_bytes
+    setup = world_of(step, page_size=1, windows=(None, None))
+    attend(setup, FlexAttentionBackend(setup.context), step)
+    slot_bytes = 2 * setup.case.num_kv_heads * setup.case.head_dim * 2
+    assert setup.context.workspace.nbytes == 3 * 64 * slot_bytes
 
 
 def test_what_nobody_sees_is_not_read():
@@ -213,11 +216,11 @@ def test_plans_in_buffers_of_graphs(name):
     "steps", [(decode(9, 40, 1), decode(30, 2, 2)), (verify(4, 9), verify(4, 200))]
 )
 def test_buffers_of_graphs_stay_where_they_are(steps):
-    world = world_of(steps[1])
-    backend = announced(world.context, {})
+    setup = world_of(steps[1])
+    backend = announced(setup.context, {})
     addresses = []
     for step in steps:
-        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
+        backend.init_forward_metadata_out_graph(prepare_step(setup, step).batch, in_capture=True)
         (plan,) = backend.plans
         given = plan.given
         tensors = (plan.tokens, plan.places, given.columns, given.first, given.end)
@@ -228,39 +231,39 @@ def test_buffers_of_graphs_stay_where_they_are(steps):
 
 def test_what_graphs_cannot_hold_is_refused():
     step = decode(3)
-    world = world_of(step, page_size=1)
+    setup = world_of(step, page_size=1)
     with pytest.raises(GraphUnsupported, match="multiple of 16"):
-        FlexAttentionBackend(world.context).init_cuda_graph_state(1, 1)
-    world = world_of(step)
-    backend = announced(world.context, {})
-    batch = prepare_step(world, extend((0, 4))).batch
+        FlexAttentionBackend(setup.context).init_cuda_graph_state(1, 1)
+    setup = world_of(step)
+    backend = announced(setup.context, {})
+    batch = prepare_step(setup, extend((0, 4))).batch
     with pytest.raises(GraphUnsupported, match="DECODE"):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
 def test_a_compiler_that_fails_is_a_reason():
-    world = world_of(decode(3), head_dim=40, v_head_dim=40)
+    setup = world_of(decode(3), head_dim=40, v_head_dim=40)
     missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with missing, fresh_cache(), pytest.raises(BackendFailed, match="no-such-compiler") as failed:
-        FlexAttentionBackend(world.context)
+        FlexAttentionBackend(setup.context)
     assert "flex_attention cannot run here" in str(failed.value)
 
 
 @pytest.mark.parametrize("change", [lambda mask: mask[:-1], lambda mask: mask.int()])
 def test_a_mask_that_does_not_fit_is_refused(change):
     step = verify(4, 9)
-    world = world_of(step, spec_topk=4)
-    batch = prepare_step(world, step).batch
+    setup = world_of(step, spec_topk=4)
+    batch = prepare_step(setup, step).batch
     mask = change(batch.spec_info.custom_mask)
     object.__setattr__(batch, "spec_info", SpecInput(draft_token_num=4, topk=4, custom_mask=mask))
     with pytest.raises(InvalidInput, match="custom_mask"):
-        FlexAttentionBackend(world.context).init_forward_metadata(batch)
+        FlexAttentionBackend(setup.context).init_forward_metadata(batch)
 
 
 def test_forward_needs_a_prepared_step():
     step = decode(3)
-    world = world_of(step)
-    prepared, backend = prepare_step(world, step), FlexAttentionBackend(world.context)
+    setup = world_of(step)
+    prepared, backend = prepare_step(setup, step), FlexAttentionBackend(setup.context)
     one = prepared.inputs[0]
     with pytest.raises(AttnmuxError, match="init_forward_metadata"):
         backend.forward(one.q, one.k, one.v, one.layer, prepared.batch)

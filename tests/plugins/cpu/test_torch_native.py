@@ -20,14 +20,17 @@ from attnmux.cpu.torch_native.visibility import visibility
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
-    World,
+    CaseSetup,
+    Step,
+    decode,
+    extend,
     find_candidate,
-    make_world,
+    make_setup,
     prepare_step,
     reference,
     run_case,
+    verify,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 CANDIDATE = find_candidate("torch_native", device="cpu")
 
@@ -67,14 +70,14 @@ class CountedGathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def world_of(step: Step, **case_settings: Any) -> World:
+def world_of(step: Step, **case_settings: Any) -> CaseSetup:
     case = Case(name="of-this-test", steps=(step,), max_context_len=4096, **case_settings)
-    return make_world(case, CANDIDATE.platform, "cpu")
+    return make_setup(case, CANDIDATE.platform, "cpu")
 
 
-def attend(world: World, backend: TorchNativeBackend, step: Step) -> list[torch.Tensor]:
+def attend(setup: CaseSetup, backend: TorchNativeBackend, step: Step) -> list[torch.Tensor]:
     """The output of each layer."""
-    prepared = prepare_step(world, step)
+    prepared = prepare_step(setup, step)
     backend.init_forward_metadata(prepared.batch)
     return [
         backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)
@@ -112,9 +115,9 @@ def test_tiles_of_any_lengths(requests, page_size, window, chunk, sinks, decodes
 @pytest.mark.parametrize("step_of", [lambda n: decode(n, n), lambda n: extend((0, n))])
 def test_scratch_does_not_grow_with_the_context(step_of):
     def scratch(length: int) -> int:
-        world = world_of(step_of(length))
-        attend(world, SmallTiles(world.context), step_of(length))
-        return world.context.workspace.nbytes
+        setup = world_of(step_of(length))
+        attend(setup, SmallTiles(setup.context), step_of(length))
+        return setup.context.workspace.nbytes
 
     assert scratch(480) == scratch(96)
 
@@ -122,15 +125,15 @@ def test_scratch_does_not_grow_with_the_context(step_of):
 def test_layers_share_scratch():
     step = extend((5, 40), (0, 9))
     one, three = world_of(step, windows=(None,)), world_of(step, windows=(None, 7, None))
-    for world in (one, three):
-        attend(world, TorchNativeBackend(world.context), step)
+    for setup in (one, three):
+        attend(setup, TorchNativeBackend(setup.context), step)
     assert three.context.workspace.nbytes == one.context.workspace.nbytes
 
 
 def test_work_is_bounded_by_the_window():
     def rows_gathered(length: int, step: Step) -> int:
-        world = world_of(step, windows=(16,), num_q_heads=2, num_kv_heads=1)
-        prepared, backend = prepare_step(world, step), SmallTiles(world.context)
+        setup = world_of(step, windows=(16,), num_q_heads=2, num_kv_heads=1)
+        prepared, backend = prepare_step(setup, step), SmallTiles(setup.context)
         backend.init_forward_metadata(prepared.batch)
         given = prepared.inputs[0]
         with CountedGathers() as counted:
@@ -146,8 +149,8 @@ def test_work_is_bounded_by_the_window():
 
 def test_causality_bounds_the_work():
     step = extend((0, 400))
-    world = world_of(step, windows=(None,), num_q_heads=2, num_kv_heads=1)
-    prepared, backend = prepare_step(world, step), SmallTiles(world.context)
+    setup = world_of(step, windows=(None,), num_q_heads=2, num_kv_heads=1)
+    prepared, backend = prepare_step(setup, step), SmallTiles(setup.context)
     backend.init_forward_metadata(prepared.batch)
     given = prepared.inputs[0]
     with CountedGathers() as counted:
@@ -158,9 +161,9 @@ def test_causality_bounds_the_work():
 
 def test_metadata_is_made_once_a_step():
     step = decode(40, 7)
-    world = world_of(step, kv_in_pool=True)
-    backend = TorchNativeBackend(world.context)
-    prepared = prepare_step(world, step)
+    setup = world_of(step, kv_in_pool=True)
+    backend = TorchNativeBackend(setup.context)
+    prepared = prepare_step(setup, step)
     backend.init_forward_metadata(prepared.batch)
 
     def run() -> list[torch.Tensor]:
@@ -170,7 +173,7 @@ def test_metadata_is_made_once_a_step():
         ]
 
     before = run()
-    world.context.req_to_token_pool.req_to_token.zero_()
+    setup.context.req_to_token_pool.req_to_token.zero_()
     prepared.batch.seq_lens.zero_()
     torch.testing.assert_close(run(), before, rtol=0, atol=0)
 
@@ -194,11 +197,11 @@ def test_deterministic_results_do_not_depend_on_the_batch(step, dtype):
 def test_scales_are_those_that_the_pool_divides_by(kind, monkeypatch):
     latent = {"num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "kind": "mla"}
     step = extend((3, 6), (0, 2))
-    world = world_of(
+    setup = world_of(
         step, dtype="float32", kv_scales=(0.5, 3.0), **(latent if kind == "mla" else {})
     )
-    pool = world.context.token_to_kv_pool
-    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    pool = setup.context.token_to_kv_pool
+    prepared, backend = prepare_step(setup, step), TorchNativeBackend(setup.context)
     backend.init_forward_metadata(prepared.batch)
     given = prepared.inputs[0]
 
@@ -213,7 +216,7 @@ def test_scales_are_those_that_the_pool_divides_by(kind, monkeypatch):
         given.q,
         given.layer,
         prepared.batch,
-        world.context.req_to_token_pool.req_to_token,
+        setup.context.req_to_token_pool.req_to_token,
         pool,
         q_rope=given.q_rope,
     )
@@ -224,11 +227,11 @@ def test_scales_are_those_that_the_pool_divides_by(kind, monkeypatch):
 @pytest.mark.parametrize("change", [lambda mask: mask[:-1], lambda mask: mask.int()])
 def test_a_mask_that_does_not_fit_is_refused(change):
     step = verify(4, 9, 3)
-    world = world_of(step, spec_topk=4)
-    batch = prepare_step(world, step).batch
+    setup = world_of(step, spec_topk=4)
+    batch = prepare_step(setup, step).batch
     spec_info = replace(batch.spec_info, custom_mask=change(batch.spec_info.custom_mask))
     with pytest.raises(InvalidInput, match="custom_mask: expected bool of shape"):
-        TorchNativeBackend(world.context).init_forward_metadata(replace(batch, spec_info=spec_info))
+        TorchNativeBackend(setup.context).init_forward_metadata(replace(batch, spec_info=spec_info))
 
 
 def test_a_mask_may_have_more_values_than_an_int32_counts():
@@ -245,8 +248,8 @@ def test_a_mask_may_have_more_values_than_an_int32_counts():
 
 def test_gradients_are_not_followed():
     step = extend((0, 6))
-    world = world_of(step)
-    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    setup = world_of(step)
+    prepared, backend = prepare_step(setup, step), TorchNativeBackend(setup.context)
     backend.init_forward_metadata(prepared.batch)
     given = prepared.inputs[0]
     q = given.q.clone().requires_grad_()
@@ -256,8 +259,8 @@ def test_gradients_are_not_followed():
 
 def test_forward_needs_a_prepared_step():
     step = decode(3)
-    world = world_of(step)
-    prepared, backend = prepare_step(world, step), TorchNativeBackend(world.context)
+    setup = world_of(step)
+    prepared, backend = prepare_step(setup, step), TorchNativeBackend(setup.context)
     given = prepared.inputs[0]
     with pytest.raises(AttnmuxError, match="init_forward_metadata"):
         backend.forward(given.q, given.k, given.v, given.layer, prepared.batch)

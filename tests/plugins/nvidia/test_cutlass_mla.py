@@ -16,8 +16,11 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
+    decode,
+    extend,
     prepare_step,
     run_case,
+    verify,
 )
 from attnmux.testing.adapters import (
     LATENT,
@@ -26,7 +29,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = CutlassMLAKernels(
     cutlass_mla_decode=emulator.cutlass_mla_decode,

@@ -19,9 +19,13 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
+    Step,
+    decode,
+    extend,
     prepare_step,
     reference,
     run_case,
+    verify,
 )
 from attnmux.testing.adapters import (
     AdapterTests,
@@ -33,7 +37,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = imported(DualChunkKernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -19,8 +19,12 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
+    Step,
+    decode,
+    extend,
     prepare_step,
     run_case,
+    verify,
 )
 from attnmux.testing.adapters import (
     AdapterTests,
@@ -31,7 +35,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

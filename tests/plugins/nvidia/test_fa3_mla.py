@@ -15,7 +15,16 @@ from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import FA3MLABackend, make
 from attnmux.nvidia.fa3_trees import draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup
-from attnmux.testing import AttentionBackendTests, Candidate, World, prepare_step, reference
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    CaseSetup,
+    decode,
+    extend,
+    prepare_step,
+    reference,
+    verify,
+)
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
@@ -25,7 +34,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
@@ -89,19 +97,19 @@ def test_splits(options, deterministic, splits):
     assert call.kwargs["num_splits"] == splits
 
 
-def drafted(world: World, **spec: Any):
+def drafted(setup: CaseSetup, **spec: Any):
     """A step of two requests with the drafts of `TREE`."""
-    made = prepare_step(world, verify(6, 9, 0))
+    made = prepare_step(setup, verify(6, 9, 0))
     mask = tree_mask(torch.tensor([TREE, TREE]), made.batch.seq_lens)
     info = replace(made.batch.spec_info, **{"custom_mask": mask, **spec})
     return replace(made, batch=replace(made.batch, spec_info=info))
 
 
 def test_the_keys_of_each_draft():
-    world = WORLD.world(verify(6, 9, 0), spec_topk=4)
-    batch = drafted(world).batch
-    group = KeyGroup.of(world.context.layers[0], world.context)
-    keys = draft_keys(batch, visible_drafts(batch), group, world.context)
+    setup = WORLD.world(verify(6, 9, 0), spec_topk=4)
+    batch = drafted(setup).batch
+    group = KeyGroup.of(setup.context.layers[0], setup.context)
+    keys = draft_keys(batch, visible_drafts(batch), group, setup.context)
     seen = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5]]
     assert keys.lens.tolist() == [len(drafts) for drafts in seen] * 2
     slots = batch.out_cache_loc.view(2, 6)
@@ -114,10 +122,10 @@ def test_the_keys_of_each_draft():
 @pytest.mark.parametrize("spec", [{}, {"mask_indptr": None}])
 def test_a_tree_is_two_calls_and_a_merge(spec, page_size):
     """The drafts' own keys are named by slots, whatever the pool's pages are."""
-    world = WORLD.world(verify(6, 9, 0), spec_topk=4, page_size=page_size)
-    (kernels, calls), made = recorded(EMULATED), drafted(world, **spec)
+    setup = WORLD.world(verify(6, 9, 0), spec_topk=4, page_size=page_size)
+    (kernels, calls), made = recorded(EMULATED), drafted(setup, **spec)
     made = replace(made, inputs=made.inputs[:1])
-    backend, given = WORLD.backend(world.context, kernels=kernels), made.inputs[0]
+    backend, given = WORLD.backend(setup.context, kernels=kernels), made.inputs[0]
     backend.init_forward_metadata(made.batch)
     lse = torch.zeros(given.q.shape[:2])
     (out,) = outputs(backend, made, lse=lse)
@@ -127,7 +135,7 @@ def test_a_tree_is_two_calls_and_a_merge(spec, page_size):
     assert not prefix.kwargs["causal"]
     assert not drafts.kwargs["causal"]
     assert merge.name == "merge_state_v2"
-    table, pool = world.context.req_to_token_pool.req_to_token, world.context.token_to_kv_pool
+    table, pool = setup.context.req_to_token_pool.req_to_token, setup.context.token_to_kv_pool
     right, right_lse = reference.attention(
         given.q, given.layer, made.batch, table, pool, q_rope=given.q_rope
     )
@@ -151,11 +159,11 @@ def hiding(request: int, draft: int, key: int) -> torch.Tensor:
     ],
 )
 def test_masks_that_are_no_trees_are_refused_in_debug_mode(mask, message):
-    world = WORLD.world(verify(6, 9, 0), spec_topk=4)
-    backend = WORLD.backend(replace(world.context, debug=True))
-    backend.init_forward_metadata(drafted(world).batch)
+    setup = WORLD.world(verify(6, 9, 0), spec_topk=4)
+    backend = WORLD.backend(replace(setup.context, debug=True))
+    backend.init_forward_metadata(drafted(setup).batch)
     with pytest.raises(InvalidInput, match=message):
-        backend.init_forward_metadata(drafted(world, custom_mask=mask).batch)
+        backend.init_forward_metadata(drafted(setup, custom_mask=mask).batch)
 
 
 def test_a_mask_belongs_to_drafts():
@@ -187,11 +195,11 @@ def test_a_captured_table_is_as_wide_as_the_longest_context():
 
 @pytest.mark.parametrize(("max_bs", "tokens"), [(0, 0), (1, 6), (2, 6)])
 def test_a_captured_tree_without_room_is_refused(max_bs, tokens):
-    world = WORLD.world(verify(6, 9, 0), spec_topk=4)
-    backend = WORLD.backend(world.context)
+    setup = WORLD.world(verify(6, 9, 0), spec_topk=4)
+    backend = WORLD.backend(setup.context)
     backend.init_cuda_graph_state(max_bs, tokens)
     with pytest.raises(GraphUnsupported, match="init_cuda_graph_state"):
-        backend.init_forward_metadata_out_graph(drafted(world).batch, in_capture=True)
+        backend.init_forward_metadata_out_graph(drafted(setup).batch, in_capture=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,17 @@ from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, I
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.fa4 import FA4Backend, FA4Kernels, make
-from attnmux.testing import AttentionBackendTests, Candidate, Case, prepare_step, run_case
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    Step,
+    decode,
+    extend,
+    prepare_step,
+    run_case,
+    verify,
+)
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
@@ -22,7 +32,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 
 def emulated(arch: int) -> FA4Kernels:

@@ -32,10 +32,15 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
-    make_world,
+    RecordingGraphs,
+    Step,
+    decode,
+    extend,
+    make_setup,
     prepare_step,
     reference,
     run_case,
+    verify,
 )
 from attnmux.testing.adapters import (
     AdapterTests,
@@ -45,8 +50,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
-from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
@@ -92,10 +95,10 @@ def given(calls: list[KernelCall], name: str, keyword: str) -> list[Any]:
 def run_steps(*steps: Step, **settings: Any) -> list[KernelCall]:
     """The calls of the steps, run eagerly as the suite would."""
     kernels, calls = recorded(EMULATED)
-    world = ADAPTER.world(*steps, **settings)
-    backend = ADAPTER.backend(world.context, kernels=kernels)
+    setup = ADAPTER.world(*steps, **settings)
+    backend = ADAPTER.backend(setup.context, kernels=kernels)
     for step in steps:
-        prepared = ADAPTER.prepare(world, step)
+        prepared = ADAPTER.prepare(setup, step)
         backend.init_forward_metadata(prepared.batch)
         outputs(backend, prepared)
     return calls
@@ -236,9 +239,9 @@ def test_deterministic_decode_does_not_split_keys() -> None:
 def test_workspace_follows_the_head_counts(heads, head_dim, mib) -> None:
     dims = {"head_dim": head_dim, "v_head_dim": head_dim}
     for options, expected in (({}, mib), ({"workspace_bytes": 64 * MIB}, 64)):
-        world = ADAPTER.world(decode(1), num_q_heads=heads[0], num_kv_heads=heads[1], **dims)
-        ADAPTER.backend(world.context, options)
-        assert world.context.workspace.nbytes == expected * MIB
+        setup = ADAPTER.world(decode(1), num_q_heads=heads[0], num_kv_heads=heads[1], **dims)
+        ADAPTER.backend(setup.context, options)
+        assert setup.context.workspace.nbytes == expected * MIB
 
 
 @pytest.mark.parametrize(
@@ -280,9 +283,9 @@ def test_deterministic_decode_is_not_captured() -> None:
 
 
 def test_a_batch_without_host_lengths_is_refused() -> None:
-    world = ADAPTER.world(decode(5))
+    setup = ADAPTER.world(decode(5))
     with pytest.raises(InvalidInput, match="seq_lens_cpu"):
-        ADAPTER.backend(world.context).init_forward_metadata(prepare_step(world, decode(5)).batch)
+        ADAPTER.backend(setup.context).init_forward_metadata(prepare_step(setup, decode(5)).batch)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +349,11 @@ def test_the_trial_runs_the_kernels_of_the_steps(step, settings, expected) -> No
     calls = rehearsed(step, **settings)
     assert {call.name.removesuffix(".run") for call in calls if "plan" not in call.name} == expected
     kernels, calls = recorded(EMULATED)
-    world = ADAPTER.world(step, **settings)
-    backend = ADAPTER.backend(world.context, kernels=kernels)
+    setup = ADAPTER.world(step, **settings)
+    backend = ADAPTER.backend(setup.context, kernels=kernels)
     rehearse(backend)
     calls.clear()
-    prepared = ADAPTER.prepare(world, step)
+    prepared = ADAPTER.prepare(setup, step)
     backend.init_forward_metadata(prepared.batch)
     outputs(backend, prepared)
     assert not {call.name for call in calls} & {DECODE, PAGED, RAGGED}
@@ -447,14 +450,14 @@ def test_items_are_planned_once_a_step_and_for_fa2() -> None:
 
 def with_items(step: Step, **settings: Any) -> tuple[Any, Any, Any]:
     """A backend and a step, and the step's batch with items, which the backend was not made for."""
-    world = ADAPTER.world(step, **settings)
-    prepared = ADAPTER.prepare(world, step)
+    setup = ADAPTER.world(step, **settings)
+    prepared = ADAPTER.prepare(setup, step)
     lens, tokens = prepared.batch.seq_lens, prepared.batch.num_tokens
     items = MultiItem(
         prefix_lens=torch.zeros_like(lens),
         token_pos_in_items=torch.zeros(tokens, dtype=torch.int32),
     )
-    backend = ADAPTER.backend(world.context)
+    backend = ADAPTER.backend(setup.context)
     return backend, prepared, replace(prepared.batch, multi_item=items)
 
 
@@ -567,14 +570,14 @@ def test_steps_that_are_prepared_while_the_device_is_behind() -> None:
     pytest.importorskip("flashinfer", exc_type=ImportError)
     steps = [decode(*lens) for lens in ((700, 3), (5, 900), (64, 64), (1, 1000))]
     case = Case(name="behind", steps=steps, max_context_len=1024, page_size=1, kv_in_pool=True)
-    world = make_world(case, HOPPER, "cuda")
-    backend = make(world.context)
-    prepared = [prepare_step(world, step, host_lens=True) for step in steps]
+    setup = make_setup(case, HOPPER, "cuda")
+    backend = make(setup.context)
+    prepared = [prepare_step(setup, step, host_lens=True) for step in steps]
     # Each step wrote to the pool in place of the one before.
-    buffers = world.context.token_to_kv_pool.get_kv_buffer(prepared[0].inputs[0].layer.layer_id)
+    buffers = setup.context.token_to_kv_pool.get_kv_buffer(prepared[0].inputs[0].layer.layer_id)
     for buffer in buffers:
         buffer.normal_()
-    world.context.req_to_token_pool.req_to_token.random_(1, len(buffers[0]))
+    setup.context.req_to_token_pool.req_to_token.random_(1, len(buffers[0]))
 
     def results(behind: bool) -> list[torch.Tensor]:
         made = []
@@ -594,11 +597,11 @@ def test_steps_that_are_prepared_while_the_device_is_behind() -> None:
 def test_graphs_of_two_modes_on_one_backend() -> None:
     """The second runner's sizes do not take the buffers of the first."""
     steps = (decode(5, 30), verify(4, 9, 20))
-    world = ADAPTER.world(*steps, spec_topk=1, kv_in_pool=True)
-    backend = ADAPTER.backend(world.context)
+    setup = ADAPTER.world(*steps, spec_topk=1, kv_in_pool=True)
+    backend = ADAPTER.backend(setup.context)
 
     def runner(step: Step, mode: ForwardMode, tokens: int) -> tuple[GraphRunner, Any]:
-        prepared = ADAPTER.prepare(world, step)
+        prepared = ADAPTER.prepare(setup, step)
 
         def forward(batch: Any, inputs: Any) -> list[torch.Tensor]:
             return outputs(backend, replace(prepared, batch=batch))

@@ -21,7 +21,7 @@ from attnmux.nvidia.flashinfer.backend import merge, store_natural
 from attnmux.nvidia.flashinfer.layers import merged_heads
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.shared import writable_lse
-from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing import RecordingGraphs
 
 RECORDED: dict[str, Any] = {
     name: parameters

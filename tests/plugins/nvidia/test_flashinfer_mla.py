@@ -30,9 +30,14 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     Case,
+    RecordingGraphs,
+    Step,
+    decode,
+    extend,
     prepare_step,
     reference,
     run_case,
+    verify,
 )
 from attnmux.testing.adapters import (
     LATENT,
@@ -43,8 +48,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
-from attnmux.testing.recording import RecordingGraphs
 
 EMULATED = imported(FlashInferMLAKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -24,7 +24,16 @@ from attnmux.nvidia.flashmla import (
     from_sgl_kernel,
     make,
 )
-from attnmux.testing import AttentionBackendTests, Candidate, Case, prepare_step, run_case
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    decode,
+    extend,
+    prepare_step,
+    run_case,
+    verify,
+)
 from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
@@ -33,7 +42,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(sgl_kernel), "flash_mla": from_flash_mla(flash_mla)}
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -23,9 +23,8 @@ from attnmux.nvidia.nsa import (
     lookup,
     make,
 )
-from attnmux.testing import AttentionBackendTests, Candidate, Case, run_case
+from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case, verify
 from attnmux.testing.adapters import LATENT, AdapterTests, AdapterWorld, outputs, recorded
-from attnmux.testing.cases import decode, extend, verify
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(SglKernel), "flash_mla": from_flash_mla(FlashMLA)}
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

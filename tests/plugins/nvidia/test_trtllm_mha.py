@@ -14,7 +14,17 @@ from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_prefill
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend, TRTLLMMHAKernels, make
 from attnmux.nvidia.trtllm_mha.decode import chain_mask
-from attnmux.testing import AttentionBackendTests, Candidate, Case, prepare_step, run_case
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    Step,
+    decode,
+    extend,
+    prepare_step,
+    run_case,
+    verify,
+)
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
@@ -23,7 +33,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = TRTLLMMHAKernels(
     xqa_batch_decode_with_kv_cache=trtllm_decode.xqa_batch_decode_with_kv_cache,

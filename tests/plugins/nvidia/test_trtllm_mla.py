@@ -13,7 +13,17 @@ from attnmux.core.rehearsal import rehearse
 from attnmux.emulators.nvidia.flashinfer import trtllm_mla
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 from attnmux.nvidia.trtllm_mla import Padding, TRTLLMMLABackend, TRTLLMMLAKernels, make
-from attnmux.testing import AttentionBackendTests, Candidate, Case, prepare_step, run_case
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    Step,
+    decode,
+    extend,
+    prepare_step,
+    run_case,
+    verify,
+)
 from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
@@ -22,7 +32,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-from attnmux.testing.cases import Step, decode, extend, verify
 
 EMULATED = TRTLLMMLAKernels(
     trtllm_batch_decode_with_kv_cache_mla=trtllm_mla.trtllm_batch_decode_with_kv_cache_mla,

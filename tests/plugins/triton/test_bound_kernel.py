@@ -10,8 +10,7 @@ import torch
 from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import AttnmuxError, BackendFailed
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode, extend
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
@@ -252,16 +251,16 @@ ACROSS = (extend((0, 5), (0, 3), encoder=(12, 0)), decode(6, 1, encoder=(12, 0))
 )
 def test_every_launch_of_a_step_was_rehearsed(case):
     """No request has to compile: the rehearsal has its kernels, constants and kinds of values."""
-    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
-    backend = TritonBackend(world.context, {}, compute_units=3)
-    rehearsed = backend.launcher.rehearse(lambda: rehearse(backend, world.context))
-    call = AttentionCall(torch.zeros(1, 4, 16), None, None, world.context.layers[0])
+    setup = make_setup(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    backend = TritonBackend(setup.context, {}, compute_units=3)
+    rehearsed = backend.launcher.rehearse(lambda: rehearse(backend, setup.context))
+    call = AttentionCall(torch.zeros(1, 4, 16), None, None, setup.context.layers[0])
     with pytest.raises(AttnmuxError, match="no step is prepared"):
         backend.forward_decode(call, None)
 
     def steps() -> None:
         for step in case.steps:
-            made = prepare_step(world, step)
+            made = prepare_step(setup, step)
             backend.init_forward_metadata(made.batch)
             for given in made.inputs:
                 backend.forward(
@@ -297,8 +296,8 @@ def kind(launch: RehearsedLaunch) -> tuple[object, ...]:
 
 def test_all_batches_up_to_the_least_share_a_plan_and_larger_ones_are_rehearsed():
     case = Case(name="plain", steps=(decode(45, 3),))
-    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
-    context = replace(world.context, max_batch_size=600)
+    setup = make_setup(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    context = replace(setup.context, max_batch_size=600)
     backend = TritonBackend(context, {}, compute_units=3)
     rehearsed = backend.launcher.rehearse(lambda: rehearse(backend, context))
     for name in ("plan_shares", "plan_tiles"):
@@ -310,7 +309,7 @@ def test_all_batches_up_to_the_least_share_a_plan_and_larger_ones_are_rehearsed(
 
 def test_an_encoder_is_rehearsed_without_decode():
     case = Case(name="encoder", steps=(extend((0, 5)),), is_encoder=True, save_kv_cache=False)
-    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
-    backend = TritonBackend(world.context, {}, compute_units=3)
-    found = backend.launcher.rehearse(lambda: rehearse(backend, world.context))
+    setup = make_setup(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    backend = TritonBackend(setup.context, {}, compute_units=3)
+    found = backend.launcher.rehearse(lambda: rehearse(backend, setup.context))
     assert {launch.bound.kernel.__name__ for launch in found} >= {"attend_tiles", "plan_tiles"}

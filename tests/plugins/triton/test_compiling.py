@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode, extend, verify
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")
 
@@ -80,9 +79,9 @@ def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
 
     vendor = "amd" if arch.startswith("gfx") else "nvidia"
     for name, case in cases_of(arch).items():
-        world = make_world(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
-        backend = TritonBackend(world.context, {}, compute_units=108)
-        made = prepare_step(world, case.steps[0])
+        setup = make_setup(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
+        backend = TritonBackend(setup.context, {}, compute_units=108)
+        made = prepare_step(setup, case.steps[0])
 
         def step(backend: Any = backend, made: Any = made, has_lse: bool = case.lse) -> None:
             backend.init_forward_metadata(made.batch)

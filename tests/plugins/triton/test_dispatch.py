@@ -10,8 +10,7 @@ import torch
 from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.layer import LayerSpec
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode, extend, verify
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")
 
@@ -200,13 +199,13 @@ TREE: dict[str, Any] = {"spec_topk": 4}
 
 def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[str, Any]]:
     """The arguments of each launch of a step, by the kernel's module, a plan's by its name."""
-    world = make_world(
+    setup = make_setup(
         Case(name="of-this-test", steps=(step,), windows=(None,), **case),
         Platform.parse("nvidia:sm90,cuda=13.0"),
         "cpu",
     )
-    backend = TritonBackend(world.context, {}, compute_units=3)
-    made = prepare_step(world, step)
+    backend = TritonBackend(setup.context, {}, compute_units=3)
+    made = prepare_step(setup, step)
     given = made.inputs[0]
     if change is not None:
         given = change(given)

@@ -7,8 +7,7 @@ import torch
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode, extend
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
@@ -34,9 +33,9 @@ def filled(name: str, page_size: int, monkeypatch, *, by_translating: bool):
         page_size=page_size,
         max_context_len=1024,
     )
-    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
-    context = world.context
-    step = TritonStep.of(prepare_step(world, STEPS[name]).batch)
+    setup = make_setup(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    context = setup.context
+    step = TritonStep.of(prepare_step(setup, STEPS[name]).batch)
     groups = frozenset(SlotGroup.of(layer, context) for layer in context.layers)
     (group,) = (group for group in groups if group.pool_group)
     tables = SlotTables(groups, context, Launcher())

@@ -8,11 +8,20 @@ import torch
 
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.testing import AttentionBackendTests, Candidate, make_world, prepare_step
-from attnmux.testing.builders import PreparedStep
-from attnmux.testing.cases import Case, Step, decode, extend, verify
+from attnmux.testing import (
+    AttentionBackendTests,
+    Candidate,
+    Case,
+    CaseSetup,
+    PreparedStep,
+    Step,
+    decode,
+    extend,
+    make_setup,
+    prepare_step,
+    verify,
+)
 from attnmux.testing.reference import attention
-from attnmux.testing.world import World
 from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
@@ -105,16 +114,16 @@ def backend_of(
     step: Step, *, max_batch_size: int | None = None, **options: object
 ) -> tuple[TritonBackend, Any]:
     case = Case(name="of-this-test", max_context_len=4096, steps=(step,), deterministic=True)
-    world = make_world(case, CANDIDATE.platform, "cpu")
-    context = world.context
+    setup = make_setup(case, CANDIDATE.platform, "cpu")
+    context = setup.context
     if max_batch_size is not None:
         context = replace(context, max_batch_size=max_batch_size)
-    return TritonBackend(context, options, compute_units=3), world
+    return TritonBackend(context, options, compute_units=3), setup
 
 
 def test_more_requests_than_there_is_room_for_are_refused():
-    backend, world = backend_of(decode(200, 133), max_batch_size=1)
-    step = prepare_step(world, decode(200, 133))
+    backend, setup = backend_of(decode(200, 133), max_batch_size=1)
+    step = prepare_step(setup, decode(200, 133))
     with pytest.raises(InvalidInput, match="max_batch_size, 1"):
         backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
@@ -134,8 +143,8 @@ def test_more_requests_than_there_is_room_for_are_refused():
 )
 def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, part_dtype):
     step = decode(2500, 1100)
-    backend, world = backend_of(step, **options)
-    both = prepare_step(world, step)
+    backend, setup = backend_of(step, **options)
+    both = prepare_step(setup, step)
     backend.init_forward_metadata(both.batch)
     (plan,) = backend._shares.values()
     assert plan.buffers["stops"][:3].diff().tolist() == splits
@@ -181,23 +190,23 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_sink_of_minus_infinity_is_none(step):
     """For a request without keys too."""
-    world = make_world(Case(name="sinks", steps=(step,), sinks=True), CANDIDATE.platform, "cpu")
-    layer = world.context.layers[0]
+    setup = make_setup(Case(name="sinks", steps=(step,), sinks=True), CANDIDATE.platform, "cpu")
+    layer = setup.context.layers[0]
     assert layer.sinks is not None
     layer.sinks[::2] = -torch.inf
-    backend = TritonBackend(world.context, {}, compute_units=3)
-    made = prepare_step(world, step)
+    backend = TritonBackend(setup.context, {}, compute_units=3)
+    made = prepare_step(setup, step)
     given, lse = made.inputs[0], torch.empty(made.inputs[0].q.shape[:2])
     backend.init_forward_metadata(made.batch)
     out = backend.forward(given.q, given.k, given.v, layer, made.batch, lse=lse)
-    agree(world, made, out, lse)
+    agree(setup, made, out, lse)
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_results_may_lie_in_any_order(step):
     """The heads of a token apart, and the columns of a head."""
-    backend, world = backend_of(step)
-    made = prepare_step(world, step)
+    backend, setup = backend_of(step)
+    made = prepare_step(setup, step)
     given = made.inputs[0]
     tokens, heads, width = given.q.shape
     room = torch.full((heads, tokens, 2 * width), 7.0, dtype=given.q.dtype)
@@ -205,13 +214,13 @@ def test_results_may_lie_in_any_order(step):
     backend.init_forward_metadata(made.batch)
     result = backend.forward(given.q, given.k, given.v, given.layer, made.batch, out=out, lse=lse)
     assert result is out
-    agree(world, made, out, lse)
+    agree(setup, made, out, lse)
     assert (room[..., 1::2] == 7.0).all()
 
 
-def agree(world: World, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor) -> None:
+def agree(setup: CaseSetup, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Asserts that the first layer's results are the reference's."""
-    context, given = world.context, step.inputs[0]
+    context, given = setup.context, step.inputs[0]
     expected = attention(
         given.q,
         given.layer,
@@ -233,8 +242,8 @@ def agree(world: World, step: PreparedStep, out: torch.Tensor, lse: torch.Tensor
     ],
 )
 def test_lengths_that_are_not_contiguous_are_refused(step, name):
-    backend, world = backend_of(step)
-    batch = prepare_step(world, step).batch
+    backend, setup = backend_of(step)
+    batch = prepare_step(setup, step).batch
     values = getattr(batch, name)
     apart = torch.stack([values, values], 1)[:, 0]
     with pytest.raises(InvalidInput, match=f"{name}: expected values side by side"):
@@ -242,11 +251,11 @@ def test_lengths_that_are_not_contiguous_are_refused(step, name):
 
 
 def test_a_layer_that_the_pool_does_not_store_needs_its_own_keys():
-    backend, world = backend_of(extend((0, 5)))
-    step = prepare_step(world, extend((0, 5)))
+    backend, setup = backend_of(extend((0, 5)))
+    step = prepare_step(setup, extend((0, 5)))
     backend.init_forward_metadata(step.batch)
     given = step.inputs[0]
     stranger = replace(given.layer, is_causal=False)
-    layer = TritonLayer.of(stranger, world.context)
+    layer = TritonLayer.of(stranger, setup.context)
     with pytest.raises(AttnmuxError, match="not in the KV pool"):
         layer.required_keys()

@@ -13,8 +13,7 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import Job, TunedLaunch
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.errors import BackendFailed, InvalidInput
-from attnmux.testing import make_world
-from attnmux.testing.cases import Case, decode
+from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")
 
@@ -140,8 +139,8 @@ def test_what_was_tuned_wins_over_the_tables():
 )
 def test_the_factory_takes_its_own_from_the_context(changes, is_used):
     case = Case(name="tuned", steps=(decode(5),), head_dim=32, v_head_dim=32, page_size=16)
-    world = make_world(case, HERE, "cpu", launches=(tuned(TILES, **changes),))
-    layer, *_ = triton(world.context, {})._layers.values()
+    setup = make_setup(case, HERE, "cpu", launches=(tuned(TILES, **changes),))
+    layer, *_ = triton(setup.context, {})._layers.values()
     assert (layer.tiles == TILES) is is_used
 
 

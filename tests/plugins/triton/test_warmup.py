@@ -14,8 +14,7 @@ import torch
 
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import BackendFailed
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode, extend
+from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
@@ -66,9 +65,9 @@ def main(case: str) -> None:
     if case != "no driver":
         driver.set_active(device)
     platform = replace(Platform.parse("nvidia:sm90,cuda=13.0"), core_count=3)
-    world = make_world(CASE, platform, "cpu")
+    setup = make_setup(CASE, platform, "cpu")
     try:
-        backend = made(world.context, {})
+        backend = made(setup.context, {})
     except BackendFailed as failure:
         print(json.dumps({"failed": failure.reason}))
         return
@@ -77,7 +76,7 @@ def main(case: str) -> None:
     bound: list[tuple[int, str]] = []
     as_triton_does = bound_kernel.BoundKernel._launch_unbound
     for step in CASE.steps:
-        made_step = prepare_step(world, step)
+        made_step = prepare_step(setup, step)
         backend.init_forward_metadata(made_step.batch)
         for given in made_step.inputs:
 

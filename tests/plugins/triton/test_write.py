@@ -17,8 +17,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES
 from attnmux.core.layer import LayerSpec
-from attnmux.testing import make_world, prepare_step
-from attnmux.testing.cases import Case, decode
+from attnmux.testing import Case, decode, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
@@ -246,8 +245,8 @@ class Launches(TorchDispatchMode):
 def backend_of(**changes: Any) -> tuple[TritonBackend, Any]:
     """A backend, and a decode step that it is given."""
     case = Case(name="a step", steps=(decode(9, 2),), **changes)
-    world = make_world(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
-    return TritonBackend(world.context, {}, compute_units=3), prepare_step(world, case.steps[0])
+    setup = make_setup(case, Platform.parse("nvidia:sm90,cuda=13.0"), "cpu")
+    return TritonBackend(setup.context, {}, compute_units=3), prepare_step(setup, case.steps[0])
 
 
 LATENT = {

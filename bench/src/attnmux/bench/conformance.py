@@ -10,9 +10,7 @@ from typing import Any
 from attnmux.bench.subjects import Subject
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.testing.candidate import Candidate
-from attnmux.testing.cases import Case
-from attnmux.testing.runner import run_case
+from attnmux.testing import Candidate, Case, run_case
 
 USUAL_DTYPE = "bfloat16"
 """Of cases that are not about a dtype."""

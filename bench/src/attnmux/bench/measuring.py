@@ -24,9 +24,9 @@ from attnmux.bench.timing import (
 )
 from attnmux.bench.workload import Workload
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.building import build
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.compose.building import build
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import in_brief
 from attnmux.core.graph.devices import DeviceGraphs

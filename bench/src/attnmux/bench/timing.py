@@ -12,8 +12,8 @@ from torch.utils.benchmark import Timer
 
 from attnmux.bench.steps import Step
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.graph.config import NUM_WARM_UPS
 from attnmux.core.graph.devices import DeviceGraphs, GraphStep
-from attnmux.core.graph.runner import NUM_WARM_UPS
 
 Run = Callable[[], object]
 

@@ -20,9 +20,8 @@ from attnmux.core.choosing.measured.measurement import (
 )
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.run import Run
+from attnmux.core.cli.run import Run, writing
 from attnmux.core.cli.select import decided
-from attnmux.core.cli.writing import writing
 from attnmux.core.errors import SettingsError
 from attnmux.core.settings import Settings
 

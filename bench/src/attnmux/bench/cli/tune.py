@@ -14,9 +14,8 @@ from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
 from attnmux.core.choosing.measured.records import RecordFile
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import machine, requested
-from attnmux.core.cli.writing import writing
 from attnmux.core.errors import InvalidInput, NoBackend, SettingsError
 from attnmux.core.settings import Settings
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from attnmux.core.building import make_first
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.compose.fallback import make_first
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.layer import LayerSpec

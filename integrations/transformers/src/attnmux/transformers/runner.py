@@ -11,15 +11,14 @@ from transformers import PreTrainedModel
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.building import build
 from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.compose.building import build
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes
 from attnmux.core.graph.devices import DeviceGraphs, device_graphs
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.graph.sizes import graph_batch_sizes
 from attnmux.core.kv import PagedAllocator, ReqToTokenPool, tokens_in_budget
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnmux.core.arguments import check_positive
 from attnmux.core.errors import PoolExhausted
-from attnmux.core.sizes import check_positive
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.prompts import check_prompt
