@@ -1,4 +1,4 @@
-"""No test sees what the user of this machine has configured, named or measured."""
+"""Tests ignore the configuration, variables and measurements of this machine's user."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-# Triton reads it when it is imported, which torch's compiler does too.
+# Triton reads it when it is imported, which torch's compiler does too
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Folders of its own for caches and settings, no variables, and a file that ends the search.
+    """Give the tests empty folders for caches and settings, and remove our variables.
 
-    The search for a configuration file goes upwards from the working directory: every test's
-    folder is below the one that holds the empty file.
+    The search for a configuration file goes upwards from the working directory. An empty file above
+    every test's folder ends it.
     """
     (tmp_path_factory.getbasetemp() / "attnmux.toml").touch()
     with pytest.MonkeyPatch.context() as patch:

@@ -32,7 +32,7 @@ from attnmux.bench.timing import Ceilings  # noqa: E402
 from attnmux.testing import (  # noqa: E402
     FakeBackend,
     GraphFakeBackend,
-    RecordingGraphs,  # noqa: E402
+    RecordingGraphs,
     fake_card,
     fake_platform,
 )

@@ -146,7 +146,7 @@ def test_a_pool_of_another_dtype() -> None:
     decision = decided(
         replace(CASE, kv_dtype="float16"), one={"phases": ("extend", "decode"), "card": {}}
     )
-    with pytest.raises(InvalidInput, match=r"the decision's KV dtype, float16, got .* bfloat16"):
+    with pytest.raises(InvalidInput, match=r"the decision's KV dtype, float16, got bfloat16"):
         build(decision, context_of(CASE))
 
 

@@ -29,14 +29,14 @@ from attnmux.testing import (
 from attnmux.testing.placement import buffers
 
 
-def world_of(*steps: object, **settings: object) -> CaseSetup:
+def setup_of(*steps: object, **settings: object) -> CaseSetup:
     case = Case(name="contract", steps=steps, page_size=4, **settings)
     return make_setup(case, fake_platform(), "cpu", seed=3)
 
 
-def mla_world(*steps: object) -> CaseSetup:
+def mla_setup(*steps: object) -> CaseSetup:
     latent = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
-    return world_of(*steps, **latent)
+    return setup_of(*steps, **latent)
 
 
 def prepared(setup: CaseSetup, index: int = 0) -> PreparedStep:
@@ -117,7 +117,7 @@ Change = Callable[[torch.Tensor], torch.Tensor | None]
     ],
 )
 def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: Change) -> None:
-    setup = world_of(extend((3, 5), (0, 4)))
+    setup = setup_of(extend((3, 5), (0, 4)))
     step = prepared(setup)
     wrong = change(arguments(step)[argument])
     assert_refused(setup, step, argument, **{argument: wrong})
@@ -134,23 +134,23 @@ def test_refuses_a_wrong_tensor_before_touching_the_pool(argument: str, change: 
     ],
 )
 def test_refuses_an_output_that_does_not_fit(argument: str, tensor: torch.Tensor) -> None:
-    setup = world_of(extend((3, 5)))
+    setup = setup_of(extend((3, 5)))
     assert_refused(setup, prepared(setup), argument, **{argument: tensor})
 
 
 @pytest.mark.parametrize("argument", ["k", "v"])
 def test_refuses_a_tensor_elsewhere_before_touching_the_pool(argument: str) -> None:
-    setup = world_of(extend((3, 5)))
+    setup = setup_of(extend((3, 5)))
     step = prepared(setup)
     assert_refused(setup, step, argument, **{argument: arguments(step)[argument].to("meta")})
 
 
 def test_refuses_what_the_call_would_ignore() -> None:
-    setup = world_of(extend((0, 5)))
+    setup = setup_of(extend((0, 5)))
     step = prepared(setup)
     assert_refused(setup, step, "v", k=None)
     assert_refused(setup, step, "k_rope", k_rope=step.inputs[0].k, save_kv_cache=False)
-    setup = mla_world(decode(3, 5))
+    setup = mla_setup(decode(3, 5))
     step = prepared(setup)
     assert_refused(setup, step, "v", v=step.inputs[0].k)
     assert_refused(setup, step, "k_rope", k=None)
@@ -158,16 +158,16 @@ def test_refuses_what_the_call_would_ignore() -> None:
 
 
 def test_refuses_a_rotary_part_without_mla_and_its_absence_with_it() -> None:
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     step = prepared(setup)
     assert_refused(setup, step, "q_rope", q_rope=step.inputs[0].q)
-    setup = mla_world(decode(3, 5))
+    setup = mla_setup(decode(3, 5))
     assert_refused(setup, prepared(setup), "q_rope", q_rope=None)
     assert_refused(setup, prepared(setup), "k_rope", k_rope=None)
 
 
 def test_names_what_came_and_what_was_expected() -> None:
-    setup = world_of(decode(3, 2))
+    setup = setup_of(decode(3, 2))
     step = prepared(setup)
     with pytest.raises(
         ValueError, match=r"k: expected shape \(2, 2, 128\), got shape \(1, 2, 128\)"
@@ -187,7 +187,7 @@ def test_names_what_came_and_what_was_expected() -> None:
     ids=lambda value: value if isinstance(value, str) else value.mode.name,
 )
 def test_saves_and_dispatches_by_mode(step: object, method: str) -> None:
-    setup = world_of(step, spec_topk=1)
+    setup = setup_of(step, spec_topk=1)
     ready = prepared(setup)
     backend = Recording(setup.context)
     backend.init_forward_metadata(ready.batch)
@@ -196,7 +196,7 @@ def test_saves_and_dispatches_by_mode(step: object, method: str) -> None:
 
 
 def test_writes_nothing_where_k_is_none_or_not_to_be_saved() -> None:
-    setup = world_of(extend((0, 5)), kv_in_pool=True)
+    setup = setup_of(extend((0, 5)), kv_in_pool=True)
     step = prepared(setup)
     backend = Recording(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -211,7 +211,7 @@ def test_writes_nothing_where_k_is_none_or_not_to_be_saved() -> None:
 
 
 def test_idle_is_empty_and_touches_nothing() -> None:
-    setup = world_of(extend((0, 5)), extend(mode=ForwardMode.IDLE))
+    setup = setup_of(extend((0, 5)), extend(mode=ForwardMode.IDLE))
     backend = Recording(setup.context)
     step = prepared(setup, 1)
     before = pool_bytes(setup)
@@ -224,7 +224,7 @@ def test_idle_is_empty_and_touches_nothing() -> None:
 
 def test_idle_rows_are_zero() -> None:
     """A rank with nothing to do may carry padding rows through the model."""
-    setup = world_of(decode(3, 4))
+    setup = setup_of(decode(3, 4))
     step = prepared(setup)
     idle = replace(step.batch, forward_mode=ForwardMode.IDLE)
     backend = Recording(setup.context)
@@ -242,7 +242,7 @@ def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
         def forward_decode(self, call, batch) -> torch.Tensor:
             return super().forward_decode(structs.replace(call, out=None), batch)
 
-    setup = world_of(decode(3, 9))
+    setup = setup_of(decode(3, 9))
     step = prepared(setup)
     backend = OwnTensor(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -252,7 +252,7 @@ def test_out_is_returned_even_where_a_backend_returns_its_own_tensor() -> None:
 
 
 def test_cross_attention_writes_to_the_encoder_slots() -> None:
-    setup = world_of(extend((0, 3), encoder=(6,)))
+    setup = setup_of(extend((0, 3), encoder=(6,)))
     step = prepared(setup)
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -264,7 +264,7 @@ def test_cross_attention_writes_to_the_encoder_slots() -> None:
 
 
 def test_cross_attention_without_encoder_slots_is_refused() -> None:
-    setup = world_of(extend((0, 3), encoder=(6,)))
+    setup = setup_of(extend((0, 3), encoder=(6,)))
     step = prepared(setup)
     backend = FakeBackend(setup.context)
     before = pool_bytes(setup)
@@ -282,20 +282,20 @@ def test_init_forward_metadata_runs_both_halves_in_order() -> None:
             seen.append(("in", False))
 
     seen: list[tuple[str, bool]] = []
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     Halves(setup.context).init_forward_metadata(prepared(setup).batch)
     assert seen == [("out", False), ("in", False)]
 
 
 def test_graphs_are_refused_unless_a_backend_says_otherwise() -> None:
-    backend = FakeBackend(world_of(decode(3)).context)
+    backend = FakeBackend(setup_of(decode(3)).context)
     with pytest.raises(GraphUnsupported, match="FakeBackend"):
         backend.init_cuda_graph_state(8, 8)
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
 def test_context_knows_its_layers_by_id() -> None:
-    context = world_of(decode(3)).context
+    context = setup_of(decode(3)).context
     first, second = context.layers
     assert context.layer(second.layer_id) is second
     with pytest.raises(InvalidInput, match=r"layer_id: expected one of \[1, 3\], got 2"):
@@ -317,7 +317,7 @@ def test_context_knows_its_layers_by_id() -> None:
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
-    layer: LayerSpec = world_of(decode(3)).context.layers[0]
+    layer: LayerSpec = setup_of(decode(3)).context.layers[0]
     with pytest.raises(InvalidInput):
         replace(layer, **changes)
 
@@ -343,7 +343,7 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     ],
 )
 def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) -> None:
-    setup = world_of(extend((3, 5), (0, 4)))
+    setup = setup_of(extend((3, 5), (0, 4)))
     batch = prepare_step(setup, setup.case.steps[0], host_lens=True).batch
     backend = FakeBackend(setup.context)
     with pytest.raises(InvalidInput) as caught:
@@ -359,7 +359,7 @@ def test_a_mode_is_decode_idle_or_extend(mode: ForwardMode) -> None:
 
 
 def test_num_tokens_counts_rows_of_q() -> None:
-    setup = world_of(extend((3, 5), (0, 4), trailing=2), decode(3, 4, padding=2))
+    setup = setup_of(extend((3, 5), (0, 4), trailing=2), decode(3, 4, padding=2))
     assert prepared(setup, 0).batch.num_tokens == 11
     decoding: ForwardBatch = prepared(setup, 1).batch
     assert decoding.num_tokens == 4

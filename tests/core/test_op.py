@@ -30,7 +30,7 @@ LATENT = {"kind": "mla", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_di
 
 
 class Model(torch.nn.Module):
-    """Every layer of a world, with something to compile around each."""
+    """Every layer of a setup, with something to compile around each."""
 
     def __init__(self, setup: CaseSetup) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def inputs_of(step: PreparedStep) -> list[tuple[torch.Tensor | None, ...]]:
     return [(x.q, x.k, x.v, x.q_rope, x.k_rope) for x in step.inputs]
 
 
-def world_of(*steps: object, **settings: object) -> CaseSetup:
+def setup_of(*steps: object, **settings: object) -> CaseSetup:
     case = Case(name="op", steps=steps, page_size=4, **settings)
     return make_setup(case, fake_platform(), "cpu", seed=5)
 
@@ -73,7 +73,7 @@ def _fresh_compiler() -> Iterator[None]:
 )
 def test_a_model_compiles_as_one_graph(steps, settings) -> None:
     """One graph serves steps whose lengths differ, and gives what eager gives."""
-    setup = world_of(*steps, **settings)
+    setup = setup_of(*steps, **settings)
     backend = FakeBackend(setup.context)
     model = Model(setup)
     graphs: list[torch.fx.GraphModule] = []
@@ -96,7 +96,7 @@ def test_a_model_compiles_as_one_graph(steps, settings) -> None:
 
 def test_the_op_survives_functionalisation() -> None:
     """What it writes is declared, so that a compiler keeps and orders it."""
-    setup = world_of(extend((3, 5)))
+    setup = setup_of(extend((3, 5)))
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -123,7 +123,7 @@ class IndexedModel(Model):
 @pytest.mark.parametrize("steps", [(decode(30, 9, 4),), (extend((20, 5), (0, 4)),)])
 def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
     """Functionalised, the writes come behind all ops."""
-    setup = world_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
+    setup = setup_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -136,7 +136,7 @@ def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
 
 
 def test_heads_may_come_flattened() -> None:
-    setup = world_of(decode(3, 9))
+    setup = setup_of(decode(3, 9))
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -149,7 +149,7 @@ def test_heads_may_come_flattened() -> None:
 
 
 def test_the_three_queries_of_a_head_may_come_flattened() -> None:
-    setup = world_of(decode(3, 19), kind="dual_chunk", dual_chunk_len=8)
+    setup = setup_of(decode(3, 19), kind="dual_chunk", dual_chunk_len=8)
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -162,7 +162,7 @@ def test_the_three_queries_of_a_head_may_come_flattened() -> None:
 
 
 def test_the_rotary_parts_may_come_flattened_too() -> None:
-    setup = world_of(decode(3, 9), **LATENT)
+    setup = setup_of(decode(3, 9), **LATENT)
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -175,7 +175,7 @@ def test_the_rotary_parts_may_come_flattened_too() -> None:
 
 
 def test_heads_may_come_in_any_memory_order() -> None:
-    setup = world_of(extend((0, 6)))
+    setup = setup_of(extend((0, 6)))
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -190,7 +190,7 @@ def test_heads_may_come_in_any_memory_order() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 8, 127), (3, 4, 128), (3, 1000), (6,)])
 def test_heads_that_do_not_fit_are_named(shape) -> None:
-    setup = world_of(decode(3, 9, 4))
+    setup = setup_of(decode(3, 9, 4))
     step = prepare_step(setup, setup.case.steps[0])
     with (
         forward_context(FakeBackend(setup.context), step.batch),
@@ -200,7 +200,7 @@ def test_heads_that_do_not_fit_are_named(shape) -> None:
 
 
 def test_the_op_writes_out_and_lse() -> None:
-    setup = world_of(decode(3, 9))
+    setup = setup_of(decode(3, 9))
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -228,7 +228,7 @@ def test_the_op_writes_out_and_lse() -> None:
     ids=["mha", "mla", "cross"],
 )
 def test_padding_behind_the_tokens_attends_to_nothing(lengths, settings) -> None:
-    setup = world_of(lengths, **settings)
+    setup = setup_of(lengths, **settings)
     step = prepare_step(setup, lengths)
     backend = FakeBackend(setup.context)
     backend.init_forward_metadata(step.batch)
@@ -267,7 +267,7 @@ def test_the_op_runs_on_fake_tensors_without_a_step() -> None:
 
 
 def test_attention_outside_a_step_says_what_to_do() -> None:
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     step = prepare_step(setup, setup.case.steps[0])
     given = step.inputs[0]
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_attention_outside_a_step_says_what_to_do() -> None:
 
 
 def test_another_batch_than_the_running_one_is_refused() -> None:
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     step = prepare_step(setup, setup.case.steps[0])
     given = step.inputs[0]
     backend = FakeBackend(setup.context)
@@ -289,7 +289,7 @@ def test_another_batch_than_the_running_one_is_refused() -> None:
 
 
 def test_contexts_nest_and_end_with_an_exception() -> None:
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     outer, inner = FakeBackend(setup.context), FakeBackend(setup.context)
     with forward_context(outer, batch) as context:
@@ -303,7 +303,7 @@ def test_contexts_nest_and_end_with_an_exception() -> None:
 
 
 def test_a_context_belongs_to_its_thread() -> None:
-    setup = world_of(decode(3))
+    setup = setup_of(decode(3))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     seen: list[Exception] = []
 

@@ -39,15 +39,15 @@ class Model:
     """Layers of MLA behind an indexer each, whose keys are cached by slot."""
 
     def __init__(self, setup, backend) -> None:
-        self.world, self.backend = setup, backend
+        self.setup, self.backend = setup, backend
         slots = setup.context.token_to_kv_pool.num_slots
         self.index_keys = [torch.randn(slots, INDEX_DIM) for _ in setup.context.layers]
 
     def forward(self, batch, inputs):
-        table = self.world.context.req_to_token_pool.req_to_token
+        table = self.setup.context.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices].long()
         outputs = []
-        for layer, keys in zip(self.world.context.layers, self.index_keys, strict=True):
+        for layer, keys in zip(self.setup.context.layers, self.index_keys, strict=True):
             picks = select_topk(
                 inputs["index_q"].unsqueeze(1),
                 keys[slots],

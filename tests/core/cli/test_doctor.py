@@ -19,8 +19,7 @@ from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.plugins import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.cli import doctor as module
-from attnmux.core.cli import doctor_plugins
+from attnmux.core.cli import doctor_diagnosis, doctor_plugins
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.doctor_plugins import Examined, libraries
 from attnmux.core.cli.verbs import verbs
@@ -58,7 +57,7 @@ def install(folder: Path, plugin: str, source: str, distribution: str = "") -> N
 def ask(tmp_path, monkeypatch):
     """Ask for a diagnosis of a machine without devices that has these plugins and no others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(module, "survey", partial(survey, root=tmp_path / "root"))
+    monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path / "root"))
     allowed = []
 
     def call(*args: str, **plugins: str):
@@ -92,7 +91,7 @@ def test_a_plugin_that_works(ask) -> None:
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
     "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
-    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before all was"),
+    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before it had"),
     "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
     "interrupts": ("raise KeyboardInterrupt", "load", "killed by SIGINT"),
     "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
@@ -146,7 +145,7 @@ def test_an_interrupt_leaves_no_plugin_behind(ask, tmp_path, monkeypatch) -> Non
         if started.exists() and started.read_text():
             raise KeyboardInterrupt
 
-    clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
+    clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic, time=time.time)
     monkeypatch.setattr(doctor_plugins, "time", clock)
     source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
     result = ask("--json", slow=source + "time.sleep(600)")
@@ -314,7 +313,7 @@ def examined(name: str, *platforms: str, error: str = "") -> Examined:
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path) -> Path:
-    monkeypatch.setattr(module, "survey", partial(survey, root=tmp_path))
+    monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path))
     monkeypatch.setattr(probe, "installed_version", lambda name: None)
     return tmp_path
 

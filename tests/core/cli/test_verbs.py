@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from attnmux.core import cli
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
 
+MAIN = "import sys; sys.argv[0] = 'attnmux'; from attnmux.core.cli import main; main()"
 MODEL = {"hidden_size": 64, "num_attention_heads": 1, "torch_dtype": "bfloat16"}
 
 
@@ -74,12 +77,56 @@ def test_an_unknown_verb(call, name, said) -> None:
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("name", ["generate", "genrate"])
-def test_a_verb_of_a_package_that_is_not_installed(call, outside, name) -> None:
+@pytest.mark.parametrize(("name", "optional"), module.OPTIONAL.items(), ids=module.OPTIONAL)
+def test_a_verb_of_a_package_that_is_not_installed(call, outside, name, optional) -> None:
     outside()
-    result = call(name)
-    assert result.exit_code == 2
-    assert "pip install attnmux-transformers" in result.stderr
+    for args in ((name,), (name, "--help"), (f"{name[:3]}{name[4:]}",)):
+        result = call(*args)
+        assert result.exit_code == 2
+        assert f"{name!r} needs {optional[0]}, which is not installed" in result.stderr
+        assert f"pip install {optional[0]}" in result.stderr
+
+
+def test_help_says_how_to_install_the_other_verbs(call, outside) -> None:
+    outside()
+    said = call("--help").output
+    for name, (distribution, summary) in module.OPTIONAL.items():
+        assert f"  {name:<11}(pip install {distribution})" in said
+        assert summary in " ".join(said.split())
+
+
+def test_help_of_an_installed_verb_gives_its_summary(call, outside, monkeypatch) -> None:
+    ours, theirs = point("verify", "no_such_module:verify"), point("bench", "no_such_module:bench")
+    monkeypatch.setattr(
+        module, "_distribution", {ours: "attnmux-testing", theirs: "acme-bench"}.__getitem__
+    )
+    outside(ours, theirs)
+    said = call("--help").output
+    summary = module.OPTIONAL["verify"][1]
+    assert f"  verify     {summary}\n" in said
+    assert "  bench      (from acme-bench)\n" in said
+
+
+def test_every_optional_verb_is_installed_by_the_distribution_that_is_named() -> None:
+    found = {point.name: point.dist.name for point in module.entry_points(module.GROUP)[0]}
+    for name, (distribution, _) in module.OPTIONAL.items():
+        assert found.get(name, distribution) == distribution
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["platforms", "--json"], ["zzz"]])
+def test_the_module_runs_as_the_command_does(args, tmp_path) -> None:
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command, *args], capture_output=True, text=True, check=False
+        )
+
+    as_module, as_command = run("-m", "attnmux.core"), run("-c", MAIN)
+    assert as_module.returncode == as_command.returncode
+    said = [
+        [text.replace("python -m attnmux.core", "attnmux") for text in (each.stdout, each.stderr)]
+        for each in (as_module, as_command)
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_verb_of_another_distribution(call, outside, tmp_path, monkeypatch) -> None:

@@ -140,7 +140,7 @@ def test_misuse_is_refused():
     with pytest.raises(InvalidInput, match="num_tokens"):
         tree.evict(-1)
     tree.evict(2)
-    with pytest.raises(InvalidInput, match="was evicted"):
+    with pytest.raises(InvalidInput, match="an evicted prefix"):
         tree.lock(node)
     nothing = tree.match([]).node
     tree.lock(nothing)

@@ -1,4 +1,4 @@
-"""Checks of a backend's arguments that cost no device synchronisation."""
+"""Checks of arguments that cost no device synchronisation. `debug.py` has those that cost one."""
 
 from __future__ import annotations
 
@@ -7,49 +7,118 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices.args import check_picks
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
 
-_OF_REQUESTS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
-"""int32 fields of a batch with one value a request."""
+_LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
+"""Fields of a batch that hold one int32 for each request."""
 _MIRRORS = ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
-"""The same on the host."""
+"""Their copies on the host."""
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Dtype and shape, as error messages give them."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def check_positive(argument: str, value: int) -> None:
+    """Raise InvalidInput below 1."""
+    if value < 1:
+        raise InvalidInput(argument, came=value, expected="at least 1")
+
+
+def check_whole_pages(size: int, page_size: int) -> None:
+    """Raise InvalidInput unless `size` tokens fill one or more pages completely."""
+    check_positive("page_size", page_size)
+    if size < page_size or size % page_size:
+        raise InvalidInput(
+            "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
+        )
+
+
+def check_vector(
+    argument: str, values: torch.Tensor, dtype: torch.dtype, length: int | None = None
+) -> int:
+    """The length of a vector. Raises InvalidInput for another dtype, number of dims or length."""
+    if values.dtype != dtype or values.dim() != 1 or length not in (None, values.shape[0]):
+        raise InvalidInput(
+            argument,
+            came=described(values),
+            expected=f"{dtype} of shape ({'n' if length is None else length},)",
+        )
+    return values.shape[0]
+
+
+def check_lens(argument: str, lens: torch.Tensor, batch_size: int | None = None) -> int:
+    """The batch size. Raises InvalidInput unless lens is int32 [B]."""
+    return check_vector(argument, lens, torch.int32, batch_size)
+
+
+def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> int:
+    """The batch size. Raises InvalidInput unless the table is contiguous int32
+    [rows, max_context] and its row numbers are int64 [B]."""
+    table = req_to_token
+    if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
+        raise InvalidInput(
+            "req_to_token", came=described(table), expected="contiguous int32 [rows, max_context]"
+        )
+    return check_vector("req_pool_indices", req_pool_indices, torch.int64)
+
+
+def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
+    """Raise InvalidInput unless topk_indices is int32 [num_tokens, topk]."""
+    if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
+        raise InvalidInput(
+            "topk_indices",
+            came=described(topk_indices),
+            expected=f"torch.int32 of shape ({num_tokens}, topk)",
+        )
+
+
+def front(
+    out: torch.Tensor | None, length: int, like: torch.Tensor, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """The first `length` values of out, or a new vector on the device of `like`.
+
+    Raises InvalidInput for a buffer of another dtype or one that is too short.
+    """
+    if out is None:
+        return torch.empty(length, dtype=dtype, device=like.device)
+    if out.dtype != dtype or out.dim() != 1 or out.shape[0] < length:
+        raise InvalidInput(
+            "out", came=described(out), expected=f"{dtype} of at least {length} values"
+        )
+    return out[:length]
 
 
 def check_fields(batch: ForwardBatch) -> None:
-    """Raise InvalidInput for a batch whose fields are not of the dtypes and shapes it documents."""
-    size = batch.batch_size
-    _check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
-    _check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, batch.num_tokens)
-    _check_vector("positions", batch.positions, torch.int64, batch.num_tokens)
-    _check_vector("encoder_out_cache_loc", batch.encoder_out_cache_loc, torch.int64)
-    for field in _OF_REQUESTS:
-        values = getattr(batch, field)
-        if values is not None:
-            _check_vector(field, values, torch.int32, size)
-    for field in _MIRRORS:
-        mirror = getattr(batch, field)
-        if mirror is not None:
-            _check_vector(field, mirror, torch.int32, size)
-            if not mirror.is_cpu:
-                raise InvalidInput(
-                    field, came=f"a tensor on {mirror.device}", expected="one on cpu"
-                )
+    """Raise InvalidInput for a batch whose fields lack the dtypes and shapes that
+    `ForwardBatch` documents."""
+    size, num_tokens = batch.batch_size, batch.num_tokens
+    check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
+    check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, num_tokens)
+    check_vector("positions", batch.positions, torch.int64, num_tokens)
+    if batch.encoder_out_cache_loc is not None:
+        check_vector("encoder_out_cache_loc", batch.encoder_out_cache_loc, torch.int64)
+    for field in (*_LENS, *_MIRRORS):
+        lens = getattr(batch, field)
+        if lens is not None:
+            check_lens(field, lens, size)
+            if field in _MIRRORS and not lens.is_cpu:
+                raise InvalidInput(field, came=f"a tensor on {lens.device}", expected="one on cpu")
     if batch.topk_indices is not None:
-        check_picks(batch.topk_indices, batch.num_tokens)
-    items = batch.multi_item
-    if items is not None:
-        _check_vector("multi_item.prefix_lens", items.prefix_lens, torch.int32, size)
-        _check_vector("multi_item.token_pos_in_items", items.token_pos_in_items, torch.int32)
+        check_picks(batch.topk_indices, num_tokens)
+    if batch.multi_item is not None:
+        check_lens("multi_item.prefix_lens", batch.multi_item.prefix_lens, size)
+        check_lens("multi_item.token_pos_in_items", batch.multi_item.token_pos_in_items)
 
 
 def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype | None) -> None:
     """Raise InvalidInput unless the tensors of a layer's call fit the layer and the batch.
 
-    dtype: the decided dtype of Q, if there is one.
+    dtype: the decided dtype of Q; None accepts any.
     """
     q, layer = call.q, call.layer
     num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
@@ -70,13 +139,11 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
 def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) -> None:
     k, v, k_rope, layer = call.k, call.v, call.k_rope, call.layer
     if k is None:
-        _check_absent("v", v, "k is None: both are in the pool, or neither")
-        _check_absent("k_rope", k_rope, "k is None: both are in the pool, or neither")
+        _check_absent("v", v, "k is None: the pool holds both or neither")
+        _check_absent("k_rope", k_rope, "k is None: the pool holds both or neither")
         return
     rope_dim = layer.qk_rope_head_dim
-    keys = num_tokens
-    if layer.is_cross_attention and k.dim():
-        keys = k.shape[0]
+    keys = k.shape[0] if layer.is_cross_attention and k.dim() else num_tokens
     _check("k", k, (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim), device)
     if rope_dim:
         _check("k_rope", k_rope, (keys, 1, rope_dim), device)
@@ -108,17 +175,3 @@ def _check(
 def _check_absent(argument: str, tensor: torch.Tensor | None, reason: str) -> None:
     if tensor is not None:
         raise InvalidInput(argument, came="a tensor", expected=f"None, since {reason}")
-
-
-def _check_vector(
-    field: str, values: torch.Tensor | None, dtype: torch.dtype, length: int | None = None
-) -> None:
-    """A vector of that dtype and, where one is given, that length; None is no vector."""
-    if values is None:
-        return
-    if values.dtype != dtype or values.dim() != 1 or length not in (None, values.shape[0]):
-        raise InvalidInput(
-            field,
-            came=f"{values.dtype} of shape {tuple(values.shape)}",
-            expected=f"{dtype} of shape ({'n' if length is None else length},)",
-        )

@@ -5,8 +5,8 @@ T new tokens and B requests of a step. `q [T, Hq, D]`, `k, v [T, Hkv, D]`, `out 
 included; a row without keys has LSE -inf and output 0. MLA is called absorbed: `q [T, Hq, rank]`,
 `q_rope [T, Hq, rope]`, `k [T, 1, rank]`, `k_rope [T, 1, rope]`, `v` None, `out [T, Hq, rank]`.
 
-Tokens of `q`, `k` and `v` may be any distance apart, as slices of one projection are; a token's
-heads are contiguous, except that `q` and `q_rope` may be the parts of one [T, Hq, rank + rope].
+The token stride of `q`, `k` and `v` is arbitrary, since they may be slices of one projection. A
+token's heads are contiguous, except that `q` and `q_rope` may be parts of one [T, Hq, rank + rope].
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 class AttentionBackend(ABC):
     """Attention for every layer of one model on one device.
 
-    A step prepares its metadata once and then runs each layer. Preparation has two halves, so
-    that it can straddle a device graph: `..._out_graph` runs before capture and before each replay,
-    `..._in_graph` is captured and replayed. Eagerly both run. One instance has one step in flight.
+    A step prepares its metadata once and then runs each layer. Preparation has two halves, one on
+    each side of a device graph: `..._out_graph` runs before capture and before each replay, and
+    `..._in_graph` is captured and replayed. An eager step runs both. One instance has one step in
+    flight.
     """
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
@@ -56,21 +57,21 @@ class AttentionBackend(ABC):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Host work, dynamic shapes, a library's `plan()`. It may synchronise."""
+        """Prepare on the host: dynamic shapes, a library's `plan()`. It may synchronise."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Device operations of static shape: no synchronisation, and nothing allocated is kept."""
+        """Prepare on the device with static shapes. It must not synchronise or keep allocations."""
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
-        """The backend that serves steps of that mode: itself, except for a composite."""
+        """The backend that serves steps of that mode. Composites return a child."""
         return self
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the buffers that graphs of steps up to this size point at.
+        """Allocate the buffers that graphs of steps up to this size read.
 
-        Each graph runner calls it before it captures. Captured graphs read earlier buffers, so a
-        call that needs more room adds buffers and moves none. A larger step runs eagerly.
-        Raises GraphUnsupported unless the backend overrides it.
+        Each graph runner calls it before it captures. Captured graphs keep reading earlier buffers,
+        so that a call which needs more room must add buffers and not move any. Larger steps run
+        eagerly. Raises GraphUnsupported unless the backend overrides it.
         """
         raise GraphUnsupported(f"{type(self).__name__} cannot be captured in a device graph")
 
@@ -87,13 +88,12 @@ class AttentionBackend(ABC):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        """Write the new tokens' K and V to the pool. A backend with a fused writer overrides it."""
+        """Write the new tokens' K and V to the pool. Backends with a fused writer override it."""
         pool = self.context.token_to_kv_pool
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         if loc is None:
-            raise InvalidInput(
-                "encoder_out_cache_loc", came=None, expected="slots for the encoder's K and V"
-            )
+            expected = "slots for the encoder's K and V"
+            raise InvalidInput("encoder_out_cache_loc", came=None, expected=expected)
         if k_rope is not None:
             pool.set_mla_kv_buffer(layer, loc, k, k_rope, layer.k_scale)
         elif v is not None:
@@ -118,12 +118,11 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attention of one layer: write K and V to the pool, then attend over the cache.
 
-        With k None, K and V are in the pool already. With save_kv_cache False and k given, the keys
-        are `k` and `v` themselves and there is no prefix. Returns `out`, newly allocated unless
-        given; an IDLE step returns the result of queries
-        without keys and touches nothing.
-        Raises InvalidInput for shapes, dtypes or devices that do not fit the layer and the
-        batch, before the pool is touched.
+        Without k, K and V are already in the pool. With k and save_kv_cache False, `k` and `v` are
+        all keys and there is no prefix. Returns `out`, newly allocated unless given; an IDLE step
+        returns `call.empty_result()` and leaves the pool alone.
+        Raises InvalidInput, before the pool is touched, for shapes, dtypes or devices that do not
+        fit the layer and the batch.
         """
         call = AttentionCall(q, k, v, layer, save_kv_cache, q_rope, k_rope, out, lse)
         check_call(call, batch, dtype=self._dtype)
@@ -139,12 +138,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        """One new token a request; K and V are in the pool.
+        """Attention of one new token a request, with K and V in the pool.
 
-        Returns `call.out`, or a tensor of the backend's own, which `forward` copies to `out`.
-        Writes `call.lse` where given.
+        Returns `call.out`, or another tensor, which `forward` copies to `call.out` if that is
+        given. Writes `call.lse` if given.
         """
 
     @abstractmethod
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        """Many new tokens a request on top of a cached prefix; returns like `forward_decode`."""
+        """Attention of many new tokens a request after a prefix; else as `forward_decode`."""

@@ -1,4 +1,4 @@
-"""One step of a model, as attention sees it: the forward mode and the batch."""
+"""One step of a model: its forward mode and its batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(Enum):
-    """What a step does. Every mode but DECODE and IDLE may carry many new tokens a request."""
+    """The kind of a step. Every mode but DECODE and IDLE may have many new tokens a request."""
 
     EXTEND = auto()
     """New tokens on top of a cached prefix, which may be empty."""
@@ -22,11 +22,11 @@ class ForwardMode(Enum):
     MIXED = auto()
     """Extending and decoding requests in one step; a decoding one extends by a single token."""
     IDLE = auto()
-    """Nothing to do on this rank; it only takes part in collectives."""
+    """No requests on this rank, which only takes part in collectives."""
     TARGET_VERIFY = auto()
     """The target model scores the draft tokens of each request."""
     DRAFT_EXTEND = auto()
-    """The draft model catches up on the tokens that were accepted."""
+    """The draft model processes the tokens that were accepted."""
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
@@ -35,7 +35,7 @@ class ForwardMode(Enum):
         return self is ForwardMode.DECODE or self is ForwardMode.IDLE
 
     def is_extend(self) -> bool:
-        """Whether `forward_extend` serves it: all but DECODE and IDLE."""
+        """Whether steps of the mode go to `forward_extend`: all but DECODE and IDLE."""
         return not self.is_decode_or_idle()
 
     def is_target_verify(self) -> bool:
@@ -62,7 +62,7 @@ class MultiItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForwardBatch:
-    """What attention reads of a step: B requests with T new tokens.
+    """The inputs of attention in a step: B requests with T new tokens.
 
     Tensors lie on the device of the KV pool unless their name ends in `_cpu`. Host mirrors
     are optional; a backend that needs one says so on its card. In a captured graph every
@@ -84,7 +84,7 @@ class ForwardBatch:
     seq_lens_cpu: torch.Tensor | None = None
     """[B] int32 on the host."""
     seq_lens_sum: int | None = None
-    """Sum of `seq_lens`, where the scheduler knows it."""
+    """Sum of `seq_lens`, if the scheduler knows it."""
     extend_seq_lens: torch.Tensor | None = None
     """[B] int32: new tokens a request. Set in every extend mode, verify included."""
     extend_seq_lens_cpu: torch.Tensor | None = None
@@ -103,15 +103,15 @@ class ForwardBatch:
     topk_indices: torch.Tensor | None = None
     """[T, topk] int32, for a request of kind "nsa": places, in its own request's sequence, of the
     keys that each new token sees, in any order and each once; -1 is no key. Layers of kind "mla"
-    see these keys and no other: it is the indexer that keeps them causal. The model's indexer
-    writes them in place before each layer's call, so that nothing is in them when the step is
-    prepared; a graph runner has a buffer of its own for them."""
+    see only these keys, and the indexer keeps them causal. The model's indexer writes them in place
+    before each layer's call, so they are undefined while the step is prepared. A graph runner has
+    a buffer of its own for them."""
     spec_info: SpecInput | None = None
     multi_item: MultiItem | None = None
     actual_forward_mode: ForwardMode | None = None
     """The mode before a composite or a graph runner substituted `forward_mode`."""
     tbo_children: tuple[ForwardBatch, ...] = ()
-    """The two halves of a step whose communication overlaps the other half's compute."""
+    """The two halves of a step, whose communication and compute overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -121,9 +121,10 @@ class ForwardBatch:
         return self.out_cache_loc.shape[0]
 
     def slice(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
-        """Requests [first, last), whose new tokens are [first_token, last_token), as views.
+        """The step of requests [first, last), whose new tokens are [first_token, last_token).
 
-        `spec_info` and `multi_item` belong to the whole step and stay as they are.
+        Its tensors are views. `spec_info`, `multi_item` and `encoder_out_cache_loc` describe the
+        whole step and stay as they are; `seq_lens_sum` needs the host mirror of the lengths.
         """
 
         def of_requests(values: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Everything that a backend may touch."""
+"""The context that a backend is made with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BackendContext:
-    """Everything that a backend may touch. An engine builds it once."""
+    """Everything that a backend may use. An engine makes it once."""
 
     request: Request
     """The decided request: page size and KV dtype are set."""
@@ -52,6 +52,5 @@ class BackendContext:
         try:
             return self._layer_by_id[layer_id]
         except KeyError:
-            raise InvalidInput(
-                "layer_id", came=layer_id, expected=f"one of {sorted(self._layer_by_id)}"
-            ) from None
+            expected = f"one of {sorted(self._layer_by_id)}"
+            raise InvalidInput("layer_id", came=layer_id, expected=expected) from None

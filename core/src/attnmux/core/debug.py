@@ -1,4 +1,4 @@
-"""Checks of a batch's values. They synchronise with the device, so only `debug` runs them."""
+"""Checks of a batch's values. They synchronise with the device and run only in debug mode."""
 
 from __future__ import annotations
 
@@ -17,43 +17,39 @@ if TYPE_CHECKING:
 def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     """Refuse a batch whose indices or lengths point outside the pools or contradict each other.
 
-    Raises InvalidInput naming the field, the offending range and what was expected.
+    Raises InvalidInput with the field, the offending values and the expected ones.
     """
     table = context.req_to_token_pool.req_to_token
-    slots = context.token_to_kv_pool.num_slots
+    slots, max_len = context.token_to_kv_pool.num_slots, context.max_context_len + 1
     _within("req_pool_indices", batch.req_pool_indices, table.shape[0])
     _within("out_cache_loc", batch.out_cache_loc, slots)
     _within("req_to_token", table[batch.req_pool_indices], slots)
     lens = batch.seq_lens
-    _within("seq_lens", lens, context.max_context_len + 1)
+    _within("seq_lens", lens, max_len)
     if batch.encoder_lens is not None:
-        _within("encoder_lens", batch.encoder_lens, context.max_context_len + 1)
+        _within("encoder_lens", batch.encoder_lens, max_len)
         lens = lens + batch.encoder_lens
     if batch.encoder_out_cache_loc is not None:
         _within("encoder_out_cache_loc", batch.encoder_out_cache_loc, slots)
     if batch.forward_mode.is_target_verify() and batch.extend_seq_lens is not None:
         lens = lens + batch.extend_seq_lens
-    _within("seq_lens", lens, context.max_context_len + 1)
+    _within("seq_lens", lens, max_len)
     for field in ("seq_lens", "extend_seq_lens", "extend_prefix_lens"):
         _check_mirror(field, getattr(batch, field), getattr(batch, f"{field}_cpu"))
     if batch.forward_mode.is_extend():
         _check_extend(batch)
-    elif batch.forward_mode.is_decode() and batch.num_tokens != batch.batch_size:
-        raise InvalidInput(
-            "out_cache_loc",
-            came=f"{batch.num_tokens} slots",
-            expected=f"{batch.batch_size}, one a decoding request",
-        )
+    elif batch.forward_mode.is_decode():
+        _check_count("out_cache_loc", batch.num_tokens, batch.batch_size, "one a decoding request")
     _check_keys(context, batch, lens)
     if batch.topk_indices is not None:
         _check_picks(batch, batch.topk_indices)
 
 
 def _check_keys(context: BackendContext, batch: ForwardBatch, ends: torch.Tensor) -> None:
-    """Refuse a request whose keys lie in the reserved page, of their layers' pool.
+    """Refuse a request whose keys lie in the reserved page of their layer's pool.
 
-    ends: [B], columns of each request's row that hold slots, the encoder's included. Padding, row
-    0, may read there.
+    ends: [B], columns of each request's row that hold slots, the encoder's included. Padding,
+    which has row 0, may read the reserved page.
     """
     pool = context.token_to_kv_pool
     slots = context.req_to_token_pool.req_to_token[batch.req_pool_indices]
@@ -84,50 +80,48 @@ def _check_keys(context: BackendContext, batch: ForwardBatch, ends: torch.Tensor
 
 
 def _outside_reserved(field: str, slots: torch.Tensor, held: torch.Tensor, page_size: int) -> None:
-    reserved = (held & (slots < page_size)).nonzero()
-    if reserved.numel():
-        row, column = reserved[0].tolist()
+    place = _first_place(held & (slots < page_size))
+    if place is not None:
+        row, column = place
         raise InvalidInput(
             field,
             came=f"slot {int(slots[row, column])} at column {column} of request {row} in the batch",
-            expected=f"slots from {page_size} on: the first page is padding's, and holds no keys",
+            expected=f"slots from {page_size} on: the first page is reserved for padding",
         )
 
 
 def _check_extend(batch: ForwardBatch) -> None:
-    if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
+    new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
+    if new is None or cached is None:
         raise InvalidInput(
             "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
         )
-    _within("extend_seq_lens", batch.extend_seq_lens, batch.num_tokens + 1)
-    total = int(batch.extend_seq_lens.sum())
+    _within("extend_seq_lens", new, batch.num_tokens + 1)
+    total = int(new.sum())
     if total > batch.num_tokens:
-        raise InvalidInput(
-            "extend_seq_lens", came=f"{total} tokens", expected=f"at most {batch.num_tokens}"
-        )
-    ends = batch.extend_prefix_lens
-    if bool((ends < 0).any()):
-        raise InvalidInput("extend_prefix_lens", came=ends.tolist(), expected="at least 0")
-    if not batch.forward_mode.is_target_verify():
-        ends = ends + batch.extend_seq_lens
+        expected = f"at most {batch.num_tokens}"
+        raise InvalidInput("extend_seq_lens", came=f"{total} tokens", expected=expected)
+    if bool((cached < 0).any()):
+        raise InvalidInput("extend_prefix_lens", came=cached.tolist(), expected="at least 0")
+    ends = cached if batch.forward_mode.is_target_verify() else cached + new
     if not torch.equal(ends, batch.seq_lens):
-        raise InvalidInput(
-            "seq_lens", came=batch.seq_lens.tolist(), expected=f"prefix + new = {ends.tolist()}"
-        )
-    _check_mask(batch, batch.extend_seq_lens, batch.extend_prefix_lens)
+        expected = f"prefix + new = {ends.tolist()}"
+        raise InvalidInput("seq_lens", came=batch.seq_lens.tolist(), expected=expected)
+    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+        size = int((new.long() * (cached + new)).sum())
+        mask = batch.spec_info.custom_mask
+        rule = "new tokens * keys of each request"
+        _check_count("spec_info.custom_mask", mask.numel(), size, rule)
     items = batch.multi_item
-    if items is not None and items.token_pos_in_items.shape[0] < total:
-        raise InvalidInput(
-            "multi_item.token_pos_in_items",
-            came=f"{items.token_pos_in_items.shape[0]} values",
-            expected=f"{total}, one a new token",
-        )
+    if items is not None and len(items.token_pos_in_items) < total:
+        places = len(items.token_pos_in_items)
+        _check_count("multi_item.token_pos_in_items", places, total, "one a new token")
 
 
 def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
-    """Refuse keys that do not come before their token, and keys that are picked twice.
+    """Refuse picked keys that come after their token, and keys that are picked twice.
 
-    Behind the last request's tokens nothing is looked at.
+    Rows after the last request's tokens are not checked.
     """
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
     if new is None or cached is None:
@@ -135,51 +129,42 @@ def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
     else:
         last = extend_positions(cached, new)
     picks = picks[: len(last)].long()
-    wrong = (picks < -1) | (picks > last.clamp(min=-1).unsqueeze(1))
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
+    place = _first_place((picks < -1) | (picks > last.clamp(min=-1).unsqueeze(1)))
+    if place is not None:
         raise InvalidInput(
             "topk_indices",
-            came=f"key {int(picks[row, column])} for token {row}",
-            expected=f"-1, or up to {int(last[row])}, the token's own place in its sequence",
+            came=f"key {int(picks[place])} for token {place[0]}",
+            expected=f"-1, or up to {int(last[place[0]])}, the token's own place in its sequence",
         )
     ordered = picks.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(twice.any()):
-        row, column = twice.nonzero()[0].tolist()
+    place = _first_place((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
+    if place is not None:
         raise InvalidInput(
             "topk_indices",
-            came=f"key {int(ordered[row, column])} twice for token {row}",
+            came=f"key {int(ordered[place])} twice for token {place[0]}",
             expected="each key once: a kernel would count it twice",
         )
 
 
-def _check_mask(batch: ForwardBatch, new: torch.Tensor, cached: torch.Tensor) -> None:
-    mask = None if batch.spec_info is None else batch.spec_info.custom_mask
-    if mask is None:
-        return
-    size = int((new.long() * (cached + new)).sum())
-    if mask.numel() != size:
-        raise InvalidInput(
-            "spec_info.custom_mask",
-            came=f"{mask.numel()} values",
-            expected=f"{size}, new tokens * keys of each request",
-        )
+def _first_place(wrong: torch.Tensor) -> tuple[int, int] | None:
+    """Row and column of the first True in [B, n] bool."""
+    places = wrong.nonzero()
+    return (int(places[0, 0]), int(places[0, 1])) if places.numel() else None
+
+
+def _check_count(field: str, count: int, expected: int, rule: str) -> None:
+    if count != expected:
+        raise InvalidInput(field, came=f"{count} values", expected=f"{expected}, {rule}")
 
 
 def _check_mirror(field: str, values: torch.Tensor | None, mirror: torch.Tensor | None) -> None:
     if mirror is not None and (values is None or not torch.equal(values.cpu(), mirror)):
-        raise InvalidInput(
-            f"{field}_cpu",
-            came=mirror.tolist(),
-            expected=f"{None if values is None else values.tolist()}, as on the device",
-        )
+        on_device = None if values is None else values.tolist()
+        expected = f"{on_device}, as on the device"
+        raise InvalidInput(f"{field}_cpu", came=mirror.tolist(), expected=expected)
 
 
 def _within(field: str, values: torch.Tensor, bound: int) -> None:
     if values.numel() and (int(values.min()) < 0 or int(values.max()) >= bound):
-        raise InvalidInput(
-            field,
-            came=f"values from {int(values.min())} to {int(values.max())}",
-            expected=f"0 to {bound - 1}",
-        )
+        got = f"values from {int(values.min())} to {int(values.max())}"
+        raise InvalidInput(field, came=got, expected=f"0 to {bound - 1}")

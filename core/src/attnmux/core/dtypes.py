@@ -1,4 +1,4 @@
-"""The one table from canonical dtype names to torch's dtypes."""
+"""Canonical dtype names and torch's dtypes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a canonical name ("bfloat16", "fp8_e4m3", …) or of its alias ("bf16").
 
     "fp4_e2m1" is torch's packed dtype: an element holds two values.
-    Raises InvalidInput for a name that is neither.
+    Raises InvalidInput for any other name.
     """
     return _TORCH_DTYPES[canonical_dtype(name)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name of a torch dtype.
-
-    Raises InvalidInput for a dtype that attention knows no name for.
-    """
+    """The canonical name of a torch dtype. Raises InvalidInput for a dtype without one."""
     try:
         return _NAMES[dtype]
     except KeyError:

@@ -46,12 +46,11 @@ class PoolExhausted(AttnmuxError):
         self.what = what
         self.wanted = wanted
         self.available = available
-        message = f"{what}: {wanted} wanted, {available} available"
-        super().__init__(f"{message}; {hint}" if hint else message)
+        super().__init__(_hinted(f"{what}: {wanted} wanted, {available} available", hint))
 
 
 class NoBackend(AttnmuxError):
-    """No backend serves the request on the platform; `candidates` says why, one by one."""
+    """No backend serves the request on the platform; `candidates` has the reasons of each."""
 
     def __init__(self, message: str, candidates: Sequence[Verdict] = ()) -> None:
         self.candidates = tuple(candidates)
@@ -65,12 +64,11 @@ class UnknownBackend(AttnmuxError):
         self.name = name
         self.known = tuple(known)
         self.hint = hint
-        message = f"unknown attention backend {name!r}"
-        super().__init__(f"{message}; {hint}" if hint else message)
+        super().__init__(_hinted(f"unknown attention backend {name!r}", hint))
 
 
 class AmbiguousPlatform(AttnmuxError):
-    """Several kinds of accelerator are present and nothing says which one to use."""
+    """Several kinds of accelerator are present and no setting names one."""
 
 
 class GraphUnsupported(AttnmuxError):
@@ -85,8 +83,7 @@ class GraphViolation(GraphUnsupported):
         self.operation = operation
         self.reason = reason
         self.hint = hint
-        message = f"{method}: {operation} {reason}"
-        super().__init__(f"{message}; {hint}" if hint else message)
+        super().__init__(_hinted(f"{method}: {operation} {reason}", hint))
 
 
 class PluginError(AttnmuxError):
@@ -94,15 +91,14 @@ class PluginError(AttnmuxError):
 
 
 class BackendFailed(PluginError):
-    """A backend that was chosen and cannot run here: a library that does not load, a kernel that
-    does not compile. An automatic choice goes on to the next candidate."""
+    """A chosen backend that cannot run here: its library does not load or its kernel does not
+    compile. An automatic choice goes on to the next candidate."""
 
     def __init__(self, address: str, reason: str, *, hint: str = "") -> None:
         self.address = address
         self.reason = reason
         self.hint = hint
-        message = f"{address} cannot run here: {reason}"
-        super().__init__(f"{message}; {hint}" if hint else message)
+        super().__init__(_hinted(f"{address} cannot run here: {reason}", hint))
 
 
 class SettingsError(AttnmuxError):
@@ -110,6 +106,10 @@ class SettingsError(AttnmuxError):
 
 
 def in_brief(error: BaseException, *, lines: int = 1) -> str:
-    """The error's type and the first lines of what it says: compilers answer in pages."""
+    """The error's type and the first lines of its message, since compilers print pages."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *said[:lines]])
+
+
+def _hinted(message: str, hint: str) -> str:
+    return f"{message}; {hint}" if hint else message

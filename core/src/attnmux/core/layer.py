@@ -1,4 +1,4 @@
-"""What varies by layer."""
+"""The description of one attention layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from attnmux.core.errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerSpec:
-    """One attention layer on this rank. Ids are unique among the layers of a context."""
+    """One attention layer on this rank. Ids are unique among the layers of a context.
+
+    Raises InvalidInput for values that contradict each other.
+    """
 
     layer_id: int
     tp_q_head_num: int
@@ -36,64 +39,54 @@ class LayerSpec:
     query, those of chunk n - 1 with its second and all before with its third, in one softmax. It is
     `chunk_size - local_size` of the model's config; 0 for other kinds."""
     is_causal: bool = True
-    """False for a layer of an encoder: each token sees all of its sequence, which is the call's own
+    """False for a layer of an encoder: each token sees its whole sequence, which is the call's own
     k and v (`save_kv_cache=False`)."""
     is_cross_attention: bool = False
     sinks: torch.Tensor | None = None
-    """[Hq] fp32: a logit a head that takes part in the softmax and has no value."""
+    """[Hq] fp32: one logit a head that takes part in the softmax and has no value."""
     k_scale: float | None = None
     v_scale: float | None = None
-    """What a quantised K or V is multiplied by when read: see `KVPool.read_scales`. K and V that
-    a pool stores as they are, or that come with the call, have no scale."""
+    """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a
+    pool stores unquantised, or that come with the call, have no scale."""
 
     def __post_init__(self) -> None:
-        if self.tp_k_head_num < 1 or self.tp_q_head_num % self.tp_k_head_num:
-            raise InvalidInput(
-                "tp_q_head_num",
-                came=f"{self.tp_q_head_num} query heads over {self.tp_k_head_num} KV heads",
-                expected="a multiple of the KV heads",
-            )
-        if self.tp_v_head_num != self.tp_k_head_num:
-            raise InvalidInput(
-                "tp_v_head_num", came=self.tp_v_head_num, expected=f"{self.tp_k_head_num}, as in K"
-            )
-        if self.sinks is not None and (
-            self.sinks.shape != (self.tp_q_head_num,) or self.sinks.dtype != torch.float32
-        ):
-            raise InvalidInput(
-                "sinks",
-                came=f"{self.sinks.dtype} of shape {tuple(self.sinks.shape)}",
-                expected=f"float32 of shape ({self.tp_q_head_num},)",
-            )
+        q_heads, kv_heads = self.tp_q_head_num, self.tp_k_head_num
+        if kv_heads < 1 or q_heads % kv_heads:
+            got = f"{q_heads} query heads over {kv_heads} KV heads"
+            raise InvalidInput("tp_q_head_num", came=got, expected="a multiple of the KV heads")
+        if self.tp_v_head_num != kv_heads:
+            expected = f"{kv_heads}, as in K"
+            raise InvalidInput("tp_v_head_num", came=self.tp_v_head_num, expected=expected)
+        sinks = self.sinks
+        if sinks is not None and (sinks.shape != (q_heads,) or sinks.dtype != torch.float32):
+            got = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+            raise InvalidInput("sinks", came=got, expected=f"float32 of shape ({q_heads},)")
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",
                 came=self.sliding_window_size,
-                expected="-1 without causality: the window says nothing of the keys behind a token",
+                expected="-1 without causality: the window does not limit keys after a token",
             )
-        if self.kind == "mla" and (self.tp_k_head_num != 1 or self.v_head_dim >= self.qk_head_dim):
+        if self.kind == "mla" and (kv_heads != 1 or self.v_head_dim >= self.qk_head_dim):
             raise InvalidInput(
                 "layer",
-                came=f"{self.tp_k_head_num} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
+                came=f"{kv_heads} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
                 expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
             )
         chunked = self.kind == "dual_chunk"
         if self.dual_chunk_len < chunked or (self.dual_chunk_len and not chunked):
-            raise InvalidInput(
-                "dual_chunk_len",
-                came=f"{self.dual_chunk_len} in a layer of kind {self.kind!r}",
-                expected="at least 1" if chunked else "0: its queries know no chunks",
-            )
+            got = f"{self.dual_chunk_len} in a layer of kind {self.kind!r}"
+            expected = "at least 1" if chunked else "0, since only dual chunk layers have chunks"
+            raise InvalidInput("dual_chunk_len", came=got, expected=expected)
 
     @property
     def qk_rope_head_dim(self) -> int:
-        """Dim of the rotary part that MLA passes apart; 0 in MHA."""
+        """Dim of the rotary part that MLA passes separately; 0 in other kinds."""
         return self.qk_head_dim - self.v_head_dim if self.kind == "mla" else 0
 
     @property
     def query_dim(self) -> int:
-        """Dim of a call's `q`: without what MLA passes apart; of kind "dual_chunk" the three
-        queries of a head, one behind the other."""
+        """Last dim of a call's `q`: without the rotary part in MLA, three queries in dual chunk."""
         if self.kind == "dual_chunk":
             return 3 * self.qk_head_dim
         return self.qk_head_dim - self.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""The op through which compiled models call attention, and the running step that it finds."""
+"""The forward context of a step, and the op through which compiled models call attention."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def _attention_with_output(
     layer = backend.context.layer(layer_id)
     num_tokens = batch.num_tokens
     if topk_indices is not None:
-        # A compiler may write them to the batch after the op: the argument is what was picked.
+        # A compiler may move the write to the batch after the op, so the argument counts
         batch = replace(batch, topk_indices=topk_indices)
     if q.shape[0] > num_tokens:
-        # A compiled model's tokens are padded, the batch's are not. Padding attends to nothing.
+        # A compiled model's tokens are padded, the batch's are not; padding attends to no key
         q = q[:num_tokens]
         q_rope = None if q_rope is None else q_rope[:num_tokens]
         if not layer.is_cross_attention:  # whose k and v are the encoder's tokens
@@ -87,31 +87,22 @@ def _attention_with_output(
             lse[num_tokens:].fill_(-torch.inf)
             lse = lse[:num_tokens]
     backend.forward(
-        q,
-        k,
-        v,
-        layer,
-        batch,
-        save_kv_cache,
-        q_rope=q_rope,
-        k_rope=k_rope,
-        out=out,
-        lse=lse,
+        q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out, lse=lse
     )
 
 
 def _no_output(*_: object) -> None:
-    """The fake implementation: what the op writes has the shapes of its arguments."""
+    """The fake implementation: the op has no result, and writes to its arguments."""
 
 
-# torch keeps ops for as long as their Library object lives; its methods have no annotations.
+# Ops live as long as their Library object; its methods have no annotations
 _library = Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
 _library.define(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
     "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache, "
     "Tensor? topk_indices=None) -> ()",
-    # A backend may plan on the host or choose kernels by length, so Inductor's graph
-    # partition has to leave the op outside of CUDA graphs.
+    # A backend may plan on the host or choose kernels by length, so that Inductor's graph partition
+    # must keep the op out of CUDA graphs
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 _library.impl(  # type: ignore[no-untyped-call]  # as above
@@ -121,5 +112,5 @@ register_fake("attnmux::attention_with_output", _no_output, lib=_library)
 
 attention_with_output = torch.ops.attnmux.attention_with_output
 """`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache, topk_indices?)`: attention
-of the layer in the running step, written to `out` and, where given, `lse`. `topk_indices` stand in
-for the batch's, which an indexer of the same compiled model may write too late for the op."""
+of the layer in the running step, written to `out` and, if given, `lse`. `topk_indices` replaces the
+batch's, which an indexer in the same compiled model may write too late for the op."""

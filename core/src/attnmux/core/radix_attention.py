@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RadixAttention(torch.nn.Module):
     """Attention of one layer over the paged KV cache.
 
-    It runs the backend and batch of the surrounding `forward_context`. Under `torch.compile`
-    the call is one opaque op, so a model compiles as a single graph whatever the backend is.
+    It calls the backend of the surrounding `forward_context`. Under `torch.compile` the call is one
+    opaque op, so that a model compiles as a single graph with any backend.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -36,9 +36,9 @@ class RadixAttention(torch.nn.Module):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; see `AttentionBackend.forward` for the shapes. Heads may come flattened.
+        """Attend; `AttentionBackend.forward` gives the shapes. Heads may be flattened into one dim.
 
-        Returns [T, Hq, Dv]. With k and v None they are already in the pool.
+        Returns [T, Hq, Dv]. k and v are None if they are already in the pool.
         Raises InvalidInput when `batch` is not the one of the forward context.
         """
         spec = self.spec
@@ -53,16 +53,7 @@ class RadixAttention(torch.nn.Module):
         if torch.compiler.is_compiling():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
             attention_with_output(
-                q,
-                k,
-                v,
-                q_rope,
-                k_rope,
-                out,
-                None,
-                spec.layer_id,
-                save_kv_cache,
-                batch.topk_indices,
+                q, k, v, q_rope, k_rope, out, None, spec.layer_id, save_kv_cache, batch.topk_indices
             )
             return out
         context = current_forward_context()
@@ -76,7 +67,7 @@ class RadixAttention(torch.nn.Module):
 
 
 def _by_head(argument: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """[T, heads, dim] of a tensor with these heads, flattened or not, behind any leading dims."""
+    """[T, heads, dim] of a tensor [..., heads, dim] or [..., heads * dim]."""
     if tensor.shape[-2:] != (heads, dim) and tensor.shape[-1:] != (heads * dim,):
         raise InvalidInput(
             argument,

@@ -1,4 +1,4 @@
-"""Speculative decoding: what verification reads, and the masks of draft trees."""
+"""Speculative decoding: the inputs of verification, and the masks of draft trees."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SpecInput:
 
 
 def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
-    """Which draft tokens each draft token sees: itself and its ancestors.
+    """The draft tokens that each draft token sees: itself and its ancestors.
 
     parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
-    Returns [B, d, d] bool, row i the tokens that i sees.
+    Returns [B, d, d] bool; row i has the tokens that i sees.
     Raises InvalidInput for a parent that does not precede its child.
     """
     if parents.dim() != 2:

@@ -8,32 +8,32 @@ import torch
 
 
 class Workspace:
-    """Named byte buffers on one device, kept for reuse and grown when a larger one is asked for.
+    """Named byte buffers on one device, which are reused and grow on demand.
 
-    Two callers that pass one name share its memory, so a name belongs to uses that never
-    overlap in time. Inside a captured graph a buffer must not grow: ask for its largest size
-    in `init_cuda_graph_state`.
+    Callers that pass the same name share its memory, so that their uses must not overlap in time.
+    Inside a captured graph a buffer must not grow: request its largest size in
+    `init_cuda_graph_state`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, torch.Tensor] = {}
-        # The latest view of each name: every layer of a step asks for the same ones.
+        # The latest view of each name, since every layer of a step asks for the same
         self._views: dict[str, torch.Tensor] = {}
 
     def get(self, name: str, nbytes: int, *, zeroed: bool = False) -> torch.Tensor:
         """A uint8 buffer of at least `nbytes`.
 
-        With `zeroed` it holds zeros when it is made or grown; a kernel that needs zeros at
-        every launch has to leave them behind. A buffer grows by a quarter at least, so that a
-        context that grows token by token does not allocate at every step.
+        With `zeroed` it holds zeros when it is made or grown; a kernel that needs zeros at every
+        launch must restore them. A buffer grows by at least a quarter, so that a sequence which
+        grows token by token does not allocate at every step.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
             if buffer is not None:
                 nbytes = max(nbytes, buffer.numel() * 5 // 4)
             make = torch.zeros if zeroed else torch.empty
-            # A tensor made in inference mode could not be written outside of it later.
+            # A tensor made in inference mode could not be written outside of it later
             with torch.inference_mode(False):
                 buffer = make(nbytes, dtype=torch.uint8, device=self.device)
             self._buffers[name] = buffer

@@ -1,7 +1,20 @@
-"""The conformance suite that every backend passes, for this project's plugins and for others.
+"""The conformance suite that every backend passes, this project's and others'.
 
-`AttentionBackendTests` is the suite for pytest; `attnmux verify NAME` runs the same cases. What
-both are made of is plain data and functions, and needs no pytest.
+`AttentionBackendTests` is the suite for pytest; `attnmux verify NAME` runs the same cases. Both are
+made of plain data and functions that need no pytest:
+
+- `Case` is one model's attention over some `Step`s, which `decode`, `extend` and `verify` make;
+  `standard_cases` lists the suite's, and `in_graphs` those that device graphs can serve.
+- `find_candidate` makes a `Candidate`, a backend with its card and machine; `run_case` runs a case
+  on it and compares all that it did with `reference`, dense attention in float64.
+- `outside_points` lists requests just beyond a card's limits, and `try_point` checks that the
+  selector refuses one.
+- `make_setup` and `prepare_step` make the pools, batch and tensors of a case, for tests that call
+  a backend themselves.
+- `RecordingGraphs` captures and replays steps without a device that has graphs.
+- `FakeBackend` and `GraphFakeBackend` are correct and slow, with cards for `fake_platform`.
+
+Importing this module imports neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -10,68 +23,72 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.testing.builders import PreparedStep, prepare_step
-    from attnmux.testing.candidate import Candidate, find_candidate
-    from attnmux.testing.cases import Case, Step
-    from attnmux.testing.fakes import FakeBackend, fake_card, fake_platform
-    from attnmux.testing.graph_fakes import GraphFakeBackend, graph_card
-    from attnmux.testing.limits import OutsidePoint, outside_points, try_point
-    from attnmux.testing.outcome import Outcome
-    from attnmux.testing.runner import run_case
-    from attnmux.testing.standard import standard_cases
-    from attnmux.testing.suite import AttentionBackendTests
-    from attnmux.testing.world import World, make_world
+    from attnmux.testing import reference as reference
+    from attnmux.testing.candidate import Candidate as Candidate
+    from attnmux.testing.candidate import Outcome as Outcome
+    from attnmux.testing.candidate import find_candidate as find_candidate
+    from attnmux.testing.card_limits import OutsidePoint as OutsidePoint
+    from attnmux.testing.card_limits import outside_points as outside_points
+    from attnmux.testing.card_limits import try_point as try_point
+    from attnmux.testing.case_setup import CaseSetup as CaseSetup
+    from attnmux.testing.case_setup import make_setup as make_setup
+    from attnmux.testing.cases import Case as Case
+    from attnmux.testing.cases import Step as Step
+    from attnmux.testing.cases import decode as decode
+    from attnmux.testing.cases import extend as extend
+    from attnmux.testing.cases import verify as verify
+    from attnmux.testing.comparison import Disagreement as Disagreement
+    from attnmux.testing.fakes import FakeBackend as FakeBackend
+    from attnmux.testing.fakes import fake_card as fake_card
+    from attnmux.testing.fakes import fake_platform as fake_platform
+    from attnmux.testing.graph_fakes import GraphFakeBackend as GraphFakeBackend
+    from attnmux.testing.graph_fakes import graph_card as graph_card
+    from attnmux.testing.prepared import LayerInput as LayerInput
+    from attnmux.testing.prepared import PreparedStep as PreparedStep
+    from attnmux.testing.prepared import prepare_step as prepare_step
+    from attnmux.testing.recording import RecordingGraphs as RecordingGraphs
+    from attnmux.testing.runner import run_case as run_case
+    from attnmux.testing.standard import in_graphs as in_graphs
+    from attnmux.testing.standard import standard_cases as standard_cases
+    from attnmux.testing.suite import AttentionBackendTests as AttentionBackendTests
 
 _MODULES = {
     "AttentionBackendTests": "suite",
     "Candidate": "candidate",
     "Case": "cases",
+    "CaseSetup": "case_setup",
+    "Disagreement": "comparison",
     "FakeBackend": "fakes",
-    "Outcome": "outcome",
     "GraphFakeBackend": "graph_fakes",
-    "OutsidePoint": "limits",
-    "PreparedStep": "builders",
+    "LayerInput": "prepared",
+    "Outcome": "candidate",
+    "OutsidePoint": "card_limits",
+    "PreparedStep": "prepared",
+    "RecordingGraphs": "recording",
     "Step": "cases",
-    "World": "world",
+    "decode": "cases",
+    "extend": "cases",
     "fake_card": "fakes",
     "fake_platform": "fakes",
     "find_candidate": "candidate",
     "graph_card": "graph_fakes",
-    "make_world": "world",
-    "outside_points": "limits",
-    "prepare_step": "builders",
+    "in_graphs": "standard",
+    "make_setup": "case_setup",
+    "outside_points": "card_limits",
+    "prepare_step": "prepared",
+    "reference": "reference",
     "run_case": "runner",
     "standard_cases": "standard",
-    "try_point": "limits",
+    "try_point": "card_limits",
+    "verify": "cases",
 }
 
-__all__ = [
-    "AttentionBackendTests",
-    "Candidate",
-    "Case",
-    "FakeBackend",
-    "GraphFakeBackend",
-    "Outcome",
-    "OutsidePoint",
-    "PreparedStep",
-    "Step",
-    "World",
-    "fake_card",
-    "fake_platform",
-    "find_candidate",
-    "graph_card",
-    "make_world",
-    "outside_points",
-    "prepare_step",
-    "run_case",
-    "standard_cases",
-    "try_point",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
     """Import the module of a public name when it is first asked for."""
     if name in _MODULES:
         module = importlib.import_module(f"attnmux.testing.{_MODULES[name]}")
-        return getattr(module, name)
+        return module if name == "reference" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
-"""A backend on trial: its card, how it is built, and the machine that it runs on."""
+"""A backend under test, with its card and its machine, and the outcome of a case on it."""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
@@ -31,22 +31,49 @@ if TYPE_CHECKING:
 MACHINE_AXES = frozenset(
     {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "status", "policy"}
 )
-"""What a refusal is about when another machine or installation would be needed."""
+"""Axes whose refusals only another machine or installation can change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The result of one case."""
+
+    case: str
+    execution: Literal["eager", "graph"] = "eager"
+    """How its steps were run."""
+    status: Literal["passed", "failed", "refused"]
+    """Refused: the card does not admit the case, and the selector said so with reasons."""
+    max_error: float = 0.0
+    """The largest absolute difference from the reference in output and LSE."""
+    message: str = ""
+    """The error, and where it occurred."""
+    reasons: tuple[Reason, ...] = ()
+    error: Exception | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "execution": self.execution,
+            "status": self.status,
+            "max_error": self.max_error,
+            "message": self.message,
+            "reasons": [str(reason) for reason in self.reasons],
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidate:
-    """A backend on trial, and where."""
+    """A backend under test, and the machine that it runs on."""
 
     card: BackendCard
     platform: Platform
     plugin: str = ""
     device: str = ""
-    """Where tensors lie; the platform's device unless given."""
+    """torch's name of the device for tensors; by default the platform's."""
     options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
-    """What differs from the card's defaults."""
+    """Options that differ from the card's defaults."""
     factory: Factory | None = None
-    """Called instead of the card's."""
+    """Called instead of the card's factory."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
 
@@ -55,9 +82,9 @@ class Candidate:
             object.__setattr__(self, "device", self.platform.device_type)
 
     def refusals(self, request: Request, platform: Platform | None = None) -> tuple[Reason, ...]:
-        """Why the selector does not give the backend such a request; () where it does.
+        """Why the selector would not choose the backend for the request; () if it would.
 
-        `platform` is the candidate's unless given.
+        `platform` defaults to the candidate's.
         """
         platform = platform or self.platform
         verdicts = (
@@ -67,14 +94,14 @@ class Candidate:
         return tuple(reason for verdict in verdicts for reason in verdict.reasons)
 
     def admits(self, case: Case) -> bool:
-        """Whether the selector would give the backend the case's request."""
+        """Whether the selector would choose the backend for the case's request."""
         return not self.refusals(case.request)
 
     def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
-        """The standard cases, in the usual page sizes and in those that the card names.
+        """The standard cases, in the usual page sizes and those that the card names.
 
-        page_sizes: only these, instead.
-        Where the card declares graphs, those with a step that a graph can serve come twice.
+        page_sizes: use these sizes instead.
+        If the card declares graphs, cases with a step that a graph can serve are listed twice.
         """
         named = {
             size
@@ -91,7 +118,7 @@ class Candidate:
         return cases
 
     def build(self, context: BackendContext) -> AttentionBackend:
-        """The backend, made as an engine would."""
+        """Make the backend as an engine would."""
         factory = self.factory
         if factory is None:
             factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
@@ -109,12 +136,12 @@ def find_candidate(
 ) -> Candidate:
     """The installed backend of that name, on this machine.
 
-    The platform is the one of `device` ("cpu", "cuda:1"), else the first on which the card
-    admits anything. `plugins` and `platforms` are those of this machine unless given. launches: as
-    `BackendContext.launches`.
-    A planned backend that has a factory is tried as if it were available, to become so.
-    Raises UnknownBackend for a name that nobody offers; InvalidInput for a name that several
-    backends share, for a device that is not there, and for an option that cannot be used.
+    The platform is that of `device` ("cpu", "cuda:1"), or by default the first on which the card
+    admits a case. `plugins` and `platforms` default to those of this machine.
+    launches: as `BackendContext.launches`.
+    A planned backend with a factory is treated as available.
+    Raises UnknownBackend for an unknown name; InvalidInput for a name that several backends share,
+    for a device that is not present, and for an option that cannot be used.
     """
     plugins = plugins or load_plugins()
     offer = _offer(name, plugins.offers())

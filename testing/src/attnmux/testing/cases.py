@@ -1,4 +1,4 @@
-"""What one trial of a backend is, as plain data. Importing this module imports no torch."""
+"""Cases of the suite and their steps, as plain data. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Step:
     new: tuple[int, ...]
     """New tokens of each request."""
     encoder: tuple[int, ...] = ()
-    """Encoder tokens of each request. They are new where nothing else was cached."""
+    """Encoder tokens of each request. They are new if no other tokens are cached."""
     items: tuple[tuple[int, ...], ...] = ()
     """Lengths of the items that end each request, delimiters included."""
     shared_prefix: int = 0
-    """First tokens that all requests have in common, whole pages of them in the same slots."""
+    """Leading tokens that all requests share; whole pages of them have the same slots."""
     padding: int = 0
     """Padding requests after the real ones."""
     trailing: int = 0
@@ -55,7 +55,7 @@ class Step:
         return tuple(length + more for length, more in zip(self.lens, encoder, strict=True))
 
     def halved(self) -> Step:
-        """Another step of as many requests: in reverse order, with half of what was before."""
+        """A step of as many requests in reverse order, each with half of its cached tokens."""
         new = self.new[::-1]
         cached = [before // 2 for before in reversed(self.cached)]
         return replace(
@@ -67,7 +67,7 @@ class Step:
         )
 
     def varied(self, max_len: int) -> Step:
-        """Another step of as many requests: in reverse order, each a token longer if it may be."""
+        """A step of as many requests in reverse order, each a token longer if that fits."""
         lens = [
             min(length + 1, max_len - total + length)
             for length, total in zip(self.lens, self.totals, strict=True)
@@ -82,7 +82,7 @@ class Step:
 
 
 def decode(*lens: int, encoder: tuple[int, ...] = (), padding: int = 0) -> Step:
-    """One new token for each request; `lens` counts it."""
+    """A decode step with one new token for each request, which `lens` counts."""
     return Step(
         mode=ForwardMode.DECODE, lens=lens, new=(1,) * len(lens), encoder=encoder, padding=padding
     )
@@ -97,7 +97,7 @@ def extend(
     padding: int = 0,
     trailing: int = 0,
 ) -> Step:
-    """(cached, new) tokens for each request."""
+    """An extend step with (cached, new) tokens for each request."""
     return Step(
         mode=mode,
         lens=tuple(cached + new for cached, new in requests),
@@ -111,7 +111,7 @@ def extend(
 
 
 def verify(num_draft_tokens: int, *prefixes: int, padding: int = 0) -> Step:
-    """The same number of draft tokens behind each prefix."""
+    """A verify step with the same number of draft tokens after each prefix."""
     requests = ((prefix, num_draft_tokens) for prefix in prefixes)
     return extend(*requests, mode=ForwardMode.TARGET_VERIFY, padding=padding)
 
@@ -144,31 +144,31 @@ class Case:
     windows: tuple[int | None, ...] = (None, None)
     """The sliding window of each layer."""
     window_pool: bool = False
-    """Layers with a window have a pool of their own, which has let go of what nobody sees."""
+    """Layers with a window have a pool of their own, without tokens that fell out of the window."""
     attention_chunk: int | None = None
     """Of every other layer."""
     logit_cap: float | None = None
     """Of the first layer; the next has twice that."""
     kv_scales: tuple[float, float] | None = None
-    """k_scale and v_scale of the first layer that a checkpoint brings; the next has twice those.
-    Only a pool of 8-bit floats divides by them."""
+    """k_scale and v_scale of the first layer; the next has twice those. Only a pool of 8-bit floats
+    divides by them."""
     sinks: bool = False
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a custom mask."""
     lse: bool = False
     kv_in_pool: bool = False
-    """K and V were written before the call, which passes neither."""
+    """K and V are written before the call, which has neither."""
     save_kv_cache: bool = True
     host_lens: bool = False
-    """Batches carry their host mirrors, as they always do for a backend that needs them."""
+    """Batches have their host mirrors, as they always do for a backend that needs them."""
     deterministic: bool = False
     """A request's result must have the same bits whatever else is in the batch."""
     is_encoder: bool = False
-    """The layers are an encoder's: not causal, and without a KV cache."""
+    """The layers are an encoder's: without causality and without a KV cache."""
     graph: bool = False
     """Steps that device graphs serve are captured and replayed."""
     max_graph_batch_size: int | None = None
-    """Larger steps run eagerly on the backend that holds the graphs. None: all have graphs."""
+    """Larger steps run eagerly on the backend with the graphs. None: all steps have graphs."""
 
     @property
     def execution(self) -> Literal["eager", "graph"]:
@@ -201,7 +201,7 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """What an engine asks for to run these steps."""
+        """An engine's request for these steps."""
         drafts = [step.new for step in self.steps if step.mode is ForwardMode.TARGET_VERIFY]
         return Request(
             kind=self.kind,
@@ -230,3 +230,25 @@ class Case:
             deterministic=self.deterministic,
             graph=self.graph,
         )
+
+
+def case_of(
+    name: str, page_size: int, *steps: Step, max_context_len: int = 0, **settings: object
+) -> Case:
+    """A case named `<name>-page<page_size>`. A single step is followed by a variation of it, which
+    reveals stale metadata."""
+    max_context_len = max_context_len or longest(page_size)
+    if len(steps) == 1:
+        steps = (*steps, steps[0].varied(max_context_len))
+    return Case(
+        name=f"{name}-page{page_size}",
+        steps=steps,
+        page_size=page_size,
+        max_context_len=max_context_len,
+        **settings,  # type: ignore[arg-type]  # fields of Case by name
+    )
+
+
+def longest(page_size: int) -> int:
+    """The usual `max_context_len`, with room for a few pages."""
+    return max(256, 5 * page_size)

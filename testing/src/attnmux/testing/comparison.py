@@ -1,4 +1,4 @@
-"""How close is close enough."""
+"""Tolerances, and the comparison of a backend's results with the reference."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ LSE_TOLERANCE = {
 
 
 def output_tolerance(dtype: torch.dtype, kv_dtype: torch.dtype, *, fp8_products: bool) -> Tolerance:
-    """What the output of `dtype` may differ by, over KV of `kv_dtype`.
+    """The tolerance of outputs of `dtype` over KV of `kv_dtype`.
 
-    K and V that were quantised are the same for the reference, so they leave the tolerance as it
-    is, unless the products are of 8-bit floats too.
+    The reference reads the same quantised K and V, so that the tolerance is wider only if the
+    backend multiplies 8-bit floats.
     """
     tolerance = OUTPUT_TOLERANCE[dtype]
     if not fp8_products or kv_dtype not in FP8_WEIGHTS_TOLERANCE:
@@ -55,14 +55,14 @@ def output_tolerance(dtype: torch.dtype, kv_dtype: torch.dtype, *, fp8_products:
 
 
 class Disagreement(Exception):
-    """What a backend did is not what the contract asks for."""
+    """A backend's results or writes differ from what the contract requires."""
 
 
 def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
     """The largest absolute difference of [T, Hq, …] tensors.
 
-    Raises Disagreement, naming the row and head of the worst, where one is beyond the tolerance.
-    NaN never agrees; equal infinities do.
+    Raises Disagreement, with the row and head of the largest, if one exceeds the tolerance. NaN
+    never agrees; equal infinities do.
     """
     if not actual.numel():
         return 0.0

@@ -1,4 +1,4 @@
-"""A correct, slow backend with its card, and a platform that no machine has."""
+"""A correct, slow backend with its card, and a platform of a made-up vendor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from attnmux.core.layer import LayerSpec
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,
-    met_by_three,
-    picked,
+    expand_dual_chunk,
+    topk_mask,
     visibility,
 )
 
@@ -28,14 +28,14 @@ _KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 
 def fake_platform() -> Platform:
-    """A platform of a vendor of its own; its tensors live on the CPU."""
+    """A platform of a made-up vendor, whose tensors are on the CPU."""
     return Platform(
         vendor="fake", device_type="cpu", arch="fake1", version=(1, 0), runtime="fake 1.0"
     )
 
 
 def fake_card(**changes: Condition) -> BackendCard:
-    """The card of `FakeBackend`, which serves all of the contract but graphs.
+    """The card of `FakeBackend`, which serves the whole contract except graphs.
 
     `changes` narrow or widen its one clause.
     """
@@ -55,7 +55,7 @@ def fake_card(**changes: Condition) -> BackendCard:
     )
     return BackendCard(
         name="fake",
-        summary="The float64 reference behind the contract",
+        summary="The float64 reference as a backend",
         factory="attnmux.testing.fakes:FakeBackend",
         clauses=(clause,),
     )
@@ -63,7 +63,7 @@ def fake_card(**changes: Condition) -> BackendCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RawMetadata:
-    """A step's lengths, as the batch gives them."""
+    """A step's lengths, from its batch."""
 
     rows: torch.Tensor
     new: torch.Tensor
@@ -73,7 +73,7 @@ class RawMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FullMetadata:
-    """What the layers read: a table of slots, and lengths."""
+    """A step's metadata: a table of slots, and lengths."""
 
     slots: torch.Tensor
     """[B, max_context_len]: each request's row of the request table."""
@@ -83,11 +83,11 @@ class FullMetadata:
 
 
 class FakeBackend(AttentionBackend):
-    """The float64 reference behind the contract.
+    """The float64 reference as a backend.
 
-    Its layers read a step's lengths and slots from metadata alone, never from the batch, so a
-    step that was not prepared gives wrong numbers, as with a real backend. Each choice that a
-    backend can get wrong is a method of its own.
+    Its layers read lengths and slots only from the metadata, never from the batch, so that a step
+    which was not prepared gives wrong numbers, as with a real backend. Each decision that a backend
+    can get wrong is a method that tests override.
     """
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
@@ -112,7 +112,7 @@ class FakeBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         if self.raw is None:
-            raise RuntimeError("init_forward_metadata_out_graph comes first")
+            raise RuntimeError("call init_forward_metadata_out_graph first")
         raw = self.raw
         self.full = FullMetadata(
             slots=self.context.req_to_token_pool.req_to_token[raw.rows].long(),
@@ -142,7 +142,7 @@ class FakeBackend(AttentionBackend):
         q, layer, out = call.q, call.layer, call.out
         metadata = self.full
         if metadata is None:
-            raise RuntimeError("init_forward_metadata comes first")
+            raise RuntimeError("call init_forward_metadata first")
         if call.q_rope is not None:
             q = torch.cat([q, call.q_rope], dim=-1)
         if out is None:
@@ -164,7 +164,7 @@ class FakeBackend(AttentionBackend):
             mask_start += new * len(keys)
             if layer.kind == "dual_chunk":
                 meets = self.meets(layer, torch.arange(first, first + new), len(keys))
-                keys, values, keep = met_by_three(keys, values, keep, meets.to(keep.device))
+                keys, values, keep = expand_dual_chunk(keys, values, keep, meets.to(keep.device))
             result, result_lse = self.attend(q[rows], keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if call.lse is not None:
@@ -202,7 +202,7 @@ class FakeBackend(AttentionBackend):
         num_keys: int,
         mask_start: int,
     ) -> torch.Tensor:
-        """Which keys the tokens `rows` of a request see, the first of them at place `first`."""
+        """[T, S] bool: the keys that a request's tokens `rows` see; `first` is their place."""
         num_new = rows.stop - rows.start
         if layer.is_cross_attention:
             return torch.ones((num_new, num_keys), dtype=torch.bool, device=self.context.device)
@@ -211,7 +211,7 @@ class FakeBackend(AttentionBackend):
         if custom_mask is not None:
             custom_mask = custom_mask[mask_start : mask_start + num_new * num_keys]
         if batch.topk_indices is not None:
-            custom_mask = picked(batch.topk_indices[rows], num_keys)
+            custom_mask = topk_mask(batch.topk_indices[rows], num_keys)
         item_starts, shared_prefix = None, 0
         if batch.multi_item is not None:
             item_starts = positions - batch.multi_item.token_pos_in_items[rows]
@@ -228,7 +228,7 @@ class FakeBackend(AttentionBackend):
         )
 
     def meets(self, layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
-        """Which of its queries each token meets each key with, in a layer of kind "dual_chunk"."""
+        """[T, S]: the query with which each token meets each key, in a "dual_chunk" layer."""
         return chunks_before(positions, num_keys, layer.dual_chunk_len)
 
     def attend(
@@ -241,11 +241,5 @@ class FakeBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of one request."""
         return dense_attention(
-            q,
-            k,
-            v,
-            keep,
-            scaling=layer.scaling,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
+            q, k, v, keep, scaling=layer.scaling, logit_cap=layer.logit_cap, sinks=layer.sinks
         )

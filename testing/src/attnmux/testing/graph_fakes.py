@@ -1,4 +1,4 @@
-"""A correct, slow backend that device graphs can hold."""
+"""A correct, slow backend that can be captured in device graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnmux.core.choosing.offer.conditions import ANY, Condition
 from attnmux.core.context import BackendContext
 from attnmux.core.layer import LayerSpec
 from attnmux.testing.fakes import FakeBackend, fake_card
-from attnmux.testing.reference import met_by_three, visibility
+from attnmux.testing.reference import expand_dual_chunk, visibility
 
 
 def graph_card(**changes: Condition) -> BackendCard:
@@ -28,13 +28,13 @@ def graph_card(**changes: Condition) -> BackendCard:
 class GraphState:
     """Buffers that captured steps read, for a largest batch.
 
-    What is raw was copied outside of the graph; the graph makes the rest of it.
+    The `raw_` ones are written outside of the graph, the others in it.
     """
 
     raw_rows: torch.Tensor
     """[B] int64"""
     raw_lens: torch.Tensor
-    """[B] int32, as on the batch."""
+    """[B] int32, the batch's `seq_lens`."""
     raw_encoder: torch.Tensor
     """[B] int32"""
     cached: torch.Tensor
@@ -47,7 +47,7 @@ class GraphState:
         return self.cached.shape[0]
 
     def fits(self, batch: ForwardBatch) -> bool:
-        """Whether the step can lie in the buffers: a larger one runs without them, eagerly."""
+        """Whether the buffers have room for the step. A larger one runs eagerly without them."""
         return _is_static(batch) and batch.batch_size <= self.max_batch_size
 
     @classmethod
@@ -65,8 +65,8 @@ class GraphState:
 class GraphFakeBackend(FakeBackend):
     """`FakeBackend` with static shapes in DECODE and TARGET_VERIFY.
 
-    Metadata is raw until the graph upgrades it: lengths are copied outside, the table of slots is
-    built inside, from wherever the buffers then lead.
+    Lengths are copied outside of the graph; the table of slots is built inside, from the present
+    contents of the buffers.
     """
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
@@ -79,7 +79,7 @@ class GraphFakeBackend(FakeBackend):
             self.states.append(GraphState.make(max_bs, context.max_context_len, context.device))
 
     def state_of(self, batch: ForwardBatch) -> GraphState | None:
-        """The first that holds the step, at capture and at replay; None where none does."""
+        """The first state with room for the step, at capture and replay alike; None without one."""
         return next((state for state in self.states if state.fits(batch)), None)
 
     def init_forward_metadata_out_graph(
@@ -125,13 +125,13 @@ class GraphFakeBackend(FakeBackend):
             rows = slice(request * new, (request + 1) * new)
             slots, exists = self._keys(layer, state, request, new)
             keys, values = self.read(layer, slots)
-            # What is behind the end may be NaN, which weights of 0 do not undo.
+            # Values after the end may be NaN, which a weight of 0 does not remove
             keys, values = (rows_.where(exists[:, None, None], 0) for rows_ in (keys, values))
             keep = exists & self._visible(layer, batch, state, request, new)
             if layer.kind == "dual_chunk":
                 positions = state.cached[request] + torch.arange(new, device=keep.device)
                 meets = self.meets(layer, positions, keep.shape[1])
-                keys, values, keep = met_by_three(keys, values, keep, meets)
+                keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
             result, result_lse = self.attend(q[rows], keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if lse is not None:
@@ -141,7 +141,7 @@ class GraphFakeBackend(FakeBackend):
     def _keys(
         self, layer: LayerSpec, state: GraphState, request: int, new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[max_context_len]: slots of a request's keys, and which of them exist."""
+        """[max_context_len]: slots of a request's keys, and a mask of those that exist."""
         row, encoder = state.slots[request], state.raw_encoder[request]
         order = torch.arange(len(row), device=row.device)
         if layer.is_cross_attention:

@@ -1,9 +1,9 @@
-"""Where the tokens of a step lie, and what the pools hold before it runs.
+"""The slots of a step's tokens, and the contents of the pools before it runs.
 
-Pages are scattered. Those that no request owns are NaN, the reserved one too, and table entries
-behind a request's end are stale and lead there. What a request's own pages hold beside its cached
-tokens is left over from others: large, so that reading it shows, and finite, since a kernel may
-load a whole page and give what lies behind the request's end weight 0.
+Pages are scattered. Those that no request owns hold NaN, as does the reserved page, and table
+entries after a request's end are stale and point there. A request's own pages hold left-over values
+besides its cached tokens: large ones, so that reading them shows, and finite ones, since a kernel
+may load a whole page and give the values after the request's end weight 0.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.kv import SWAKVPool, tokens_behind_window
 from attnmux.core.kv.quantise import quantise
 from attnmux.core.layer import LayerSpec
+from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
-from attnmux.testing.world import World, pages_of
 
 LEFT_OVER = 100.0
-"""What finished requests left in a page; the reserved page holds it in a step with padding, whose
-rows read it and stay finite."""
+"""The left-over value of finished requests. In a step with padding the reserved page holds it too,
+so that padding rows are finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Placed:
     row: int
     """Of the request table."""
     slots: torch.Tensor
-    """[encoder + length] int64, of the encoder's tokens and then its own."""
+    """[encoder + length] int64: the encoder's tokens, then the request's own."""
 
     @property
     def cached(self) -> int:
@@ -50,7 +50,7 @@ class Placed:
 
     @property
     def new_slots(self) -> torch.Tensor:
-        """Where the new tokens are written; slot 0 for a request that has no keys."""
+        """Slots that the new tokens are written to; slot 0 for a request without keys."""
         if self.cached < 0:
             return self.slots.new_zeros(1)
         return self.slots[self.encoder + self.cached :]
@@ -60,14 +60,14 @@ class Placed:
         return self.slots[: self.encoder]
 
 
-def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
+def place(setup: CaseSetup, step: Step, seq_len_fill: int) -> list[Placed]:
     """Give every request a row and slots, and write them to the request table."""
-    pool, table = world.context.token_to_kv_pool, world.context.req_to_token_pool.req_to_token
+    pool, table = setup.context.token_to_kv_pool, setup.context.req_to_token_pool.req_to_token
     page_size = pool.page_size
-    pages = torch.randperm(pool.size // page_size, generator=world.generator) + 1
+    pages = torch.randperm(pool.size // page_size, generator=setup.generator) + 1
     num_shared = step.shared_prefix // page_size
     shared, pages = pages[:num_shared], pages[num_shared:]
-    rows = torch.randperm(table.shape[0] - 1, generator=world.generator) + 1
+    rows = torch.randperm(table.shape[0] - 1, generator=setup.generator) + 1
     requests = []
     for index, total in enumerate(step.totals):
         count = pages_of(total, page_size) - len(shared)
@@ -85,51 +85,51 @@ def place(world: World, step: Step, seq_len_fill: int) -> list[Placed]:
                 slots=slots.to(pool.device),
             )
         )
-    _write_table(world, requests, stale=_slots(pages, page_size))
+    _write_table(setup, requests, stale=_slots(pages, page_size))
     if isinstance(pool, SWAKVPool):
-        _pair(world, pool, requests)
+        _pair(setup, pool, requests)
     return requests + [_padding(step, seq_len_fill, pool.device)] * step.padding
 
 
-def fill_pool(world: World, requests: list[Placed], *, has_padding: bool) -> None:
-    """Random K and V for what is cached, left-overs in the rest of the pages, NaN elsewhere."""
-    pool = world.context.token_to_kv_pool
+def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) -> None:
+    """Random K and V for cached tokens, left-overs in the rest of their pages, NaN elsewhere."""
+    pool = setup.context.token_to_kv_pool
     real = [request for request in requests if request.row]
     owned = {int(slot) // pool.page_size for request in real for slot in request.slots}
     if has_padding:
         owned.add(0)
     in_owned_pages = _slots(torch.tensor(sorted(owned), dtype=torch.int64), pool.page_size)
     in_owned_pages = in_owned_pages.to(pool.device)
-    nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
-    cached = torch.cat([nothing, *(request.cached_slots for request in real)])
+    no_slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
+    cached = torch.cat([no_slots, *(request.cached_slots for request in real)])
     encoder = torch.cat(
-        [nothing, *(request.encoder_slots for request in real if not request.new_encoder)]
+        [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
-    for layer in world.context.layers:
+    for layer in setup.context.layers:
         slots = pool.translate(encoder if layer.is_cross_attention else cached, layer.layer_id)
-        # What fell out of the window is nowhere: it leads to the reserved page, which is finite.
+        # Tokens that fell out of the window translate to the reserved page, which is finite
         slots = slots[slots > 0]
         left_over = pool.translate(in_owned_pages, layer.layer_id)
         if bool((left_over == 0).any()):
             left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
-        for buffer in buffers(world, layer.layer_id):
+        for buffer in buffers(setup, layer.layer_id):
             buffer.fill_(torch.nan)
             _leave_over(buffer, left_over)
         drawn = tuple(
-            world.random(len(slots), *buffer.shape[1:]) for buffer in buffers(world, layer.layer_id)
+            setup.random(len(slots), *buffer.shape[1:]) for buffer in buffers(setup, layer.layer_id)
         )
         for buffer, rows in zip(
-            buffers(world, layer.layer_id), stored_rows(world, layer, drawn), strict=True
+            buffers(setup, layer.layer_id), stored_rows(setup, layer, drawn), strict=True
         ):
             put(buffer, slots, rows)
 
 
-def fill_reserved_page(world: World) -> None:
-    """Left-overs in page 0, for rows of padding that a step does not say."""
-    pool = world.context.token_to_kv_pool
+def fill_reserved_page(setup: CaseSetup) -> None:
+    """Left-overs in page 0, for padding rows that a graph adds to a step."""
+    pool = setup.context.token_to_kv_pool
     slots = torch.arange(pool.page_size, device=pool.device)
-    for layer in world.context.layers:
-        for buffer in buffers(world, layer.layer_id):
+    for layer in setup.context.layers:
+        for buffer in buffers(setup, layer.layer_id):
             _leave_over(buffer, slots)
 
 
@@ -139,10 +139,10 @@ def _leave_over(buffer: torch.Tensor, slots: torch.Tensor) -> None:
 
 
 def stored_rows(
-    world: World, layer: LayerSpec, rows: Sequence[torch.Tensor]
+    setup: CaseSetup, layer: LayerSpec, rows: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """What the layer's `buffers` hold of such rows: those of K and V, or of MLA's whole row."""
-    dtype = world.context.token_to_kv_pool.dtype
+    """Rows of K and V, or whole rows of MLA, as the layer's `buffers` store them."""
+    dtype = setup.context.token_to_kv_pool.dtype
     scales = (layer.k_scale, layer.v_scale)
     return tuple(
         quantise(values, dtype, scale) for values, scale in zip(rows, scales, strict=False)
@@ -150,14 +150,14 @@ def stored_rows(
 
 
 def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows of the buffer's dtype, byte by byte: torch knows that for every dtype."""
+    """Write rows of the buffer's dtype as bytes, which torch supports for every dtype."""
     buffer.view(torch.uint8)[slots] = rows.contiguous().view(torch.uint8)
 
 
-def buffers(world: World, layer_id: int) -> tuple[torch.Tensor, ...]:
+def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:
     """The pool's memory of a layer: K and V, or the one buffer of MLA."""
-    pool = world.context.token_to_kv_pool
-    if world.case.latent:
+    pool = setup.context.token_to_kv_pool
+    if setup.case.latent:
         return (pool.get_key_buffer(layer_id),)
     return pool.get_kv_buffer(layer_id)
 
@@ -172,24 +172,24 @@ def _out_of_order(pages: torch.Tensor) -> torch.Tensor:
     return pages.flip(0) if in_order else pages
 
 
-def _write_table(world: World, requests: list[Placed], stale: torch.Tensor) -> None:
-    table = world.context.req_to_token_pool.req_to_token
-    picks = torch.randint(len(stale), table.shape, generator=world.generator)
+def _write_table(setup: CaseSetup, requests: list[Placed], stale: torch.Tensor) -> None:
+    table = setup.context.req_to_token_pool.req_to_token
+    picks = torch.randint(len(stale), table.shape, generator=setup.generator)
     table.copy_(stale[picks])
     table[0] = 0
     for request in requests:
         table[request.row, : len(request.slots)] = request.slots.int()
 
 
-def _pair(world: World, pool: SWAKVPool, requests: list[Placed]) -> None:
-    """Give scattered pages of the window pool to what some new token still sees."""
-    widest = max(layer.sliding_window_size for layer in world.context.layers)
+def _pair(setup: CaseSetup, pool: SWAKVPool, requests: list[Placed]) -> None:
+    """Pair the pages that a new token still sees with scattered pages of the window pool."""
+    widest = max(layer.sliding_window_size for layer in setup.context.layers)
     seen = set()
     for request in requests:
         behind = tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
         seen.update((request.slots[behind :: pool.page_size] // pool.page_size).tolist())
     pages = torch.tensor(sorted(seen), dtype=torch.int64)
-    swa_pages = torch.randperm(pool.swa.size // pool.page_size, generator=world.generator) + 1
+    swa_pages = torch.randperm(pool.swa.size // pool.page_size, generator=setup.generator) + 1
     pool.unpair(torch.arange(pool.num_slots // pool.page_size, device=pool.device))
     pool.pair(pages.to(pool.device), swa_pages[: len(pages)].to(pool.device))
 

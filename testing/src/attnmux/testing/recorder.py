@@ -1,4 +1,4 @@
-"""Notes the operations of a step and refuses those that a replay would not repeat."""
+"""Records the operations of a step and refuses those that a replay would not repeat."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core.errors import GraphViolation
-from attnmux.core.graph.tape import Operation, Place, Tape, identity, tensors
 from attnmux.core.op import attention_with_output
+from attnmux.testing.tape import Operation, Place, Tape, identity, tensors
 
 aten = torch.ops.aten
 
@@ -31,18 +31,14 @@ SCRIBBLED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Runs and notes what is called while it is entered.
+    """Runs and records the operations that are called while it is active.
 
-    method: names the part of the step in errors. host_tensors: change between replays, where a
-    device graph cannot follow; what is computed from them alone stays as it was.
+    method: names the part of the step in errors. host_tensors: tensors on the host that change
+    between replays, which a device graph does not see; results computed from them alone stay
+    constant.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        method: str,
-        host_tensors: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, tape: Tape, method: str, host_tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._tape = tape
         self._method = method
@@ -67,7 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
         self._refuse(func, args, kwargs, given)
-        # Before the call, which may change an argument's shape.
+        # Before the call, which may change an argument's shape
         frozen_args, frozen_kwargs = pytree.tree_map_only(
             torch.Tensor, self._freeze, (args, kwargs)
         )
@@ -96,19 +92,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._tape.operations.append(operation)
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Place:
-        """A number on the host is part of a kernel's launch: it stays what it was."""
+        """Numbers on the host are part of a kernel's launch and stay constant."""
         return tensor.clone() if identity(tensor) in self._on_host else self._tape.freeze(tensor)
 
     def _keep(
         self, func: OpOverload[..., Any], result: torch.Tensor, known: set[int]
     ) -> torch.Tensor | None:
-        """The result where its memory is new; None for a view or an argument."""
+        """The result if its memory is new; None for a view or an argument."""
         if identity(result) in known:
             return None
         return self._tape.keep(result, str(func))
 
     def _scribble(self, result: torch.Tensor) -> None:
-        """Memory of a graph's pool holds whatever another part of it left there."""
+        """Uninitialised memory of a graph's pool may hold anything."""
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
             place = self._tape.freeze(result)
@@ -141,10 +137,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 def _from_parts(
     func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401  # whatever the operation returns
-    """Run an operation by what it is made of; NotImplemented for a basic one.
+    """Run an operation as its parts; NotImplemented for a basic operation.
 
-    In inference mode a composite operation comes whole. The op of attention is Python, which a
-    device graph does not hold but for the kernels that it launches.
+    In inference mode composite operations are dispatched whole. The op of attention runs Python, of
+    which a device graph holds only the kernels.
     """
     if func is attention_with_output.default:
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
@@ -162,7 +158,7 @@ def _changes_values(func: OpOverload[..., Any]) -> bool:
 def _depends_on_values(
     func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the values of tensors, on the device, decide on the result's shape."""
+    """Whether the result's shape depends on values of tensors on the device."""
     if func in BY_INDEX:
         return any(index.dtype in MASK_DTYPES for index in args[1] if index is not None)
     if func is aten.repeat_interleave.Tensor:

@@ -1,29 +1,31 @@
-"""Graphs for machines without a device that has them: a step's operations, noted and run again.
+"""Graphs for machines without a device that has them: a step's operations, recorded and repeated.
 
-A replay repeats the operations with the arguments of the capture, so that a number that was read
-on the host stays what it was, as in a device graph. What a device would refuse, or would get
-wrong in silence, is refused: see `recorder.py`.
+A replay repeats the operations with the arguments of the capture, so that a number which was read
+on the host keeps its value, as in a device graph. A step that a device would refuse, or would
+replay wrongly without an error, is refused; see `recorder.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from attnmux.core.errors import GraphViolation
 from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
-from attnmux.core.graph.tape import Tape
-from attnmux.testing.host_reads import HostReads
 from attnmux.testing.recorder import Recorder
+from attnmux.testing.tape import Tape
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 
 
 class RecordedGraph(CapturedGraph):
-    """A tape of operations, and the outputs that they write."""
+    """A tape of operations and the outputs that they write."""
 
     def __init__(self, tape: Tape, outputs: object, *, inference: bool) -> None:
         self.outputs = outputs
@@ -32,16 +34,16 @@ class RecordedGraph(CapturedGraph):
         self._inference = inference
 
     def replay(self) -> None:
-        """Run the operations again. Raises GraphViolation where a tensor that they read is gone."""
+        """Run the operations again. Raises GraphViolation if a tensor that they read is gone."""
         with torch.inference_mode(self._inference), torch.no_grad():
             self._tape.run()
 
 
 class RecordingGraphs(DeviceGraphs):
-    """Graphs for tests: any device, no kernel launched from anything but torch operations.
+    """Graphs for tests on any device, of steps whose kernels are all torch operations.
 
-    Compiled functions run eagerly meanwhile, and `attnmux::attention_with_output` is looked into;
-    other custom operations are repeated whole. Every temporary stays allocated.
+    During a capture compiled functions run eagerly. `attnmux::attention_with_output` is recorded as
+    its parts, other custom operations as one. Every temporary stays allocated.
     """
 
     @contextmanager
@@ -52,9 +54,9 @@ class RecordingGraphs(DeviceGraphs):
         step.run()
 
     def capture(self, step: GraphStep) -> CapturedGraph:
-        """Run the step and note what it does.
+        """Run the step and record its operations.
 
-        Raises GraphViolation where it synchronises, has shapes that depend on values, reads the
+        Raises GraphViolation if it synchronises, has shapes that depend on values, reads the
         host's tensors, or allocates while it prepares metadata.
         """
         tape = Tape()
@@ -76,3 +78,48 @@ class RecordingGraphs(DeviceGraphs):
                     FORWARD, "the output", "was made by no recorded torch operation"
                 )
         return RecordedGraph(tape, outputs, inference=torch.is_inference_mode_enabled())
+
+
+_READS: Mapping[object, str] = MappingProxyType(
+    {
+        getattr(torch.Tensor, name): name
+        for name in (
+            "cpu",
+            "item",
+            "tolist",
+            "numpy",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__contains__",
+            "__array__",
+        )
+    }
+)
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses reads of tensors by the host. On a CPU torch dispatches no operation for them."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  # whatever the function returns
+        """Raises GraphViolation for a read of the tensor's values."""
+        name = _READS.get(func)
+        if name is not None:
+            raise GraphViolation(
+                self._method,
+                f"Tensor.{name}",
+                "synchronises with the device",
+                hint="read values on the host in init_forward_metadata_out_graph",
+            )
+        return func(*args, **(kwargs or {}))

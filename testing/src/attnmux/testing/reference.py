@@ -1,7 +1,7 @@
-"""Dense attention in float64, slow and plain: what every backend is compared with.
+"""Dense attention in float64, slow and plain, that every backend is compared with.
 
-It loops over requests and reads the KV pool through the request table itself. It shares no code
-with the index builders, so that a fault there cannot hide here.
+It loops over requests and reads the KV pool through the request table. It shares no code with the
+index builders, so that it cannot have the same errors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one layer over a step whose K and V are in the pool.
 
-    q: [T, Hq, D], [T, Hq, 3 * D] of kind "dual_chunk"; with `q_rope` the latent part of an absorbed
-    MLA query. k, v, k_rope: given
-    for an extend step that does not save them; then they are all the keys there are, in cross
-    attention those of all encoder tokens, and the pool is not read. Returns `out [T, Hq, Dv]`
-    and `lse [T, Hq]` in float64; a row that belongs to no request keeps output 0 and LSE -inf.
+    q: [T, Hq, D]; [T, Hq, 3 * D] for kind "dual_chunk"; with `q_rope` the latent part of an
+    absorbed MLA query. req_to_token: the request table. k, v, k_rope: given for an extend step that
+    does not save them. Then they are all keys (of all encoder tokens in cross attention), and the
+    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; rows of no request
+    have output 0 and LSE -inf. Raises InvalidInput for an extend step without its lengths.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
@@ -71,7 +71,7 @@ def attention(
                 shared_prefix = int(batch.multi_item.prefix_lens[request])
             mask = custom_masks[request]
             if layer.kind == "mla" and batch.topk_indices is not None:
-                mask = picked(batch.topk_indices[rows], len(keys))
+                mask = topk_mask(batch.topk_indices[rows], len(keys))
             keep = visibility(
                 positions,
                 len(keys),
@@ -84,7 +84,7 @@ def attention(
             )
             if layer.kind == "dual_chunk":
                 meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
-                keys, values, keep = met_by_three(keys, values, keep, meets)
+                keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
         out[rows], lse[rows] = dense_attention(
             q[rows],
             keys,
@@ -108,12 +108,12 @@ def visibility(
     item_starts: torch.Tensor | None = None,
     shared_prefix: int = 0,
 ) -> torch.Tensor:
-    """Which of one sequence's keys each of its tokens sees: [T, num_keys] bool, True sees.
+    """The keys of one sequence that each of its tokens sees: [T, num_keys] bool.
 
     positions: [T], places of the tokens in the sequence. causal, window, chunk: as on `LayerSpec`.
-    custom_mask: T * num_keys bool values that stand in for causality; window and chunk still
-    narrow it. item_starts: [T], where the item of each token starts, for many items behind one
-    prefix of `shared_prefix` tokens.
+    custom_mask: T * num_keys bool values that replace causality; window and chunk still apply.
+    item_starts: [T], where the item of each token starts, for many items after one prefix of
+    `shared_prefix` tokens.
     """
     token = positions.unsqueeze(1)
     key = torch.arange(num_keys, device=positions.device).unsqueeze(0)
@@ -129,8 +129,8 @@ def visibility(
     return keep
 
 
-def picked(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Which of one sequence's keys an indexer picked for each token: [T, num_keys] bool.
+def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The keys of one sequence that an indexer picked for each token: [T, num_keys] bool.
 
     topk_indices: [T, topk], as on `ForwardBatch`.
     """
@@ -141,22 +141,23 @@ def picked(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def chunks_before(positions: torch.Tensor, num_keys: int, chunk_len: int) -> torch.Tensor:
-    """Which of its three queries each token meets each key with: [T, num_keys] int.
+    """The one of its three queries with which each token meets each key: [T, num_keys] int.
 
-    0 in the token's own chunk and behind it, 1 in the chunk before, 2 in all before that (dual
-    chunk attention, arXiv:2402.17463). positions: [T], places of the tokens in the sequence.
+    0 in the token's own chunk and after it, 1 in the chunk before, 2 in all chunks before that
+    (dual chunk attention, arXiv:2402.17463). positions: [T], places of the tokens in the sequence.
     """
     key = torch.arange(num_keys, device=positions.device)
     return (positions.unsqueeze(1) // chunk_len - key // chunk_len).clamp(0, 2)
 
 
-def met_by_three(
+def expand_dual_chunk(
     k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, meets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and visibility under which [T, Hq, 3 * D] attends as one query a head.
+    """Keys, values and visibility for which ordinary attention of [T, Hq, 3 * D] queries is dual
+    chunk attention.
 
-    Each key stands three times, each time across from another of the queries and zero elsewhere,
-    and is visible where that is the query that meets it.
+    Each key is repeated three times, once for each query of a head, with zeros in the other two
+    thirds. A token sees the copy of the query that meets the key.
     k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. meets: [T, S], as of `chunks_before`.
     Returns [3 * S, Hkv, 3 * D], [3 * S, Hkv, Dv] and [T, 3 * S].
     """
@@ -195,7 +196,7 @@ def dense_attention(
     lse = torch.logsumexp(logits, dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.double())
-    # exp(-inf - -inf) is NaN; a row without keys has weights 0.
+    # exp(-inf - -inf) is NaN, but a row without keys has weights 0
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
     return torch.einsum("ths,shd->thd", weights, v), lse
 
@@ -231,11 +232,7 @@ def _custom_masks(batch: ForwardBatch) -> list[torch.Tensor | None]:
 
 
 def _slots(
-    layer: LayerSpec,
-    batch: ForwardBatch,
-    req_to_token: torch.Tensor,
-    request: int,
-    num_keys: int,
+    layer: LayerSpec, batch: ForwardBatch, req_to_token: torch.Tensor, request: int, num_keys: int
 ) -> torch.Tensor:
     """KV slots that the layer reads for a request, in sequence order."""
     row = req_to_token[int(batch.req_pool_indices[request])]

@@ -1,42 +1,28 @@
-"""Trying a backend on a case: ask its card, run it, compare all that it did."""
+"""Running a backend on a case, and comparing its results and writes with the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
-from types import MappingProxyType
 
 import torch
 
 from attnmux.testing import reference
-from attnmux.testing.alone import alone
-from attnmux.testing.builders import LayerInput, PreparedStep, kv_rows, prepare_step
-from attnmux.testing.candidate import Candidate
+from attnmux.testing.candidate import Candidate, Outcome
+from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case
-from attnmux.testing.comparison import (
-    LSE_TOLERANCE,
-    Disagreement,
-    compare,
-    output_tolerance,
-)
-from attnmux.testing.execution import EagerExecution, Execution, LayerOutput
-from attnmux.testing.graph_execution import GraphExecution
-from attnmux.testing.outcome import Outcome
+from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
+from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
 from attnmux.testing.placement import buffers, fill_reserved_page, put
-from attnmux.testing.world import World, make_world
-
-EXECUTIONS: Mapping[str, type[Execution]] = MappingProxyType(
-    {"eager": EagerExecution, "graph": GraphExecution}
-)
-"""The ways to run a case, by `Case.execution`."""
+from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 
 
 def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
-    """Run the case where the selector admits it; else it is refused, with the reasons.
+    """Run the case if the selector admits it. Otherwise the outcome is "refused", with the reasons.
 
-    All steps run on one backend instance, eagerly or, where the case says so, from graphs. What
-    a step read and wrote is compared after it: output and LSE with the reference, the KV pool bit
-    by bit. What it was given is unchanged, and its outputs still are after the steps that follow.
+    All steps run on one backend instance, eagerly or, if the case says so, from graphs. After each
+    step, output and LSE are compared with the reference and the KV pool bit by bit; the step's
+    inputs must be unchanged. Outputs must also be unchanged after the last step. Whatever the
+    backend raises is the outcome "failed".
     """
     outcome = Outcome(case=case.name, execution=case.execution, status="passed")
     reasons = candidate.refusals(case.request)
@@ -45,7 +31,7 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
     try:
         with torch.no_grad():
             return replace(outcome, max_error=_run(candidate, case, seed))
-    except Exception as error:  # whatever a backend raises is the outcome of this case alone
+    except Exception as error:  # a backend may raise anything
         message = str(error)
         if not isinstance(error, Disagreement):
             message = f"{type(error).__name__}: {message}"
@@ -53,32 +39,32 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
 
 
 def _run(candidate: Candidate, case: Case, seed: int) -> float:
-    world = make_world(
+    setup = make_setup(
         case, candidate.platform, candidate.device, seed=seed, launches=candidate.launches
     )
-    backend = candidate.build(world.context)
+    backend = candidate.build(setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
-    execution = EXECUTIONS[case.execution](world, backend, host_lens=host_lens)
+    execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, lengths in enumerate(case.steps, start=1):
         step = prepare_step(
-            world,
+            setup,
             lengths,
             seq_len_fill=backend.select(lengths.mode).get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
         )
         if execution.pads:
-            fill_reserved_page(world)
-        pool = _pool_after(world, step)
-        given_before = [(name, tensor.clone()) for name, tensor in _read_only(world, step)]
+            fill_reserved_page(setup)
+        pool = _pool_after(setup, step)
+        given_before = [(name, tensor.clone()) for name, tensor in _read_only(setup, step)]
         outputs = execution.run(step)
         try:
-            _check_unchanged(given_before, _read_only(world, step))
-            _check_pool(world, step, pool, pads=execution.pads)
+            _check_unchanged(given_before, _read_only(setup, step))
+            _check_pool(setup, step, pool, pads=execution.pads)
             for given, output in zip(step.inputs, outputs, strict=True):
                 error = _check_output(
-                    world, step, given, output, fp8_products=candidate.card.fp8_products
+                    setup, step, given, output, fp8_products=candidate.card.fp8_products
                 )
                 max_error = max(max_error, error)
         except Disagreement as fault:
@@ -88,35 +74,35 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
         real = [output.out[: step.num_real_tokens] for output in outputs]
         kept += [(out, out.clone()) for out in real]
     if not all(torch.equal(out, copy) for out, copy in kept):
-        raise Disagreement("an output changed after its step: it is the caller's to keep")
+        raise Disagreement("an output changed after its step, and it belongs to the caller")
     return max_error
 
 
 def _check_alone(step: PreparedStep, outputs: list[LayerOutput], execution: Execution) -> None:
-    """Each request gives the same bits without the others."""
+    """Each request must have the same bits without the others."""
     for request in range(step.batch.batch_size):
-        part, tokens = alone(step, request)
+        part, rows = step.of_request(request)
         for given, output, whole in zip(step.inputs, execution.run(part), outputs, strict=True):
-            if not torch.equal(output.out, whole.out[tokens]):
+            if not torch.equal(output.out, whole.out[rows]):
                 raise Disagreement(
                     f"layer {given.layer.layer_id}: request {request} has other bits alone than "
                     "in its batch, and the decision was for deterministic results"
                 )
 
 
-def _read_only(world: World, step: PreparedStep) -> list[tuple[str, torch.Tensor]]:
-    """What a backend reads and does not own, by name: the inputs, the batch, the request table."""
+def _read_only(setup: CaseSetup, step: PreparedStep) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that a backend must not write, by name: inputs, batch and request table."""
     named: list[tuple[str, object]] = [
         (f"layer {given.layer.layer_id}: {item.name}", getattr(given, item.name))
         for given in step.inputs
         for item in fields(given)
     ]
     batch = step.batch
-    # Not the batch's topk_indices, which every layer's indexer writes.
+    # Without the batch's topk_indices, which every layer's indexer writes
     for part in (replace(batch, topk_indices=None), batch.spec_info, batch.multi_item):
         if part is not None:
             named += [(item.name, getattr(part, item.name)) for item in fields(part)]
-    named.append(("req_to_token", world.context.req_to_token_pool.req_to_token))
+    named.append(("req_to_token", setup.context.req_to_token_pool.req_to_token))
     return [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
 
 
@@ -128,12 +114,12 @@ def _check_unchanged(
             raise Disagreement(f"{name} was written, and a backend only reads it")
 
 
-def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ...]]:
-    """What every layer's buffers have to hold after the step."""
+def _pool_after(setup: CaseSetup, step: PreparedStep) -> list[tuple[torch.Tensor, ...]]:
+    """The contents of every layer's buffers after the step."""
     pools = []
     for given in step.inputs:
-        loc, rows = kv_rows(world, given, step.batch)
-        copies = tuple(buffer.clone() for buffer in buffers(world, given.layer.layer_id))
+        loc, rows = kv_rows(setup, given, step.batch)
+        copies = tuple(buffer.clone() for buffer in buffers(setup, given.layer.layer_id))
         for copy, new in zip(copies, rows, strict=False):
             put(copy, loc, new)
         pools.append(copies)
@@ -141,23 +127,23 @@ def _pool_after(world: World, step: PreparedStep) -> list[tuple[torch.Tensor, ..
 
 
 def _check_pool(
-    world: World, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]], *, pads: bool
+    setup: CaseSetup, step: PreparedStep, expected: list[tuple[torch.Tensor, ...]], *, pads: bool
 ) -> None:
-    """The new tokens' K and V are in their slots, and nothing else changed."""
-    # Rows that share slot 0 write it in any order, and a backend may leave it alone.
+    """The new tokens' K and V must be in their slots, and all other slots unchanged."""
+    # Rows that share slot 0 write it in any order, or not at all
     first = int(pads or bool((step.batch.out_cache_loc == 0).any()))
     for given, copies in zip(step.inputs, expected, strict=True):
-        actual = buffers(world, given.layer.layer_id)
+        actual = buffers(setup, given.layer.layer_id)
         for name, buffer, copy in zip(("K", "V"), actual, copies, strict=False):
             changed = (buffer.view(torch.uint8) != copy.view(torch.uint8)).flatten(1).any(1)
             wrong = changed[first:].nonzero().flatten() + first
             if len(wrong):
-                loc = kv_rows(world, given, step.batch)[0]
+                loc = kv_rows(setup, given, step.batch)[0]
                 slot = int(wrong[0])
                 fault = (
-                    "does not hold what the call was given"
+                    "does not hold the values of the call"
                     if bool((loc == slot).any())
-                    else "was written, and no token of the step belongs there"
+                    else "was written, and no token of the step has that slot"
                 )
                 raise Disagreement(
                     f"layer {given.layer.layer_id}: {name} of slot {slot} {fault} "
@@ -166,20 +152,20 @@ def _check_pool(
 
 
 def _check_output(
-    world: World,
+    setup: CaseSetup,
     step: PreparedStep,
     given: LayerInput,
     output: LayerOutput,
     *,
     fp8_products: bool,
 ) -> float:
-    """The largest error of the real rows; padding has to be finite."""
-    layer, context = given.layer, world.context
+    """The largest error of the real rows. Padding must be finite."""
+    layer, context = given.layer, setup.context
     name = f"layer {layer.layer_id}"
     shape = (*given.q.shape[:2], layer.v_head_dim)
     if output.out.shape != shape or output.out.dtype != given.q.dtype:
-        came = f"{tuple(output.out.shape)} {output.out.dtype}"
-        raise Disagreement(f"{name}: output is {came}, not {shape} {given.q.dtype}")
+        got = f"{tuple(output.out.shape)} {output.out.dtype}"
+        raise Disagreement(f"{name}: output is {got}, not {shape} {given.q.dtype}")
     if not bool(output.out[step.num_real_tokens : output.num_defined_rows].isfinite().all()):
         raise Disagreement(f"{name}: a padding row of the output is not finite")
     unsaved = {"k": given.k, "v": given.v, "k_rope": given.k_rope}

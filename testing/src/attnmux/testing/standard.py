@@ -1,4 +1,4 @@
-"""The cases that every backend is tried on, wherever its card admits them."""
+"""The standard cases. Every backend runs those that its card admits."""
 
 from __future__ import annotations
 
@@ -7,37 +7,41 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core.batch import ForwardMode
-from attnmux.testing.cases import Case, Step, decode, extend, verify
-from attnmux.testing.dual_chunk_cases import dual_chunk_cases
-from attnmux.testing.host_lens_cases import host_lens_cases
-from attnmux.testing.latent_cases import LATENT, mla_cases, nsa_cases
-from attnmux.testing.naming import case_of, longest
+from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
+from attnmux.testing.variant_cases import (
+    LATENT,
+    dual_chunk_cases,
+    fp8_cases,
+    mla_cases,
+    nsa_cases,
+    window_pool_cases,
+)
 
 PAGE_SIZES = (1, 16, 64)
 
 ODD_PAGE_SIZES = (3, 48)
-"""No powers of two: for backends that take any page size."""
+"""Not powers of two, for backends with any page size."""
 
 
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
-    """Every case of the suite, in all of the page sizes."""
+    """Every case of the suite, in each of the page sizes."""
     cases: list[Case] = []
     for page in page_sizes:
         cases += _batches(page)
-        cases += _parts(page)
+        cases += _long_requests(page)
         cases += _speculation(page)
         cases += _features(page)
         cases += _shapes(page)
         cases += mla_cases(page)
         cases += nsa_cases(page)
         cases += dual_chunk_cases(page)
-        cases += _fp8(page)
-        cases += _window_pool(page)
-        cases += host_lens_cases(page)
+        cases += fp8_cases(page)
+        cases += window_pool_cases(page)
+        cases += _host_lens(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
         cases.append(case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
-    # An encoder has no KV cache, so the page size is nothing to it.
+    # An encoder has no KV cache, so that the page size does not matter
     encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
     cases.append(case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
     cases.append(
@@ -47,7 +51,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
 
 
 def in_graphs(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases with a step that a device graph can serve, to be run from graphs."""
+    """The cases with a step that a device graph can serve, as cases that run from graphs."""
     return tuple(
         replace(case, name=f"{case.name}-graph", graph=True)
         for case in cases
@@ -89,9 +93,9 @@ def _batches(page: int) -> Iterator[Case]:
     yield case_of("decode-larger-than-graphs", page, *larger, max_graph_batch_size=2)
 
 
-def _parts(page: int) -> Iterator[Case]:
-    """Long enough for kernels that cut the keys of one request into parts and put results together:
-    a sink must count once, an LSE must be that of all parts."""
+def _long_requests(page: int) -> Iterator[Case]:
+    """For kernels that split the keys of one request and merge the results: a sink must count once,
+    and the LSE must be that of all splits."""
     far = max(longest(page), 1152)
     yield case_of("decode-long", page, decode(1100, 513, 512, 1), max_context_len=far)
     yield case_of("extend-long", page, extend((700, 130), (0, 260)), max_context_len=far)
@@ -120,7 +124,7 @@ def _speculation(page: int) -> Iterator[Case]:
     yield case_of("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
     yield case_of("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
     yield case_of("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
-    # On one backend: the second mode's graphs need larger buffers than the first's.
+    # On one backend, the second mode's graphs need larger buffers than the first's
     growing = decode(9, 40), verify(4, 9, 30, page, 1, 17), decode(41, 10), verify(4, 21, 34, 5)
     yield case_of("decode-and-verify", page, *growing, **chain)
     growing = verify(3, 9, 30), decode(9, 40, 2, 33, 5), verify(3, 8, 16), decode(41, 10, 3)
@@ -179,56 +183,55 @@ def _shapes(page: int) -> Iterator[Case]:
         yield case_of(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
 
 
-def _window_pool(page: int) -> Iterator[Case]:
-    """Layers with a window over a pool of their own, whose slots have other numbers."""
-    pool: dict[str, Any] = {"window_pool": True, "windows": (8, None)}
-    long = 2 * page + 30
-    yield case_of("decode-window-pool", page, decode(45, 3, long, 9), **pool)
-    yield case_of("decode-window-pool-padding", page, decode(long, 3, padding=3), **pool)
-    growing = extend((0, 41), (page + 3, 20), (long, 5))
-    yield case_of("extend-window-pool", page, growing, **pool)
-    shared = extend((2 * page, 5), (2 * page, 9), shared_prefix=2 * page)
-    yield case_of("extend-window-pool-shared-prefix", page, shared, **pool)
-    yield case_of("extend-then-decode-window-pool", page, growing, decode(42, page + 24), **pool)
-    two: dict[str, Any] = {**pool, "windows": (None, 8, 21, None)}
-    yield case_of("decode-two-windows-pool", page, decode(45, 3, long), **two)
-    yield case_of("extend-two-windows-pool", page, growing, **two)
-    chain = verify(4, 9, page, long)
-    yield case_of("verify-window-pool", page, chain, spec_topk=1, **pool)
-    yield case_of("decode-window-pool-sinks", page, decode(45, 3, long), sinks=True, **pool)
-    yield case_of("extend-window-pool-kv-in-pool", page, growing, kv_in_pool=True, **pool)
-    scaled: dict[str, Any] = {**pool, "kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
-    yield case_of("decode-window-pool-fp8_e4m3", page, decode(45, 3, long), **scaled)
-    yield case_of("extend-window-pool-fp8_e4m3", page, growing, **scaled)
+def _host_lens(page: int) -> Iterator[Case]:
+    """Batches with host mirrors, which engines give to every backend: one that does not need them
+    may still take another path where it knows the lengths."""
+    empty = extend((0, 41), (0, 1), (0, 20))
+    steps: dict[str, tuple[Step, ...]] = {
+        "decode-uneven": (decode(1, 70, 3, 33, 18),),
+        "decode-changing-batch-size": (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5)),
+        "decode-padding": (decode(20, 3, padding=3),),
+        "extend-empty-prefix": (empty,),
+        "extend-prefix": (extend((page, 5), (3 * page, 19), (0, 11)),),
+        "extend-nothing-new": (extend((2 * page, 0), (5, 0)), extend((0, 6), (0, 0))),
+        "extend-padding": (extend((0, 9), (0, 20), padding=2, trailing=3),),
+        "extend-then-decode": (extend((0, 30), (0, 11)), decode(31, 12)),
+        "extend-in-chunks": (extend((0, 16), (0, 9)), extend((16, 16), (9, 1)), empty),
+        "mixed-empty-prefix": (extend((0, 21), (0, 1), mode=ForwardMode.MIXED),),
+        "extend-cross": (extend((0, 5), (0, 9), (0, 3), encoder=(12, 0, 30)),),
+        "extend-multi-item": (extend((0, 22), (0, 28), items=((4, 6), (3, 5, 2))),),
+    }
+    for name, of_case in steps.items():
+        yield _with_host_lens(name, page, *of_case)
+    features: dict[str, dict[str, Any]] = {
+        "windows": {"windows": (8, None, 21)},
+        "window-pool": {"window_pool": True, "windows": (8, None)},
+        "chunk": {"attention_chunk": 16},
+        "cap": {"logit_cap": 2.0},
+        "sinks-lse": {"sinks": True, "lse": True},
+        "scale-lse": {"scaling": 0.3, "lse": True},
+        "kv-in-pool": {"kv_in_pool": True},
+        "deterministic": {"kv_in_pool": True, "deterministic": True},
+        "kv-scales": {"kv_scales": (0.5, 3.0)},
+        "fp8_e4m3": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
+        "float16": {"dtype": "float16"},
+        "float32-bfloat16-kv": {"dtype": "float32", "kv_dtype": "bfloat16"},
+        "dims-192-128": {"num_kv_heads": 8, "head_dim": 192},
+    }
+    for name, settings in features.items():
+        yield _with_host_lens(f"extend-empty-prefix-{name}", page, empty, **settings)
+    long = extend((0, 700), (0, 260))
+    yield _with_host_lens("extend-empty-prefix-long", page, long, max_context_len=1152)
+    chain: dict[str, Any] = {"spec_topk": 1}
+    yield _with_host_lens("verify-chain", page, verify(4, 9, page, 2 * page + 1), **chain)
+    yield _with_host_lens("verify-empty-prefix", page, verify(3, 0, 0), **chain)
+    yield _with_host_lens("verify-tree", page, verify(6, 9, page), spec_topk=4)
+    yield _with_host_lens("verify-tree-empty-prefix", page, verify(6, 0, 0), spec_topk=4)
+    catching_up = extend((0, 3), (0, 1), mode=ForwardMode.DRAFT_EXTEND)
+    yield _with_host_lens("draft-extend-empty-prefix", page, catching_up, **chain)
+    yield _with_host_lens("mla-decode", page, decode(45, 3, 17, page), **LATENT)
+    yield _with_host_lens("mla-extend-empty-prefix", page, empty, **LATENT)
 
 
-def _fp8(page: int) -> Iterator[Case]:
-    """KV in 8-bit floats. Every token attends to what the pool holds, the new ones too."""
-    scales: dict[str, Any] = {"kv_scales": (0.5, 3.0)}
-    for kv_dtype, largest in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
-        variants: dict[str, dict[str, Any]] = {
-            "": {},
-            "-dim-64": {"head_dim": 64, "v_head_dim": 64},
-            "-scales": scales,
-            "-scales-lse": {**scales, "lse": True},
-            # Of the first layer's K and V all beyond 2 and 1.5 is.
-            "-saturated": {"kv_scales": (2 / largest, 1.5 / largest)},
-            "-kv-in-pool": {**scales, "kv_in_pool": True},
-            "-window": {**scales, "windows": (8, None)},
-            "-float16": {**scales, "dtype": "float16"},
-        }
-        for name, settings in variants.items():
-            of_case: dict[str, Any] = {"kv_dtype": kv_dtype, **settings}
-            yield case_of(f"decode-{kv_dtype}{name}", page, decode(45, 3, 17, 70), **of_case)
-            yield case_of(
-                f"extend-{kv_dtype}{name}", page, extend((0, 41), (page + 3, 20)), **of_case
-            )
-        scaled: dict[str, Any] = {"kv_dtype": kv_dtype, **scales}
-        chain, tree = verify(4, 9, page, 2 * page + 1), verify(6, 9, page)
-        yield case_of(f"verify-{kv_dtype}", page, chain, kv_dtype=kv_dtype, spec_topk=1)
-        yield case_of(f"verify-{kv_dtype}-scales", page, chain, spec_topk=1, **scaled)
-        yield case_of(f"verify-{kv_dtype}-tree", page, tree, spec_topk=4, **scaled)
-        latent: dict[str, Any] = {**LATENT, **scaled}
-        yield case_of(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
-        yield case_of(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
-        yield case_of(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)
+def _with_host_lens(name: str, page: int, *steps: Step, **settings: Any) -> Case:  # noqa: ANN401  # as case_of
+    return case_of(f"{name}-host-lens", page, *steps, host_lens=True, **settings)

@@ -10,39 +10,40 @@ import pytest
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.errors import InvalidInput
 from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
+from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
 from attnmux.testing.cases import Case
-from attnmux.testing.limits import OutsidePoint, outside_points, try_point
-from attnmux.testing.runner import EXECUTIONS, run_case
+from attnmux.testing.execution import EXECUTIONS
+from attnmux.testing.runner import run_case
 
 
 class AttentionBackendTests:
-    """Proof that a backend keeps the contract and that its card is honest.
+    """Tests that a backend keeps the contract and that its card is right.
 
     A plugin's test is a subclass that names the backend:
 
         class TestTorchNative(AttentionBackendTests):
             backend = "torch_native"
 
-    Each case that the card admits is a test, so that a report tells how much was really run;
-    all that it refuses are one.
+    Each case that the card admits is a test of its own; all refused cases together are one test.
     """
 
     backend: ClassVar[str | Candidate]
-    """A name that an installed plugin offers, or a card with its factory."""
+    """The name of an installed backend, or a `Candidate`."""
     device: ClassVar[str] = ""
-    """torch's word; empty: where the card admits anything, an accelerator first."""
+    """torch's name of the device. Empty: the first platform on which the card admits a case,
+    accelerators before the CPU."""
     options: ClassVar[Mapping[str, OptionValue]] = {}
     page_sizes: ClassVar[tuple[int, ...]] = ()
-    """Only these; empty: the usual ones and those that the card names."""
+    """Page sizes of the cases. Empty: the usual ones and those that the card names."""
     executions: ClassVar[tuple[str, ...]] = ("eager", "graph")
-    """How cases are run, in graphs where the card declares them."""
+    """How cases are run: "eager", "graph" or both. Graphs run only if the card declares them."""
 
     def wants(self, case: Case) -> bool:
-        """Whether there is time for the case, for a subclass to say; `attnmux verify` runs all."""
+        """Whether to run the case. Override it to save time; `attnmux verify` runs all cases."""
         return True
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Sort the cases by whether the card admits them."""
+        """Parametrise the tests with the admitted cases and the points beyond the card's limits."""
         unknown = set(self.executions).difference(EXECUTIONS)
         if unknown:
             raise InvalidInput(
@@ -82,7 +83,7 @@ class AttentionBackendTests:
         assert outcome.status == "refused", outcome.message
 
     def test_some_case_runs(self, candidate: Candidate) -> None:
-        """A card that admits nothing of what is to be run proves nothing."""
+        """A card that admits no case proves nothing."""
         refusals = [candidate.refusals(case.request) for case in self._cases(candidate)]
         if not refusals:
             pytest.fail(f"the card of {candidate.card.name} declares no graphs")

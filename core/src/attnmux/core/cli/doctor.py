@@ -1,37 +1,34 @@
-"""`attnmux doctor`: what is on this machine, which plugins work, and what to do about the rest."""
+"""`attnmux doctor`: the devices of this machine, working plugins, and fixes for the rest."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
-from attnmux.core.choosing.find.plugins import PluginFailure, find_entries
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.find.plugins import find_entries
 from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.cli.doctor_examining import Examined, examine
+from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
+from attnmux.core.cli.doctor_plugins import Examined, examine
+from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 SECONDS, LONGEST = 15, 3600
 """For one plugin; a healthy one answers in less than one."""
 PROBLEMS = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
-    """What was found; `problems` are what keeps something from working, each with its remedy."""
-
-    detection: Detection
-    plugins: tuple[Examined, ...]
-    picked: Platform | None
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+HERE = {
+    "CONTRACT": "other contract",
+    "PLANNED": "planned",
+    "DENIED": "denied",
+    "LIBRARY": "lacks libraries",
+}
+"""Why a backend cannot run here, by the code of its first reason."""
 
 
 @click.command()
@@ -46,112 +43,29 @@ class Diagnosis:
 @common_options
 @pass_run
 def doctor(run: Run, seconds: int, as_json: bool) -> int:
-    """Say what is on this machine, which plugins work, and what is broken or missing.
+    """List the devices of this machine, the plugins that work, and what is broken or missing.
 
     Each plugin is loaded in a process of its own. Exits with 0 when all is well, 1 when something
     is broken, missing or undecided.
     """
     settings = run.settings()
     entries, unreadable = find_entries(*settings.plugin_filter())
-    plugins = (
-        *(_unread(failure) for failure in unreadable),
-        *examine(entries, settings, seconds),
-    )
+    broken = [
+        Examined(
+            plugin=failure.plugin,
+            distribution=failure.distribution,
+            version=failure.version,
+            failures=(failure,),
+        )
+        for failure in unreadable
+    ]
+    plugins = [*broken, *examine(entries, settings, seconds)]
     diagnosis = diagnose(plugins, settings.platform)
     if as_json:
         echo_json(_as_json(diagnosis))
     else:
-        from attnmux.core.cli.doctor_report import report  # noqa: PLC0415  # rich, off the JSON path
-
-        report(diagnosis)
+        _report(diagnosis)
     return PROBLEMS if diagnosis.problems else 0
-
-
-def _unread(failure: PluginFailure) -> Examined:
-    return Examined(
-        plugin=failure.plugin,
-        distribution=failure.distribution,
-        version=failure.version,
-        failures=(failure,),
-    )
-
-
-def diagnose(plugins: Sequence[Examined], wanted: str | None) -> Diagnosis:
-    """The machine as the plugins see it, and what is wrong. `wanted`: the platform configured."""
-    failures = [failure for plugin in plugins for failure in plugin.failures]
-    detection = survey(
-        (platform for plugin in plugins for platform in plugin.platforms),
-        loaded={plugin.distribution for plugin in plugins if not plugin.failures},
-        failures=failures,
-    )
-    problems = [*map(str, detection.failures), *_strangers(plugins), *map(str, detection.unserved)]
-    if not plugins:
-        problems.append(
-            "no plugin is installed, or the configuration admits none: pip install attnmux-cpu"
-        )
-    picked = None
-    try:
-        picked = pick_platform(detection, wanted)
-    except (AmbiguousPlatform, InvalidInput) as error:
-        problems.append(str(error))
-    else:
-        problems += _nothing_runs(plugins, picked)
-    return Diagnosis(
-        detection=detection,
-        plugins=tuple(plugins),
-        picked=picked,
-        problems=tuple(problems),
-        notes=tuple(_namesakes(plugins)),
-    )
-
-
-def _strangers(plugins: Sequence[Examined]) -> Iterator[str]:
-    """Cards that are written for another version of the contract."""
-    for plugin in plugins:
-        for backend in plugin.backends:
-            for reason in backend["reasons"]:
-                if reason["code"] == "CONTRACT":
-                    yield (
-                        f"{backend['address']} ({plugin.distribution} {plugin.version}) is written "
-                        f"for contract {reason['offered']}, and this attnmux-core has "
-                        f"{reason['wanted']}: pip install --upgrade attnmux-core "
-                        f"{plugin.distribution}"
-                    )
-
-
-def _nothing_runs(plugins: Sequence[Examined], picked: Platform) -> Iterator[str]:
-    """Where no backend for the machine is ready: the lines that would make one run."""
-    meant = [
-        backend
-        for plugin in plugins
-        for backend in plugin.backends
-        if picked.vendor in (backend["vendors"] or [picked.vendor])
-    ]
-    if not plugins or not all(backend["reasons"] for backend in meant):
-        return
-    lines = [
-        library["hint"]
-        for backend in meant
-        if {reason["code"] for reason in backend["reasons"]} == {"LIBRARY"}
-        for library in backend["libraries"]
-        if library["hint"]
-    ]
-    portable = VENDORS["cpu"].distribution
-    if portable not in {plugin.distribution for plugin in plugins}:
-        lines.append(f"pip install {portable}")
-    where = picked.name or str(picked)
-    fix = f": {', or '.join(dict.fromkeys(lines))}" if lines else ""
-    yield f"no backend runs on {where}, as installed and configured{fix}"
-
-
-def _namesakes(plugins: Sequence[Examined]) -> Iterator[str]:
-    addresses: dict[str, list[str]] = {}
-    for plugin in plugins:
-        for backend in plugin.backends:
-            addresses.setdefault(backend["name"], []).append(backend["address"])
-    for name, sharing in addresses.items():
-        if len(sharing) > 1:
-            yield f"{name} is the name of several backends: say {' or '.join(sorted(sharing))}"
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -177,3 +91,88 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "problems": list(diagnosis.problems),
         "notes": list(diagnosis.notes),
     }
+
+
+def _report(diagnosis: Diagnosis) -> None:
+    """Versions, devices, plugins, backends with their libraries, tracebacks, problems.
+
+    Tables fit the width. Tracebacks and commands are not wrapped, so that they can be copied.
+    """
+    console = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
+    core, torch = installed_version("attnmux-core"), installed_version("torch")
+    console.print(
+        f"attnmux-core {core or 'unknown'}, Python {sys.version.split()[0]}, "
+        f"torch {torch or 'not installed'}"
+    )
+    console.print()
+    render_platforms(
+        diagnosis.detection.platforms, None if diagnosis.picked is None else str(diagnosis.picked)
+    )
+    console.print()
+    console.print(_plugins(diagnosis))
+    console.print()
+    console.print(_backends(diagnosis))
+    for plugin in diagnosis.plugins:
+        for failure in plugin.failures:
+            if failure.traceback:
+                console.print()
+                console.print(Text(str(failure), style="bold"))
+                console.print(Text(failure.traceback.rstrip(), style="dim"), soft_wrap=True)
+    console.print()
+    for note in diagnosis.notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    for problem in diagnosis.problems:
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
+    if not diagnosis.problems:
+        console.print(Text("no problems", style="green"))
+
+
+def _plugins(diagnosis: Diagnosis) -> Table:
+    table = plain_table("plugin", "from", "state", "devices", "backends")
+    for plugin in diagnosis.plugins:
+        table.add_row(
+            plugin.plugin,
+            f"{plugin.distribution} {plugin.version}".strip(),
+            _state(plugin),
+            ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
+            str(len(plugin.backends) or ""),
+            style="red" if plugin.failures else None,
+        )
+    return table
+
+
+def _state(plugin: Examined) -> str:
+    errors = "; ".join(failure.error for failure in plugin.failures)
+    return f"{plugin.status}: {errors}" if errors else plugin.status
+
+
+def _backends(diagnosis: Diagnosis) -> Table:
+    table = plain_table("backend", "here", "libraries")
+    present = {platform.vendor for platform in diagnosis.detection.platforms}
+    for plugin in diagnosis.plugins:
+        for backend in plugin.backends:
+            here = _here(backend, present)
+            # Installing a library helps only where nothing else is missing
+            mendable = here in ("ready", HERE["LIBRARY"])
+            libraries = "\n".join(_libraries(backend)) if mendable else ""
+            table.add_row(backend["address"], here, libraries)
+    return table
+
+
+def _here(backend: Mapping[str, Any], present: Set[str]) -> str:
+    if backend["vendors"] and present.isdisjoint(backend["vendors"]):
+        return "other hardware"
+    reasons = backend["reasons"]
+    return HERE.get(reasons[0]["code"], "no") if reasons else "ready"
+
+
+def _libraries(backend: Mapping[str, Any]) -> Iterator[str]:
+    """Installed libraries, and missing ones with the command that installs them."""
+    for library in backend["libraries"]:
+        if library["state"] == "present":
+            yield library["installed"]
+            continue
+        found = f" ({library['installed']})" if library["installed"] else ""
+        yield f"{library['wanted']}: {library['state']}{found}"
+        if library["hint"]:
+            yield f"  {library['hint']}"

@@ -1,4 +1,4 @@
-"""`attnmux matrix`: what every backend serves, from the cards alone."""
+"""`attnmux matrix`: the support matrix, read from the cards alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def matrix(run: Run, as_json: bool) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A page with a table for each kind of attention, its limits numbered below it."""
+    """A page with a table for each kind of attention, and its numbered limits below."""
     sections = [
         _section(TITLES.get(kind, kind), [row for row in rows if row.kind == kind])
         for kind in KINDS
@@ -82,7 +82,7 @@ def _section(title: str, rows: Sequence[Row]) -> str:
 
 
 def _pairs(rows: Sequence[Row]) -> list[str]:
-    """What holds of two backends together, which no cell of one can say."""
+    """Rules about two backends, which no cell of one can hold."""
     apart = dict.fromkeys(
         tuple(sorted((row.backend, other))) for row in rows for other in row.excludes
     )
@@ -99,7 +99,7 @@ def _pairs(rows: Sequence[Row]) -> list[str]:
 
 
 def _said(cell: Cell, notes: dict[str, int]) -> str:
-    """ "yes", "yes (2)" with the second note, or nothing."""
+    """ "yes", "yes (2)" with the number of a note, or ""."""
     if cell.served == "no":
         return ""
     if not cell.where:

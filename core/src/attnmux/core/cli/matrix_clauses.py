@@ -14,14 +14,14 @@ _DECIDING = (
     "dtype",
 )
 _FOLLOWING = tuple(axis.name for axis in AXES if axis.name not in (*_DECIDING, "kind"))
-"""A difference on a deciding axis explains others; each on a following one is told."""
+"""A difference on a deciding axis explains others; each difference on a following axis is named."""
 
 
 def restrictions(feature: str, having: Sequence[Clause], asked: Sequence[Clause]) -> list[str]:
-    """On which axes the clauses that have the feature admit less than all that are asked.
+    """The axes on which the clauses with the feature admit less than all clauses asked for it.
 
-    What follows from an earlier difference is not said again: an SM range where the vendor is
-    another's, a KV dtype that goes with the dtype.
+    Consequences of an earlier difference are left out: an SM range where the vendor differs, a KV
+    dtype that goes with the dtype.
     """
     said = []
     others = list(asked)
@@ -37,14 +37,14 @@ def restrictions(feature: str, having: Sequence[Clause], asked: Sequence[Clause]
 
 
 def either(feature: str, having: Sequence[Clause], lacking: Sequence[Clause]) -> str:
-    """Where no one axis tells them apart: how each clause that has the feature differs."""
+    """How each clause with the feature differs, where no single axis separates them."""
     apart = [", ".join(restrictions(feature, [each], [each, *lacking])) for each in having]
     known = apart and all(apart)
     return " or ".join(dict.fromkeys(apart)) if known else "not in every combination"
 
 
 def covers(wide: Clause, narrow: Clause, feature: str) -> bool:
-    """Whether `wide` serves all that `narrow` does, the feature's own axis aside."""
+    """Whether `wide` admits all that `narrow` does, apart from the feature's own axis."""
     return all(
         name == feature or union(name, [wide]) == union(name, [wide, narrow])
         for name in (*_DECIDING, *_FOLLOWING)
@@ -52,7 +52,7 @@ def covers(wide: Clause, narrow: Clause, feature: str) -> bool:
 
 
 def union(name: str, clauses: Iterable[Clause]) -> frozenset[Condition]:
-    """What the clauses admit together on an axis: single values where they are listed."""
+    """The union of the clauses' conditions on an axis, with listed values one by one."""
     found: set[Condition] = set()
     for clause in clauses:
         condition: Condition = getattr(clause, name)

@@ -1,13 +1,13 @@
-"""What the cards say each backend serves, a row a backend and kind of attention.
+"""The rows of the support matrix: one for each backend and kind of attention.
 
-A cell is read from the clauses that serve the kind. Where some of them serve a feature and others
-do not, it says by what they differ.
+A cell is read from the clauses that serve the kind. Where only some of them serve a feature, it
+names their difference from the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from attnmux.core.choosing.ask.request import Request
@@ -30,7 +30,7 @@ class Column:
     title: str
     axis: str
     values: tuple[Value, ...]
-    """Any of them shows the feature; where only some are admitted, the cell says which."""
+    """Any of them shows the feature; where only some are admitted, the cell lists them."""
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -55,7 +55,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Whether a feature is served; where it is served in part, `where` says which part."""
+    """Whether a feature is served; `where` names the part that is, if not all."""
 
     served: Served
     where: str = ""
@@ -74,30 +74,24 @@ class Row:
     phases: tuple[str, ...]
     page_sizes: str
     verified_on: tuple[Verified, ...]
-    """What the backend was run on, of the vendors that it serves the kind for."""
+    """Runs on hardware of the vendors that it serves the kind for."""
     cells: tuple[Cell, ...]
     """In the order of COLUMNS."""
     excludes: tuple[str, ...]
-    """Backends that must not serve decode where this one serves extend, nor the other way round."""
+    """Backends that must not share a KV cache with this one."""
     companions: tuple[str, ...]
-    """Which serve extend or decode where this one is named and does not: any of them."""
+    """Backends, any of which serves the phase that this one does not when it is named alone."""
 
     def to_dict(self) -> dict[str, Any]:
-        features = {
-            column.title: {"served": cell.served, "where": cell.where}
-            for column, cell in zip(COLUMNS, self.cells, strict=True)
-        }
+        cells = zip(COLUMNS, self.cells, strict=True)
         return {
-            "kind": self.kind,
-            "backend": self.backend,
-            "plugin": self.plugin,
-            "distribution": self.distribution,
+            **{name: getattr(self, name) for name in ("kind", "backend", "plugin", "distribution")},
             "status": self.status,
             "machines": list(self.machines),
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
             "verified_on": [run.to_dict() for run in self.verified_on],
-            "features": features,
+            "features": {column.title: asdict(cell) for column, cell in cells},
             "excludes": list(self.excludes),
             "companions": list(self.companions),
         }
@@ -166,8 +160,7 @@ def _machines(clauses: Sequence[Clause]) -> tuple[str, ...]:
 
 
 def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> Cell:
-    """Of the clauses that are ever asked for the feature: one that serves only phases in which
-    nobody asks for it neither has nor lacks it."""
+    """Only clauses of phases that can ask for the feature count."""
     axis = next(axis for axis in AXES if axis.name == column.axis)
     if column.axis == "phase":
         served = set(phases) >= set(column.values) and any(
@@ -209,7 +202,7 @@ def _admitted(axis: Axis, clause: Clause, column: Column) -> tuple[Value, ...]:
 
 
 def _values_said(axis: Axis, column: Column, asked: Sequence[Clause]) -> list[str]:
-    """What is admitted anywhere, where that is less than all of the feature."""
+    """The admitted values, unless all values of the feature are."""
     admitted = {value for clause in asked for value in _admitted(axis, clause, column)}
     if admitted.issuperset(column.values):
         return []

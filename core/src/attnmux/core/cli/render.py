@@ -1,4 +1,4 @@
-"""Tables for people. Imported only where a table is printed: rich costs as much as the answer."""
+"""Tables for people. Verbs import this module only to print one, since rich is slow to import."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.verified import emulated_alone, hardware
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.outcomes import Outcome, joined_by_first_reason
-from attnmux.core.cli.select_origins import Stated
+from attnmux.core.cli.select_explained import Explanation, Stated
+from attnmux.core.errors import NoBackend
 
 WIDTH = 100
 LIST_WIDTH = 21
-"""Of a column that lists phases: longer lists take several lines."""
+"""Width of a column that lists phases; longer lists wrap."""
 PROSE_WIDTH = 30
-"""What a column of sentences needs to be read."""
+"""Width below which a column of sentences is unreadable."""
 
 
 def _console() -> Console:
     console = Console()
     # A pipe has no width of its own
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    # Markup would take the extra in "pip install 'attnmux-cpu[torch]'" for a style, and drop it
+    # As markup, the extra of "pip install 'attnmux-cpu[torch]'" would be a style and vanish
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -38,10 +40,6 @@ def plain_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _print_table(table: Table) -> None:
-    _console().print(table)
 
 
 def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
@@ -57,7 +55,7 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
             platform.runtime,
             " ".join(sorted(platform.features)),
         )
-    _print_table(table)
+    _console().print(table)
 
 
 def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
@@ -70,12 +68,12 @@ def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
             _here(offer, reasons),
             offer.card.summary,
         )
-    _print_table(table)
+    _console().print(table)
 
 
 def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
-    """What a backend lacks to run here, and whether it never ran on hardware. No installation
-    makes a planned one run."""
+    """What a backend lacks to run here, and whether only an emulator has run it. A planned
+    backend does not run whatever is installed."""
     if any(reason.code == "PLANNED" for reason in reasons):
         return "planned"
     lacking = "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
@@ -83,8 +81,30 @@ def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
     return f"{lacking} (so far run on {hardware(runs)})" if emulated_alone(runs) else lacking
 
 
+def render_answer(
+    answer: Decision | NoBackend,
+    explanation: Explanation,
+    request: Request,
+    *,
+    explain: bool,
+    every: bool,
+) -> None:
+    """The answer of `attnmux select`. A refusal's message is on stderr: without `explain`, nothing
+    else is printed."""
+    told, values = explanation.outcomes, explanation.values
+    if isinstance(answer, NoBackend):
+        if explain:
+            console = _console()
+            _print_losers(console, told, len(request.phases), every=every)
+            _print_values(console, values)
+    elif explain:
+        render_explanation(answer, told, values, explanation.doubts, every=every)
+    else:
+        render_decision(answer, told)
+
+
 def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
-    """The summary, the changes, the backends that fit, and how many others there are."""
+    """The summary, the changes, the backends that fit, and the number of others."""
     console = _console()
     _print_head(console, decision)
     fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
@@ -108,10 +128,9 @@ def render_explanation(
     *,
     every: bool,
 ) -> None:
-    """Who was chosen and why, who was not and why not, what was changed, who set each value.
+    """The chosen backends, the others with their reasons, the changes, and who set each value.
 
-    `doubts`: of the chosen, what was never run on such hardware. `every`: every reason of each that
-    was not chosen, else the first.
+    `every` shows all reasons of a backend that was not chosen, instead of the first one.
     """
     console = _console()
     _print_head(console, decision)
@@ -126,15 +145,6 @@ def render_explanation(
     _print_losers(console, told, len(decision.phases), every=every)
     _print_values(console, values)
     _print_hash(console, decision)
-
-
-def render_refusal(
-    told: Sequence[Outcome], values: Sequence[Stated], phases: int, *, every: bool
-) -> None:
-    """The same where nothing was chosen."""
-    console = _console()
-    _print_losers(console, told, phases, every=every)
-    _print_values(console, values)
 
 
 def _print_head(console: Console, decision: Decision) -> None:
@@ -162,17 +172,16 @@ def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, eve
 
 
 def _print_values(console: Console, values: Sequence[Stated]) -> None:
-    rows = [(value.name, value.origin, _value(value)) for value in values]
+    rows = [
+        (each.name, each.origin, f"{each.value} ({each.source})" if each.source else each.value)
+        for each in values
+    ]
     console.print()
     _print_rows(console, ("field", "set by", "value"), rows)
 
 
-def _value(value: Stated) -> str:
-    return f"{value.value} ({value.source})" if value.source else value.value
-
-
 def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str]:
-    """Everything but the prose; `phases` is how many are asked for."""
+    """Every column but the last; `phases` is the number that the request asks for."""
     alike = len(outcome.phases)
     served = "all" if alike == phases > 2 else ", ".join(outcome.phases)
     rank = "" if outcome.rank is None else str(outcome.rank)
@@ -180,7 +189,7 @@ def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str]:
 
 
 def _standing(outcome: Outcome) -> str:
-    """In the plain table: without reasons, which backends that fit do not have."""
+    """The last column of the plain table."""
     why = f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
     return f"planned; {why}" if outcome.planned else why
 
@@ -192,7 +201,7 @@ def _sourced(outcome: Outcome) -> str:
 
 
 def _against(outcome: Outcome, *, every: bool) -> str:
-    """Why, then the reasons: all of them, a line each, or the first and how many more."""
+    """Why a backend lost, with all reasons on lines of their own or with the first one."""
     said = any(reason.code == "PLANNED" for reason in outcome.reasons)
     parts = ("planned" if outcome.planned and not said else "", outcome.why)
     why = "; ".join(filter(None, parts))
@@ -209,9 +218,9 @@ def _print_rows(
     rows: Sequence[tuple[str, ...]],
     strong: Sequence[bool] = (),
 ) -> None:
-    """A table whose last column is prose; where that has no room, its rows as paragraphs.
+    """A table whose last column is prose, or paragraphs where the prose column would be too narrow.
 
-    Text is broken between words. Rows that are `strong` stand out.
+    Text wraps between words. `strong` marks the rows in bold.
     """
     styles = ["bold" if each else "" for each in strong or [False] * len(rows)]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)][:-1]

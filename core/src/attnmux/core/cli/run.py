@@ -1,13 +1,14 @@
-"""What the verbs share: the state of one invocation, common options, plugins and devices."""
+"""Shared by the verbs: the state of one invocation, common options, plugins and devices."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -15,7 +16,7 @@ import click
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
 from attnmux.core.choosing.find.plugins import Plugins, load_plugins, unknown_plugins
-from attnmux.core.errors import SettingsError
+from attnmux.core.errors import SettingsError, in_brief
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Run:
     debug: bool = False
     no_plugins: bool = False
     warnings: list[str] = field(default_factory=list)
-    """What was said on stderr and belongs into a JSON answer too."""
+    """Printed on stderr, and part of a JSON answer."""
 
     def settings(self) -> Settings:
         settings = Settings.load()
@@ -45,7 +46,7 @@ class Run:
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken.
 
-        What they print while they load goes to stderr: stdout is the answer's.
+        Output of plugins goes to stderr, since stdout is for the answer.
         """
         with redirect_stdout(sys.stderr):
             plugins = load_plugins(*settings.plugin_filter())
@@ -56,12 +57,11 @@ class Run:
         if allowed is not None and not plugins.loaded:
             limit = "no_plugins" if settings.no_plugins else "allow_plugins"
             self.warn(f"no plugin is loaded: {limit} ({settings.sources[limit]}) admits none")
-        self._warn_of_strangers(settings)
+        self._warn_of_unknown_plugins(settings)
         return plugins
 
-    def _warn_of_strangers(self, settings: Settings) -> None:
-        """A plugin that is not installed is neither admitted nor left out, written wrongly or
-        not."""
+    def _warn_of_unknown_plugins(self, settings: Settings) -> None:
+        """Names in the settings that no installed plugin has; they may be misspelt."""
         for setting, names in (
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
@@ -83,12 +83,12 @@ class Run:
         return detection
 
     def measurements(self, settings: Settings) -> tuple[Measurement, ...]:
-        """What was measured on this machine, with a warning for all that cannot be read."""
+        """The measurements of this machine, with a warning for each that cannot be read."""
         file = settings.measurements_file()
-        # Path.exists raises where a folder may not be entered
+        # Path.exists raises for a folder without permission
         if file is None or not os.path.exists(file):
             return ()
-        # Off the path of who has measured nothing
+        # Not imported unless something was measured
         from attnmux.core.choosing.measured.measurement import read_measurements  # noqa: PLC0415
 
         stored = read_measurements(file)
@@ -155,3 +155,13 @@ def common_options(command: F) -> F:
 
 def echo_json(answer: object) -> None:
     click.echo(json.dumps(answer, indent=2))
+
+
+@contextmanager
+def writing(path: Path, *, otherwise: str) -> Iterator[None]:
+    """Turn an OSError of the block into a SettingsError that names the file and, with `otherwise`,
+    what else can be done."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {in_brief(error)}; {otherwise}") from error

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--platform", help=f"A machine that need not be there, {GRAMMAR}; or a vendor here.")
+@click.option("--platform", help=f"A machine, present or not, as {GRAMMAR}; or a vendor here.")
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     help="An option of a backend; `attnmux backends --json` lists them.",
 )
 @click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
-@click.option("--allow-coercion", is_flag=True, help="Values that you set may be changed.")
-@click.option("--no-measurements", is_flag=True, help="As if nothing had been measured here.")
+@click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
+@click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
 @click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
-@click.option("--all", "every", is_flag=True, help="The same with every reason, not the first.")
+@click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
 @pass_run
 def select(
@@ -76,10 +76,10 @@ def select(
     Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits.
     """
     request = requested(model, fields, tp, speculative_attention_mode)
-    options = parse_assignments(assignments)
+    options = _parse_assignments(assignments)
     settings = run.settings()
     plugins = run.plugins(settings)
-    warn_of_strangers(run, plugins, without)
+    _warn_of_unused_without(run, plugins, without)
     device, hypothetical = machine(run, settings, plugins, platform)
     given = {
         **backends,
@@ -96,12 +96,13 @@ def select(
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
-        warn_of_absent_plugin(run, plugins, device.vendor)
+        _warn_of_absent_plugin(run, plugins, device.vendor)
+    plain = {**_answered(answer, request, device), "warnings": run.warnings}
     if as_json and not (explain or every):
-        echo_json({**answered(answer, request, device), "warnings": run.warnings})
+        echo_json(plain)
     else:
-        # Off the path of plain JSON, which programs wait for
-        from attnmux.core.cli.select_explained import Asked, show  # noqa: PLC0415
+        # Plain JSON is for programs, which should not wait for these imports
+        from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
 
         asked = Asked(
             request=request,
@@ -114,11 +115,16 @@ def select(
             model=model,
             tp=tp,
         )
-        explain = explain or every
-        show(run, asked, answer, as_json=as_json, explain=explain, every=every)
-        if isinstance(answer, NoBackend) and explain and not as_json:
-            # The table has said the reasons
-            raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
+        explanation = explained(asked, answer)
+        if as_json:
+            echo_json({**plain, "explanation": explanation.to_dict()})
+        else:
+            from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
+
+            render_answer(answer, explanation, request, explain=explain or every, every=every)
+            if isinstance(answer, NoBackend) and (explain or every):
+                # The table has shown the reasons
+                raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
     if isinstance(answer, NoBackend):
         raise answer
 
@@ -130,17 +136,17 @@ def decided(
     policy: Policy,
     measurements: Sequence[Measurement],
 ) -> Decision:
-    """What is decided with this machine's measurements, where there are any."""
+    """The decision, with this machine's measurements if there are any."""
     if not measurements:
         return solve(request, device, offers, policy)
-    # Off the path of who has measured nothing
+    # Not imported unless something was measured
     from attnmux.core.choosing.measured.batch_sizes import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 
 
-def answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
-    """The decision; the same keys with nothing decided where nothing fits."""
+def _answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
+    """The decision as JSON. A refusal has the same keys, with nothing decided."""
     if not isinstance(answer, NoBackend):
         return answer.to_dict()
     return {
@@ -157,9 +163,9 @@ def answered(answer: Decision | NoBackend, request: Request, device: Platform) -
 
 
 def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
-    """What the model needs, overruled by what the user asks for.
+    """The model's needs, overruled by the user's fields.
 
-    Raises InvalidInput for what cannot be read, and for `tp` without a model to divide.
+    Raises InvalidInput for a model or fields that cannot be read, and for `tp` without a model.
     """
     if model is None and tp > 1:
         raise InvalidInput("--tp", came=str(tp), expected="--model, whose heads it divides")
@@ -173,24 +179,26 @@ def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Requ
 def machine(
     run: Run, settings: Settings, plugins: Plugins, wanted: str | None
 ) -> tuple[Platform, bool]:
-    """(the platform, whether it is only a question about another machine)."""
+    """(the platform, whether the question is about a hypothetical machine)."""
     if wanted is not None and ":" in wanted:
         return Platform.parse(wanted), True
     return pick_platform(run.detect(plugins), wanted or settings.platform), False
 
 
-def warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
-    """Without the vendor's own backends the answer is not the one that its machine would give."""
+def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
+    """Without the vendor's own plugin, the answer differs from the one on a real machine."""
     row = VENDORS.get(vendor)
     offering = {offer.distribution for offer in plugins.offers()}
     if row is not None and offering and row.distribution not in offering:
         there = installed_version(row.distribution) is not None
         fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"
-        run.warn(f"{row.distribution}, which serves {vendor}, {fix}; others alone were asked")
+        run.warn(
+            f"{row.distribution}, which serves {vendor}, {fix}; only other plugins were considered"
+        )
 
 
-def warn_of_strangers(run: Run, plugins: Plugins, without: Iterable[str]) -> None:
-    """A library that no backend requires changes no answer, written wrongly or not."""
+def _warn_of_unused_without(run: Run, plugins: Plugins, without: Iterable[str]) -> None:
+    """A library that no backend requires changes no answer; its name may be misspelt."""
     required = {
         canonicalize_name(parsed_requirement(text).name)
         for offer in (plugins.offers() if without else ())
@@ -202,7 +210,7 @@ def warn_of_strangers(run: Run, plugins: Plugins, without: Iterable[str]) -> Non
             run.warn(f"--without {name}: no backend requires it (deny_plugins leaves a plugin out)")
 
 
-def parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
+def _parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
     """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`."""
     found: dict[str, dict[str, str]] = {}
     for text in assignments:

@@ -1,71 +1,170 @@
-"""The forms of `attnmux select`'s answer that are more than the decision itself."""
+"""The explanation of `attnmux select`: every candidate's outcome, and who set each value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import outcomes, outcomes_of_refusal
-from attnmux.core.cli import select
-from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.cli.select_origins import Asked, stated
+from attnmux.core.choosing.tell.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
+from attnmux.core.settings import PREFIX, Settings
 
-__all__ = ["Asked", "show"]
+COMMAND_LINE = "command line"
 
 
-def show(
-    run: Run,
-    asked: Asked,
-    answer: Decision | NoBackend,
-    *,
-    as_json: bool,
-    explain: bool,
-    every: bool,
-) -> None:
-    """Print the answer as a table, or its explanation as tables or in JSON.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """A value in force, and who set it."""
 
-    Where nothing fits, stderr has the message: without `explain` there is nothing more to print.
-    """
-    decision = None if isinstance(answer, NoBackend) else answer
+    name: str
+    value: str
+    origin: str
+    """user, env, config, model, platform or default."""
+    source: str = ""
+    """The variable, the file, or how a default was found."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The question of one `select` call, and the settings that it read."""
+
+    request: Request
+    device: Platform
+    policy: Policy
+    offers: tuple[Offer, ...]
+    settings: Settings
+    given: Mapping[str, Any]
+    """Fields of the policy set on the command line."""
+    platform: str | None
+    """The platform named on the command line."""
+    model: str | None
+    tp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Why an answer is what it is."""
+
+    outcomes: tuple[Outcome, ...]
+    values: tuple[Stated, ...]
+    doubts: tuple[str, ...]
+    """A line for each chosen backend that was never run on hardware of the platform's kind."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
+            "values": [asdict(value) for value in self.values],
+            "doubts": list(self.doubts),
+        }
+
+
+def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
+    """Explain a decision or a refusal."""
     if isinstance(answer, NoBackend):
         told = outcomes_of_refusal(asked.request, answer.candidates, asked.offers, asked.policy)
-    else:
-        told = outcomes(answer, asked.offers, asked.policy)
-    values = stated(asked, decision) if explain else []
-    doubts = [] if decision is None else doubted(decision, asked.offers)
-    if as_json:
-        explanation = {
-            "outcomes": [outcome.to_dict() for outcome in told],
-            "values": [asdict(value) for value in values],
-            "doubts": doubts,
-        }
-        plain = select.answered(answer, asked.request, asked.device)
-        echo_json({**plain, "warnings": run.warnings, "explanation": explanation})
-        return
-    from attnmux.core.cli import render  # noqa: PLC0415  # rich, off the JSON path
-
-    if decision is None:
-        if explain:
-            render.render_refusal(told, values, len(asked.request.phases), every=every)
-    elif explain:
-        render.render_explanation(decision, told, values, doubts, every=every)
-    else:
-        render.render_decision(decision, told)
-
-
-def doubted(decision: Decision, offers: Sequence[Offer]) -> list[str]:
-    """A line for each chosen backend that was never run on hardware of the platform's kind.
-
-    A planned one never ran at all, which is said beside its name.
-    """
-    chosen = {(choice.plugin, choice.backend) for choice in decision.phases.values()}
-    found = (
-        (offer.card.name, doubt(offer.card.verified_on, decision.platform))
-        for offer in offers
-        if (offer.plugin, offer.card.name) in chosen and offer.card.status == "available"
+        return Explanation(outcomes=tuple(told), values=tuple(_stated(asked, None)), doubts=())
+    return Explanation(
+        outcomes=tuple(outcomes(answer, asked.offers, asked.policy)),
+        values=tuple(_stated(asked, answer)),
+        doubts=tuple(_doubts(answer, asked.offers)),
     )
-    return [f"{name}: {said}" for name, said in found if said]
+
+
+def _doubts(decision: Decision, offers: Sequence[Offer]) -> Iterator[str]:
+    """A planned backend never ran at all, which the tables say next to its name."""
+    chosen = {(choice.plugin, choice.backend) for choice in decision.phases.values()}
+    for offer in offers:
+        if (offer.plugin, offer.card.name) in chosen and offer.card.status == "available":
+            said = doubt(offer.card.verified_on, decision.platform)
+            if said:
+                yield f"{offer.card.name}: {said}"
+
+
+def _stated(asked: Asked, decision: Decision | None) -> Iterator[Stated]:
+    """Every value in force: of the platform, the request, the policy and the chosen options."""
+    yield _platform(asked)
+    yield from _request(asked, asked.request if decision is None else decision.request)
+    yield from _policy(asked)
+    if decision is not None:
+        yield from _options(asked, decision)
+
+
+def _platform(asked: Asked) -> Stated:
+    if asked.platform is not None:
+        origin, source = "user", COMMAND_LINE
+    elif "platform" in asked.settings.sources:
+        origin, source = _configured(asked.settings, "platform")
+    else:
+        origin, source = "platform", "found on this machine"
+    return Stated(name="platform", value=str(asked.device), origin=origin, source=source)
+
+
+def _request(asked: Asked, request: Request) -> Iterator[Stated]:
+    model = asked.model or ""
+    sources = {"user": COMMAND_LINE, "model": model}
+    for name in request.__dataclass_fields__:
+        origin = request.origins.get(name)
+        if origin is None:
+            continue
+        source = sources.get(origin, "")
+        if origin == "model" and asked.tp > 1 and name in ("num_q_heads", "num_kv_heads"):
+            source = f"{model}, over {asked.tp} ranks"
+        if origin == "default" and getattr(asked.request, name) != getattr(request, name):
+            follows = name == "kv_dtype" and request.dtype is not None
+            source = "as dtype" if follows else "decided with the backends"
+        yield Stated(name=name, value=_said(getattr(request, name)), origin=origin, source=source)
+
+
+def _policy(asked: Asked) -> Iterator[Stated]:
+    """Only fields that somebody set."""
+    names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
+    for field in Policy.__dataclass_fields__:
+        value = getattr(asked.policy, field)
+        setting = names.get(field, field)
+        if field in ("options", "failed", "origins", "hypothetical") or not value:
+            continue
+        if asked.given.get(field):
+            origin, source = "user", COMMAND_LINE
+        else:
+            origin, source = _configured(asked.settings, setting)
+        yield Stated(name=setting, value=_said(value), origin=origin, source=source)
+
+
+def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
+    """The options of the chosen backends, each once."""
+    user = read_options(asked.given["options"], asked.offers)
+    file = read_options(asked.settings.options, asked.offers)
+    chosen = {choice.address: choice for choice in decision.phases.values()}
+    for address, choice in chosen.items():
+        for name, value in choice.options.items():
+            origin, source = "default", "the card's"
+            if name in user.get(address, {}):
+                origin, source = "user", COMMAND_LINE
+            elif name in file.get(address, {}):
+                origin, source = _configured(asked.settings, "options")
+            said = _said(value)
+            yield Stated(name=f"{choice.backend}.{name}", value=said, origin=origin, source=source)
+
+
+def _configured(settings: Settings, name: str) -> tuple[str, str]:
+    """(origin, source) of a setting: the environment, the file, or a default."""
+    source = settings.sources.get(name, "")
+    if not source:
+        return "default", ""
+    return "env" if source.startswith(PREFIX) else "config", source
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(map(str, value)))
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Which verbs there are, how they are loaded, and how their errors become exit codes."""
+"""The verbs: a table, how they are loaded, and the exit codes of their errors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from attnmux.core.errors import (
 )
 
 GROUP = "attnmux.commands"
-"""The entry-point group by which another distribution brings a verb: name = "module:command"."""
+"""Entry points of other distributions' verbs: name = "module:command"."""
 
 VERBS: Mapping[str, tuple[str, str]] = {
-    "backends": ("attnmux.core.cli.backends:backends", "List what the installed plugins offer."),
-    "matrix": ("attnmux.core.cli.matrix:matrix", "Print what every backend serves."),
-    "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here, what not, and why."),
-    "platforms": ("attnmux.core.cli.platforms:platforms", "List the devices of this machine."),
+    "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
+    "matrix": ("attnmux.core.cli.matrix:matrix", "Print the support matrix of all backends."),
+    "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
+    "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
 
@@ -43,7 +43,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
-"""Verbs of this project that live in another distribution: its name, and the verb's summary."""
+"""This project's verbs in other distributions: the distribution, and the verb's summary."""
 
 USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
 
@@ -70,13 +70,13 @@ class Verbs(click.Group):
             raise click.UsageError(_unknown(name), ctx)
         resolved = super().resolve_command(ctx, args)
         if not gc.isenabled():
-            # What was imported stays: the first collection need not look at it
+            # Imported modules stay: the first collection can skip them
             gc.freeze()
             gc.enable()
         return resolved
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """From the table alone: help must not import what it lists."""
+        """From the tables alone: help imports no verb."""
         installed = _outside()
         rows = {name: text for name, (_, text) in VERBS.items()}
         for name, points in installed.items():
@@ -85,7 +85,8 @@ class Verbs(click.Group):
             rows[name] = summary if whose == distribution else f"(from {whose})"
         for name, (distribution, summary) in OPTIONAL.items():
             if name not in installed:
-                rows[name] = f"{summary} (pip install {distribution})"
+                # First, where no line break can fall into it
+                rows[name] = f"(pip install {distribution}) {summary}"
         with formatter.section("Verbs"):
             formatter.write_dl(sorted(rows.items()))
 
@@ -99,7 +100,7 @@ class Verbs(click.Group):
     ) -> object:
         """Run a verb; where standalone, end the process with the exit code."""
         run = Run()
-        # A model's name or text may hold what the terminal's encoding cannot say
+        # A model's name or text may hold characters that the terminal's encoding lacks
         for stream in (sys.stdout, sys.stderr):
             if standalone_mode and isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -119,7 +120,7 @@ class Verbs(click.Group):
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong on stderr; the exit code."""
+    """Print the error on stderr. Returns the exit code."""
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code
@@ -142,7 +143,7 @@ def _exit_code(error: AttnmuxError) -> int:
 
 
 def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
-    """Verbs of other distributions; ours cannot be replaced."""
+    """Verbs of other distributions. They cannot replace core's."""
     found: dict[str, list[importlib_metadata.EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
@@ -173,12 +174,14 @@ def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Comma
 
 
 def _unknown(name: str) -> str:
-    near = nearest(name, {*VERBS, *_outside(), *OPTIONAL})
+    installed = _outside()
+    near = nearest(name, {*VERBS, *installed, *OPTIONAL})
     guess = f" Did you mean {near!r}?" if near not in ("", name) else ""
-    meant = near or name
-    if meant in OPTIONAL and meant not in _outside():
-        distribution, _ = OPTIONAL[meant]
-        guess += f" {meant!r} comes with {distribution}: pip install {distribution}"
+    if near in OPTIONAL and near not in installed:
+        distribution, _ = OPTIONAL[near]
+        guess += (
+            f" {near!r} needs {distribution}, which is not installed: pip install {distribution}"
+        )
     return f"No such verb {name!r}.{guess}"
 
 

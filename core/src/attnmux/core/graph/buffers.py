@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
 import torch
 
+from attnmux.core.arguments import described
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
@@ -23,12 +24,12 @@ class _Field:
     name: str
     of_batch: bool
     buffer: torch.Tensor
-    dim: int
+    dim: int = 0
     """The dimension that grows with the batch."""
-    rows: int
-    """Along it, for each request."""
-    fill: int
-    """What padding rows hold."""
+    rows: int = 1
+    """Rows of it for each request."""
+    fill: int = 0
+    """The value of padding rows."""
 
     def rows_of(self, first: int, last: int) -> torch.Tensor:
         """The part of requests first to last."""
@@ -38,7 +39,7 @@ class _Field:
 class FixedBuffers:
     """A batch and the model's inputs at fixed addresses.
 
-    Behind the rows of the latest batch lie padding rows: request row 0, slot 0, position 0, the
+    The rows after those of the latest batch are padding: request row 0, slot 0, position 0, the
     backend's fill value for `seq_lens`, no encoder tokens, model inputs of 0.
     """
 
@@ -53,37 +54,31 @@ class FixedBuffers:
     ) -> None:
         self._config = config
         self._fill = seq_len_fill
-        self._device = device
-        # A tensor made in inference mode could not be written outside of it later.
+        max_bs, max_tokens = config.max_batch_size, config.max_num_tokens
+        # A tensor made in inference mode could not be written outside of it later
         with torch.inference_mode(False):
-            fields = [*self._batch_fields(), *self._input_fields(inputs)]
-            # One copy for each device and dtype: a fused kernel takes tensors of one dtype.
-            fields.sort(key=_group)
+            fields = [*_batch_fields(config, seq_len_fill, device)]
+            fields += _input_fields(config, inputs, device)
+            # A fused copy takes tensors of one device and dtype
+            fields.sort(key=_device_and_dtype)
             self._fields = tuple(fields)
             self._masks = None
             if config.custom_mask:
                 self._masks = MaskBuffers(
                     config, seq_len_fill=seq_len_fill, max_len=max_context_len, device=device
                 )
-            # What an indexer writes in the graph itself is nothing to load.
+            # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:
-                self._topk_indices = torch.full(
-                    (config.max_num_tokens, config.index_topk),
-                    -1,
-                    dtype=torch.int32,
-                    device=device,
-                )
+                shape = (max_tokens, config.index_topk)
+                self._topk_indices = torch.full(shape, -1, dtype=torch.int32, device=device)
             self._no_slots = torch.zeros(0, dtype=torch.int64, device=device)
             self._new_lens = torch.full(
-                (config.max_batch_size,),
-                config.tokens_per_request,
-                dtype=torch.int32,
-                device=device,
+                (max_bs,), config.tokens_per_request, dtype=torch.int32, device=device
             )
             self._new_lens_cpu = self._new_lens.cpu()
         self._of_batch = attrgetter(*(field.name for field in fields if field.of_batch))
-        self._groups = _bounds(fields)
+        self._groups = _group_bounds(fields)
         self._num_inputs = len(inputs)
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._used = 0
@@ -96,7 +91,7 @@ class FixedBuffers:
 
     def views(self, size: int) -> tuple[ForwardBatch, Mapping[str, torch.Tensor]]:
         """The batch and the model's inputs of a padded size."""
-        config = self._config
+        config, num_tokens = self._config, size * self._config.tokens_per_request
         of_batch = {f.name: f.rows_of(0, size) for f in self._fields if f.of_batch}
         inputs = {f.name: f.rows_of(0, size) for f in self._fields if not f.of_batch}
         if config.forward_mode.is_target_verify():
@@ -107,30 +102,26 @@ class FixedBuffers:
                 of_batch["extend_prefix_lens_cpu"] = of_batch["seq_lens_cpu"]
         if config.encoder:
             of_batch["encoder_out_cache_loc"] = self._no_slots
-        picks = self._topk_indices
+        if self._topk_indices is not None:
+            of_batch["topk_indices"] = self._topk_indices[:num_tokens]
         batch = ForwardBatch(
             forward_mode=config.forward_mode,
             batch_size=size,
             seq_lens_sum=size * self._fill if config.host_lens else None,
-            extend_num_tokens=size * config.tokens_per_request
-            if config.forward_mode.is_extend()
-            else None,
-            topk_indices=None if picks is None else picks[: size * config.tokens_per_request],
+            extend_num_tokens=num_tokens if config.forward_mode.is_extend() else None,
             spec_info=self._spec_info(size),
             **of_batch,  # type: ignore[arg-type]  # fields of ForwardBatch by name
         )
-        if config.two_batches:
-            batch = replace(batch, tbo_children=_halves(batch, config.tokens_per_request))
-        return batch, inputs
+        return self._with_halves(batch), inputs
 
     def load(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], padded: ForwardBatch
     ) -> ForwardBatch:
-        """Copy a batch and the model's inputs to the buffers; rows behind them become padding.
+        """Copy a batch and the model's inputs to the buffers; the rows after them become padding.
 
-        padded: the batch of `views` for the size to run. Returns it with the values of this step
-        that are no tensors. Raises InvalidInput, changing nothing, for tensors of other shapes or
-        dtypes than those of the buffers.
+        padded: the batch of `views` for the size to run. Returns it with this step's values that
+        are not tensors. Raises InvalidInput, changing nothing, for tensors whose shapes or dtypes
+        differ from the buffers'.
         """
         size = batch.batch_size
         targets = self._targets.get(size)
@@ -139,28 +130,24 @@ class FixedBuffers:
         sources = self._sources(batch, inputs)
         for field, source, target in zip(self._fields, sources, targets, strict=True):
             if source.shape != target.shape or source.dtype != target.dtype:
-                raise InvalidInput(
-                    field.name,
-                    came=f"{source.dtype} of shape {tuple(source.shape)}",
-                    expected=f"{target.dtype} of shape {tuple(target.shape)}",
-                )
+                raise InvalidInput(field.name, came=described(source), expected=described(target))
         if self._masks is not None:
             self._masks.load(batch, padded.batch_size)
-        # Before the copies: should one be interrupted, the next load makes these rows padding.
+        # Before the copies: if they are interrupted, the next load makes these rows padding
         self._used = max(self._used, size)
         for first, last in self._groups:
             torch._foreach_copy_(targets[first:last], sources[first:last])
-        self._pad_behind(size)
+        self._pad_after(size)
         return self._with_host_values(batch, padded)
 
     def clear(self) -> None:
         """Make every row padding."""
-        self._pad_behind(0)
+        self._pad_after(0)
         if self._masks is not None:
             self._masks.clear()
 
-    def _pad_behind(self, size: int) -> None:
-        """Rows behind `size` become padding. Those behind the previous batch are."""
+    def _pad_after(self, size: int) -> None:
+        """Make the rows after `size` padding. Those after the previous batch already are."""
         if size < self._used:
             for field in self._fields:
                 field.rows_of(size, self._used).fill_(field.fill)
@@ -172,10 +159,18 @@ class FixedBuffers:
             total += (padded.batch_size - batch.batch_size) * self._fill
         if total != padded.seq_lens_sum or actual_mode is not padded.actual_forward_mode:
             padded = replace(padded, seq_lens_sum=total, actual_forward_mode=actual_mode)
-        if padded.tbo_children:
-            children = _halves(padded, self._config.tokens_per_request)
-            padded = replace(padded, tbo_children=children)
-        return padded
+        return self._with_halves(padded)
+
+    def _with_halves(self, batch: ForwardBatch) -> ForwardBatch:
+        """With `tbo_children`, if the config asks for them. A half of a single row is empty."""
+        if not self._config.two_batches:
+            return batch
+        tokens, middle = self._config.tokens_per_request, batch.batch_size // 2
+        halves = tuple(
+            batch.slice(first, last, first_token=first * tokens, last_token=last * tokens)
+            for first, last in ((0, middle), (middle, batch.batch_size))
+        )
+        return replace(batch, tbo_children=halves)
 
     def _sources(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]
@@ -203,78 +198,47 @@ class FixedBuffers:
             mask_indptr=indptr,
         )
 
-    def _batch_fields(self) -> list[_Field]:
-        config = self._config
-        tokens = config.tokens_per_request
-        made = [
-            self._field("req_pool_indices", torch.int64),
-            self._field("seq_lens", torch.int32, fill=self._fill),
-            self._field("out_cache_loc", torch.int64, rows=tokens),
-            self._field("positions", torch.int64, rows=tokens),
-        ]
-        if config.encoder:
-            made.append(self._field("encoder_lens", torch.int32))
-        if config.host_lens:
-            made.append(self._field("seq_lens_cpu", torch.int32, fill=self._fill, on_host=True))
-        return made
 
-    def _field(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        *,
-        rows: int = 1,
-        fill: int = 0,
-        on_host: bool = False,
-    ) -> _Field:
-        device = torch.device("cpu") if on_host else self._device
-        buffer = torch.full((rows * self._config.max_batch_size,), fill, dtype=dtype, device=device)
-        return _Field(name=name, of_batch=True, buffer=buffer, dim=0, rows=rows, fill=fill)
+def _batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> Iterator[_Field]:
+    def field(name: str, dtype: torch.dtype, rows: int = 1, fill: int = 0) -> _Field:
+        where = torch.device("cpu") if name.endswith("_cpu") else device
+        buffer = torch.full((rows * config.max_batch_size,), fill, dtype=dtype, device=where)
+        return _Field(name=name, of_batch=True, buffer=buffer, rows=rows, fill=fill)
 
-    def _input_fields(self, inputs: Mapping[str, ModelInput]) -> list[_Field]:
-        num_tokens = self._config.max_num_tokens
-        return [
-            _Field(
-                name=name,
-                of_batch=False,
-                buffer=torch.zeros(
-                    (*given.leading, num_tokens, *given.trailing),
-                    dtype=given.dtype,
-                    device=self._device,
-                ),
-                dim=len(given.leading),
-                rows=self._config.tokens_per_request,
-                fill=0,
-            )
-            for name, given in inputs.items()
-        ]
+    tokens = config.tokens_per_request
+    yield field("req_pool_indices", torch.int64)
+    yield field("seq_lens", torch.int32, fill=lens_fill)
+    yield field("out_cache_loc", torch.int64, rows=tokens)
+    yield field("positions", torch.int64, rows=tokens)
+    if config.encoder:
+        yield field("encoder_lens", torch.int32)
+    if config.host_lens:
+        yield field("seq_lens_cpu", torch.int32, fill=lens_fill)
 
 
-def _group(field: _Field) -> tuple[str, str]:
-    """Fields of one group are copied together."""
+def _input_fields(
+    config: GraphConfig, inputs: Mapping[str, ModelInput], device: torch.device
+) -> Iterator[_Field]:
+    for name, given in inputs.items():
+        shape = (*given.leading, config.max_num_tokens, *given.trailing)
+        yield _Field(
+            name=name,
+            of_batch=False,
+            buffer=torch.zeros(shape, dtype=given.dtype, device=device),
+            dim=len(given.leading),
+            rows=config.tokens_per_request,
+        )
+
+
+def _device_and_dtype(field: _Field) -> tuple[str, str]:
     return field.buffer.device.type, str(field.buffer.dtype)
 
 
-def _bounds(fields: list[_Field]) -> list[tuple[int, int]]:
-    """Where the fields that are copied together begin and end."""
+def _group_bounds(fields: list[_Field]) -> list[tuple[int, int]]:
+    """Where the fields of one device and dtype, which are copied together, begin and end."""
     bounds, first = [], 0
-    for _, members in groupby(fields, key=_group):
+    for _, members in groupby(fields, key=_device_and_dtype):
         last = first + len(list(members))
         bounds.append((first, last))
         first = last
     return bounds
-
-
-def _halves(batch: ForwardBatch, tokens_per_request: int) -> tuple[ForwardBatch, ForwardBatch]:
-    """The first half of the rows and the others. A half of a single row is empty."""
-
-    def part(first: int, last: int) -> ForwardBatch:
-        return batch.slice(
-            first,
-            last,
-            first_token=first * tokens_per_request,
-            last_token=last * tokens_per_request,
-        )
-
-    middle = batch.batch_size // 2
-    return part(0, middle), part(middle, batch.batch_size)

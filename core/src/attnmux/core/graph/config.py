@@ -1,24 +1,39 @@
-"""What the graphs of a runner are captured for."""
+"""The configuration of graph runners: mode, inputs and batch sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
 
+from attnmux.core.arguments import check_positive
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 
 Forward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor]], Any]
-"""A model's call: the batch, and by name what only the model reads. Returns a tensor, or a tuple,
-list or dict of tensors, each with T rows."""
+"""A model's call, with the batch and the other inputs by name. Returns a tensor, or a tuple, list
+or dict of tensors, each with T rows."""
+Progress: TypeAlias = Callable[[Sequence[int]], Iterable[int]]
+"""Iterates over the sizes to capture and shows how far it is."""
+
+NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+NUM_WARM_UPS = 2
+"""Runs before a capture. The first compiles kernels and sets libraries up; the second sees the
+allocations that these made once."""
+
+MAX_GRAPH_BATCH_SIZE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInput:
-    """One tensor that only the model reads: [*leading, T, *trailing].
+    """An input of the model that is not in the batch: [*leading, T, *trailing].
 
     `input_ids` is ModelInput(dtype=torch.int64); multimodal rotary positions have leading (3,);
     hidden states have trailing (hidden size,). Rows of padding are 0.
@@ -29,18 +44,20 @@ class ModelInput:
     trailing: tuple[int, ...] = ()
 
 
+NO_MODEL_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
+
+
 def check_names(inputs: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
-    """Raise InvalidInput for an input that no buffer is for: a graph would not read it."""
+    """Raise InvalidInput for an input without a buffer, which a graph would not read."""
     for name in inputs:
         if name not in known:
-            raise InvalidInput(
-                "inputs", came=repr(name), expected=f"what the runner was made for: {[*known]}"
-            )
+            expected = f"one of the runner's inputs: {[*known]}"
+            raise InvalidInput("inputs", came=repr(name), expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphConfig:
-    """What the graphs of a runner are captured for."""
+    """The steps that a runner's graphs are captured for."""
 
     batch_sizes: tuple[int, ...]
     """Ascending; see `graph_batch_sizes`."""
@@ -51,19 +68,19 @@ class GraphConfig:
     padding: bool = True
     """Whether a batch may replay a larger graph than its own size."""
     host_lens: bool = False
-    """Whether batches carry `seq_lens_cpu`, as backends with `needs_cpu_seq_lens` want."""
+    """Whether batches have `seq_lens_cpu`, which backends with `needs_cpu_seq_lens` require."""
     encoder: bool = False
-    """Whether batches carry `encoder_lens`."""
+    """Whether batches have `encoder_lens`."""
     spec_topk: int = 1
     custom_mask: bool = False
-    """Whether the drafts come with a mask, as trees do."""
+    """Whether drafts have a mask, as trees do."""
     index_topk: int = 0
-    """Keys that an indexer picks for each token: with more than 0 the runner owns a buffer for
+    """Keys that an indexer picks for each token. Above 0 the runner owns a buffer for
     `ForwardBatch.topk_indices`, which the captured model writes before each layer's call."""
     two_batches: bool = False
     """Whether batches have `tbo_children`: the first half of the rows and the others."""
     compile: Callable[[Forward], Forward] | None = None
-    """Such as torch.compile: applied to the model's call of batch sizes up to
+    """A compiler such as torch.compile, for the model's call of batch sizes up to
     `compile_max_batch_size`."""
     compile_max_batch_size: int = 32
 
@@ -73,21 +90,18 @@ class GraphConfig:
             raise InvalidInput("batch_sizes", came=sizes, expected="ascending sizes from 1 up")
         is_verify = self.forward_mode.is_target_verify()
         if not is_verify and not self.forward_mode.is_decode():
-            raise InvalidInput(
-                "forward_mode", came=self.forward_mode.name, expected="DECODE or TARGET_VERIFY"
-            )
+            got, expected = self.forward_mode.name, "DECODE or TARGET_VERIFY"
+            raise InvalidInput("forward_mode", came=got, expected=expected)
         if self.tokens_per_request < 1 or (self.tokens_per_request > 1 and not is_verify):
+            expected = "1, or in TARGET_VERIFY the number of draft tokens"
             raise InvalidInput(
-                "tokens_per_request",
-                came=self.tokens_per_request,
-                expected="1 in DECODE, the number of draft tokens in TARGET_VERIFY",
+                "tokens_per_request", came=self.tokens_per_request, expected=expected
             )
         if self.index_topk < 0:
             raise InvalidInput("index_topk", came=self.index_topk, expected="at least 0")
         if self.custom_mask and (self.two_batches or not is_verify):
-            raise InvalidInput(
-                "custom_mask", came=True, expected="False but in TARGET_VERIFY of one batch"
-            )
+            expected = "False, except in TARGET_VERIFY without two_batches"
+            raise InvalidInput("custom_mask", came=True, expected=expected)
 
     @property
     def max_batch_size(self) -> int:
@@ -96,3 +110,62 @@ class GraphConfig:
     @property
     def max_num_tokens(self) -> int:
         return self.max_batch_size * self.tokens_per_request
+
+
+def graph_batch_sizes(
+    *,
+    pool_size: int,
+    max_batch_size: int | None = None,
+    padding: bool = True,
+    speculation: bool = False,
+    chosen: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Batch sizes to capture, ascending.
+
+    pool_size: rows of the request table, which limit a batch. max_batch_size: the largest size to
+    capture; None: 160, or the largest of `chosen`. padding: whether smaller batches may replay a
+    larger graph. chosen: the user's sizes, instead of the default ones.
+
+    Where the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a full
+    pool has a graph. Sizes above the pool or the maximum are dropped.
+    Raises InvalidInput for sizes below 1 and where no size is left.
+    """
+    check_positive("pool_size", pool_size)
+    if chosen is not None:
+        if not chosen or min(chosen) < 1:
+            raise InvalidInput("chosen", came=list(chosen), expected="batch sizes from 1 up")
+        sizes = set(chosen)
+    elif speculation:
+        sizes = set(range(1, 33))
+    elif padding:
+        sizes = {1, 2, 4, *range(8, 161, 8)}
+    else:
+        sizes = {*range(1, 33), 64, 96, 128, 160}
+    if max_batch_size is None:
+        max_batch_size = MAX_GRAPH_BATCH_SIZE if chosen is None else max(sizes)
+    check_positive("max_batch_size", max_batch_size)
+    if max(sizes) > pool_size:
+        sizes |= {pool_size - 1, pool_size}
+    limit = min(pool_size, max_batch_size)
+    kept = tuple(sorted(size for size in sizes if 1 <= size <= limit))
+    if not kept:
+        expected = f"at least {min(sizes)}, the smallest size"
+        raise InvalidInput("max_batch_size", came=max_batch_size, expected=expected)
+    return kept
+
+
+def padded_size(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the ascending sizes that holds `count`; None where the largest does not."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) else None
+
+
+def show_progress(batch_sizes: Sequence[int]) -> Iterator[int]:
+    """The sizes, with a progress bar if stderr is a terminal."""
+    console = Console(stderr=True)
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("capturing graphs", total=len(batch_sizes))
+        for size in batch_sizes:
+            bar.update(task, description=f"capturing graphs, batch size {size}")
+            yield size
+            bar.advance(task)

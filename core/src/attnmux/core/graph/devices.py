@@ -1,4 +1,4 @@
-"""Device graphs behind one small interface, and the ones of CUDA and HIP."""
+"""The interface of device graphs, and its implementation for CUDA and HIP."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from attnmux.core.errors import GraphUnsupported
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GraphStep:
-    """What a graph is made of."""
+    """A step to capture, in two parts."""
 
     prepare: Callable[[], None]
     """`init_forward_metadata_in_graph`: static shapes, no synchronisation, no allocation."""
     forward: Callable[[], Any]
-    """The model's call. What it allocates belongs to the graph."""
+    """The model's call. Its allocations belong to the graph."""
     host_tensors: tuple[torch.Tensor, ...] = ()
     """Tensors on the host that change between replays; a graph cannot read them."""
 
     def run(self) -> Any:  # noqa: ANN401  # a tensor or a container of tensors
-        """Both parts. Returns what the model's call did."""
+        """Run both parts. Returns the result of the model's call."""
         self.prepare()
         return self.forward()
 
@@ -37,22 +37,22 @@ class CapturedGraph(ABC):
     """A step that can be launched again."""
 
     outputs: Any
-    """What the step returned; each replay overwrites it."""
+    """The step's result, which each replay overwrites."""
     nbytes: int
     """Memory that the graph takes on the device."""
 
     @abstractmethod
     def replay(self) -> None:
-        """Run the captured step on what its buffers now hold."""
+        """Run the captured step on the present contents of its buffers."""
 
 
 class DeviceGraphs(ABC):
-    """The graphs of one device. All of them share a memory pool, so one runs at a time."""
+    """The graphs of one device. They share a memory pool, so that one may run at a time."""
 
     @abstractmethod
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Open around warm-ups and captures."""
+        """The context of warm-ups and captures."""
 
     @abstractmethod
     def warm_up(self, step: GraphStep) -> None:
@@ -76,7 +76,7 @@ class CudaGraph(CapturedGraph):
 
 
 class CudaGraphs(DeviceGraphs):
-    """Graphs of CUDA, and of HIP, which torch calls by the same name.
+    """Graphs of CUDA, and of HIP, which torch calls CUDA too.
 
     capture_error_mode: see `torch.cuda.graph`; "thread_local" lets other threads go on using the
     device while a graph is captured.
@@ -96,7 +96,7 @@ class CudaGraphs(DeviceGraphs):
             with torch.cuda.stream(self._stream), _no_garbage_collection():
                 yield
         finally:
-            # What a failure has left running reads and writes what eager steps do.
+            # After a failure, kernels that still run share memory with eager steps
             current.wait_stream(self._stream)
 
     def warm_up(self, step: GraphStep) -> None:
@@ -106,7 +106,7 @@ class CudaGraphs(DeviceGraphs):
 
     def capture(self, step: GraphStep) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
-        # Else what the warm-ups left in torch's cache would pay for the graph.
+        # Otherwise torch's cache of the warm-ups would hide the memory that the graph takes
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         try:
@@ -126,17 +126,17 @@ class CudaGraphs(DeviceGraphs):
     def _release_random_numbers(self) -> None:
         """Let torch's generator draw eagerly again.
 
-        A capture that fails leaves it believing that it is captured, and every later draw raises;
-        one that succeeds, though it holds nothing, ends that.
+        After a failed capture it still believes to be captured, and every later draw raises. An
+        empty capture that succeeds resets it.
         """
         with suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the graph is empty
+            warnings.simplefilter("ignore")  # the graph is empty
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
                 pass
 
 
 def _why(error: RuntimeError) -> str:
-    # The end of a spoilt capture raises too, and says less than what spoilt it.
+    # The end of a failed capture raises too, with less information than its cause
     first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
     if isinstance(first, torch.OutOfMemoryError):
         return (
@@ -151,7 +151,7 @@ def _why(error: RuntimeError) -> str:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """An older graph that dies during a capture frees its memory, which spoils the capture."""
+    """A graph that is collected during a capture frees memory, which invalidates the capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -172,7 +172,7 @@ def device_graphs(
 ) -> DeviceGraphs:
     """The graphs of a device.
 
-    others: for device types beside "cuda", by torch's word for the type.
+    others: graphs of other device types than "cuda", by torch's name of the type.
     Raises GraphUnsupported for a device without graphs.
     """
     if device.type in others:

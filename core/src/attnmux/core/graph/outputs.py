@@ -1,4 +1,4 @@
-"""What the model's call returns, in tensors that the graphs of all batch sizes share."""
+"""The outputs of the model's call, in tensors that the graphs of all batch sizes share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from attnmux.core.arguments import described
 from attnmux.core.errors import InvalidInput
 
 
 class FixedOutputs:
-    """Outputs of the largest batch; a smaller one has the first rows.
+    """Outputs of the largest batch; a smaller batch has the first rows.
 
-    Each graph ends with a copy to them, so that the memory of its own outputs is the next graph's
-    to use: else the logits of every batch size would be kept, those of the largest many times over.
+    Each graph ends with a copy to them, so that the next graph can reuse the memory of its own
+    outputs. Otherwise the logits of every batch size would be kept.
     """
 
     def __init__(self) -> None:
@@ -22,19 +23,16 @@ class FixedOutputs:
         self._structure: pytree.TreeSpec | None = None
 
     def store(self, outputs: object, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returns it
-        """Copy what the call returned for `num_tokens` tokens. Returns the same, as views.
+        """Copy the call's outputs for `num_tokens` tokens. Returns them as views of the buffers.
 
-        The first call is that of the largest batch. Raises InvalidInput for anything but tensors
-        of a row a token, and for other shapes and dtypes than in the first call.
+        The first call is that of the largest batch. Raises InvalidInput for outputs that are not
+        tensors of one row a token, and for shapes and dtypes that differ from the first call's.
         """
         leaves, structure = pytree.tree_flatten(outputs)
         for leaf in leaves:
             if leaf is not None and not _has_rows(leaf, num_tokens):
-                raise InvalidInput(
-                    "forward",
-                    came=f"{_described(leaf)} as output",
-                    expected=f"tensors of {num_tokens} rows",
-                )
+                got, expected = f"{_said(leaf)} as output", f"tensors of {num_tokens} rows"
+                raise InvalidInput("forward", came=got, expected=expected)
         if self._structure is None:
             self._buffers = [
                 None
@@ -47,8 +45,8 @@ class FixedOutputs:
         if structure != self._structure or kinds != first_kinds:
             raise InvalidInput(
                 "forward",
-                came=f"{', '.join(map(_described, leaves))} for {num_tokens} tokens",
-                expected=f"rows of {', '.join(map(_described, self._buffers))}, as for the largest "
+                came=f"{', '.join(map(_said, leaves))} for {num_tokens} tokens",
+                expected=f"rows of {', '.join(map(_said, self._buffers))}, as for the largest "
                 "batch",
             )
         views = []
@@ -62,11 +60,11 @@ def _has_rows(leaf: object, num_tokens: int) -> bool:
 
 
 def _kind(leaf: torch.Tensor | None) -> object:
-    """What outputs of all sizes have in common."""
+    """The part of an output that all sizes share."""
     return None if leaf is None else (leaf.shape[1:], leaf.dtype, leaf.device)
 
 
-def _described(leaf: object) -> str:
+def _said(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+        return described(leaf)
     return "None" if leaf is None else type(leaf).__name__

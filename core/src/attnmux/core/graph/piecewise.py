@@ -1,9 +1,9 @@
-"""Steps of many new tokens: the model compiled in pieces, attention between them.
+"""Steps of many new tokens: the model is compiled in pieces, with attention between them.
 
-Attention of an extend step depends on every request's lengths, so a graph of the whole step would
-serve no other. The rest of the model depends on the number of tokens alone: it is compiled, and
+Attention of an extend step depends on every request's lengths, so that a graph of the whole step
+could not be reused. The rest of the model depends only on the number of tokens. It is compiled, and
 Inductor's graph partition splits it at `attnmux::attention_with_output`, whose tag keeps it out of
-CUDA graphs. What lies between two calls is captured once for each padded number of tokens.
+CUDA graphs. Each piece between two calls is captured once for each padded number of tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from attnmux.core.arguments import described
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.config import Forward, ModelInput, check_names
-from attnmux.core.graph.progress import show_progress
-from attnmux.core.graph.runner import NO_INPUTS, NO_MODEL_INPUTS, NUM_WARM_UPS, Progress
-from attnmux.core.graph.sizes import padded_size
+from attnmux.core.graph.config import (
+    NO_INPUTS,
+    NO_MODEL_INPUTS,
+    NUM_WARM_UPS,
+    Forward,
+    ModelInput,
+    Progress,
+    check_names,
+    padded_size,
+    show_progress,
+)
 from attnmux.core.op import forward_context
 
 Compiler: TypeAlias = Callable[[Forward], Forward]
@@ -33,8 +41,8 @@ CAPTURED_MODES = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.D
 def compile_in_pieces(forward: Forward) -> Forward:
     """Compile with Inductor, with CUDA graphs between the calls of attention.
 
-    One compilation serves all numbers of tokens; each gets graphs of its own. Without CUDA
-    nothing is split and nothing captured.
+    One compilation serves all numbers of tokens; each number has its own graphs. Without CUDA the
+    model is neither split nor captured.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {
         "graph_partition": True,
@@ -46,8 +54,8 @@ def compile_in_pieces(forward: Forward) -> Forward:
 class PiecewiseRunner:
     """Runs extend steps through a compiled model, padded to one of a few numbers of tokens.
 
-    The model sees `size` tokens, the last of them padding; attention sees the step's own, and
-    gives zeros for the others.
+    The model sees a padded number of tokens. Attention sees the step's own, and returns zeros for
+    the padding.
     """
 
     def __init__(
@@ -61,8 +69,8 @@ class PiecewiseRunner:
         progress: Progress = show_progress,
         rank: int = 0,
     ) -> None:
-        """forward: called inside `forward_context` with `inputs` and a batch of which it may read
-        `positions`; it returns tensors of T rows. token_counts: the sizes, from 2 up.
+        """forward: called inside `forward_context` with a batch, of which it may read `positions`,
+        and `inputs`; it returns tensors of T rows. token_counts: the padded sizes, from 2 up.
         """
         if not token_counts or min(token_counts) < 2:
             raise InvalidInput("token_counts", came=list(token_counts), expected="sizes from 2 up")
@@ -77,25 +85,24 @@ class PiecewiseRunner:
             self._views = _make_views(self._inputs, self.token_counts, backend.context.device)
 
     def capture(self) -> None:
-        """Run every size, from large to small, until it is compiled and captured.
+        """Compile and capture every size, from large to small.
 
-        No token is a request's: nothing is attended to and nothing written to the KV pool.
+        All tokens are padding, so that attention does nothing and the KV pool is not written.
         """
         device = self._backend.context.device
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        no_lens = nothing.int()
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
         batch = ForwardBatch(
             forward_mode=ForwardMode.IDLE,
             batch_size=0,
-            req_pool_indices=nothing,
-            seq_lens=no_lens,
-            out_cache_loc=nothing,
-            positions=nothing,
+            req_pool_indices=empty,
+            seq_lens=empty.int(),
+            out_cache_loc=empty,
+            positions=empty,
         )
         sizes = self.token_counts[::-1]
         shown: Iterable[int] = self._progress(sizes) if self._rank == 0 else sizes
         for size in shown:
-            # CUDA graphs are recorded in the run after the one that compiles, then replayed.
+            # The first run compiles, the next records CUDA graphs, and the last replays them
             for _ in range(NUM_WARM_UPS + 1):
                 with _mode():
                     self._run(batch, size)
@@ -105,8 +112,8 @@ class PiecewiseRunner:
         return self._size(batch) is not None
 
     def run(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor] = NO_INPUTS) -> Any:  # noqa: ANN401  # as the model's call returns it
-        """Run a step. Returns what the model's call did for the batch's own T tokens; the next
-        step overwrites it.
+        """Run a step. Returns the model's result for the batch's own T tokens, which the next step
+        overwrites.
 
         Raises InvalidInput for a batch that `can_run` refuses, and for tensors that do not fit.
         """
@@ -126,12 +133,12 @@ class PiecewiseRunner:
     def _size(self, batch: ForwardBatch) -> int | None:
         if batch.forward_mode not in CAPTURED_MODES or not batch.num_tokens:
             return None
-        if batch.topk_indices is not None:  # of the step's own rows, and the model's are padded
+        if batch.topk_indices is not None:  # its rows are not padded as the model's are
             return None
         return padded_size(batch.num_tokens, self.token_counts)
 
     def _load(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], size: int) -> None:
-        """Copy to the fixed buffers; rows behind are zeros."""
+        """Copy to the fixed buffers; the rows after the batch's are zeros."""
         num_tokens = batch.num_tokens
         sources = {**inputs, "positions": batch.positions}
         views = self._views[size]
@@ -140,10 +147,8 @@ class PiecewiseRunner:
             dim = len(self._inputs[name].leading)
             source, target = sources.get(name), view.narrow(dim, 0, num_tokens)
             if source is None or source.shape != target.shape or source.dtype != target.dtype:
-                came = None if source is None else f"{source.dtype} of {tuple(source.shape)}"
-                raise InvalidInput(
-                    name, came=came, expected=f"{target.dtype} of {tuple(target.shape)}"
-                )
+                got = None if source is None else described(source)
+                raise InvalidInput(name, came=got, expected=described(target))
         for name, view in views.items():
             dim = len(self._inputs[name].leading)
             view.narrow(dim, 0, num_tokens).copy_(sources[name])
@@ -159,7 +164,7 @@ class PiecewiseRunner:
 
 @contextmanager
 def _mode() -> Iterator[None]:
-    """The one mode that a model is compiled for, whatever its caller's is."""
+    """The mode that a model is compiled for, whatever the caller's is."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -167,10 +172,10 @@ def _mode() -> Iterator[None]:
 def _make_views(
     inputs: Mapping[str, ModelInput], sizes: Sequence[int], device: torch.device
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Every input in every size. Those of one input begin at one address.
+    """Every input in every size; the tensors of one input share one address.
 
-    They are contiguous and no views of another tensor, whose shape would be part of what a model
-    is compiled for: so one compilation serves all sizes.
+    They are contiguous and not views of one tensor: a model is compiled for the shape of a view's
+    base, and one compilation must serve all sizes.
     """
     views: dict[int, dict[str, torch.Tensor]] = {size: {} for size in sizes}
     for name, given in inputs.items():

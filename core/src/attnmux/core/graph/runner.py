@@ -1,11 +1,10 @@
-"""Captures a model's step for many batch sizes, and replays the one that a batch fits."""
+"""Captures a model's step for many batch sizes and replays the graph that fits a batch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -15,28 +14,27 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.graph.config import Forward, GraphConfig, ModelInput
+from attnmux.core.graph.config import (
+    NO_INPUTS,
+    NO_MODEL_INPUTS,
+    NUM_WARM_UPS,
+    Forward,
+    GraphConfig,
+    ModelInput,
+    Progress,
+    padded_size,
+    show_progress,
+)
 from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
-from attnmux.core.graph.progress import show_progress
-from attnmux.core.graph.sizes import padded_size
 from attnmux.core.op import forward_context
 
-NUM_WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries set up in the first, and what they
-then allocate once is settled in the second."""
-
-NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
-NO_MODEL_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
-
-Progress: TypeAlias = Callable[[Sequence[int]], Iterable[int]]
-"""Goes through the batch sizes and shows how far it is."""
 CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Opens what a communication group needs around captures, on the capture's stream."""
+"""A context that a communication group needs around captures, on the capture's stream."""
 
 
 class _Captured:
-    """A graph with its batch, and the leaves of its outputs."""
+    """A graph with its batch and its outputs."""
 
     def __init__(self, graph: CapturedGraph, batch: ForwardBatch) -> None:
         self.graph = graph
@@ -44,7 +42,7 @@ class _Captured:
         self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
 
     def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
-        """Their first rows."""
+        """The first rows of the outputs."""
         rows = [None if leaf is None else leaf[:num_tokens] for leaf in self._leaves]
         return pytree.tree_unflatten(rows, self._spec)
 
@@ -53,11 +51,11 @@ class GraphRunner:
     """Runs a model's step from device graphs.
 
     It owns the tensors that the graphs read. `replay` copies a batch there, pads it to a captured
-    size, lets the backend prepare its metadata outside of the graph, and launches the graph, in
-    which the backend's other half of the preparation and the model's call were captured.
+    size, has the backend prepare its metadata outside of the graph, and launches the graph, which
+    holds the in-graph half of the preparation and the model's call.
 
     One runner serves steps of one mode. A backend may have several, such as one for decoding and
-    one for verification; given the same `devices`, they share its memory pool.
+    one for verification; with the same `devices` they share its memory pool.
     """
 
     def __init__(
@@ -74,8 +72,8 @@ class GraphRunner:
     ) -> None:
         """forward: called with the padded batch and inputs, inside `forward_context`.
 
-        inputs: what only the model reads, by name. collectives: opened around all captures.
-        progress: shown on rank 0 only.
+        inputs: the model's inputs besides the batch, by name. collectives: entered around all
+        captures. progress: shown on rank 0 only.
         Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
         """
         if backend.context.debug:
@@ -104,32 +102,29 @@ class GraphRunner:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that were captured, ascending."""
+        """Captured sizes, ascending."""
         return self._sizes
 
     @property
     def memory_bytes(self) -> Mapping[int, int]:
-        """Memory that each graph took when it was captured, by batch size. Graphs share a pool,
-        so the first and largest takes most of it."""
+        """Bytes that each graph took when it was captured, by batch size. Graphs share a pool, so
+        the first and largest takes most of it."""
         return {size: self._captured[size].graph.nbytes for size in self.batch_sizes}
 
     def capture(
-        self,
-        batch: ForwardBatch | None = None,
-        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
+        self, batch: ForwardBatch | None = None, inputs: Mapping[str, torch.Tensor] = NO_INPUTS
     ) -> None:
         """Capture every size, from large to small.
 
-        batch: what the buffers hold meanwhile, in the sizes that it fits; else, and in the other
-        sizes, all rows are padding and what is written lands in slot 0. Graphs of an earlier
-        capture are dropped first.
-        Raises GraphUnsupported for a backend that cannot be captured; then no graph is left.
+        batch: fills the buffers during the capture, in sizes that it fits. In other sizes all rows
+        are padding, which writes to slot 0. Graphs of an earlier capture are dropped first.
+        Raises GraphUnsupported for a backend that cannot be captured; then there are no graphs.
         """
         config = self.config
         sizes = config.batch_sizes[::-1]
         self._captured, self._sizes, self._outputs = {}, (), FixedOutputs()
         captured = {}
-        # What is made in inference mode could not be written outside of it later.
+        # Tensors made in inference mode could not be written outside of it later
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
             self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
             stack.enter_context(self._devices.session())
@@ -146,15 +141,15 @@ class GraphRunner:
         self._sizes = tuple(sorted(captured))
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a captured graph serves the batch. None serves IDLE, which runs eagerly."""
+        """Whether a captured graph serves the batch. IDLE steps run eagerly."""
         return self._refusal(batch) is None
 
     def replay(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor] = NO_INPUTS) -> Any:  # noqa: ANN401  # as the model's call returns it
-        """Run a step. Returns what the model's call did for the batch's own T tokens; the next
-        replay overwrites it.
+        """Run a step. Returns the model's result for the batch's own T tokens, which the next
+        replay overwrites.
 
-        Raises InvalidInput for a batch that `can_run` refuses, and for tensors of other shapes or
-        dtypes than at capture.
+        Raises InvalidInput for a batch that `can_run` refuses, and for tensors whose shapes or
+        dtypes differ from the capture's.
         """
         refusal = self._refusal(batch)
         if refusal is not None:
@@ -186,7 +181,7 @@ class GraphRunner:
         return _Captured(graph, batch)
 
     def _refusal(self, batch: ForwardBatch) -> InvalidInput | None:
-        """Why no graph serves the batch."""
+        """Why no graph serves the batch, if so."""
         config, size = self.config, batch.batch_size
         if batch.forward_mode is not config.forward_mode:
             return InvalidInput(
@@ -205,10 +200,10 @@ class GraphRunner:
         return self._other_fields(batch)
 
     def _other_fields(self, batch: ForwardBatch) -> InvalidInput | None:
-        """Why the batch's optional fields are not those that were captured."""
+        """How the batch's optional fields differ from the captured ones, if they do."""
         config, spec, encoder = self.config, batch.spec_info, batch.encoder_out_cache_loc
         has_mask = spec is not None and spec.custom_mask is not None
-        for name, came, expected in (
+        for name, got, expected in (
             ("seq_lens_cpu", batch.seq_lens_cpu is not None, config.host_lens or None),
             ("encoder_lens", batch.encoder_lens is not None, config.encoder),
             ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
@@ -216,10 +211,10 @@ class GraphRunner:
             ("multi_item", batch.multi_item is not None, False),
             ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):
-            if expected is not None and came is not expected:
+            if expected is not None and got is not expected:
                 return InvalidInput(
                     name,
-                    came="a value" if came else None,
+                    came="a value" if got else None,
                     expected="a value, as at capture" if expected else "None, as at capture",
                 )
         return None

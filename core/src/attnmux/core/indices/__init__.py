@@ -1,35 +1,39 @@
-"""Index builders: from a batch and the request table to what attention kernels read.
+"""Index builders: from a batch and the request table to the inputs of attention kernels.
 
 Pure functions on tensors, vectorised, on the device of their inputs. Lengths come as int32
 [B], `req_pool_indices` as int64 [B], `req_to_token` as contiguous int32 [rows, max_context].
-Results are int32 unless a docstring says otherwise. A length of 0 is legal everywhere, and
-so is a batch of 0.
+Results are int32 unless a docstring says otherwise. Lengths of 0 and batches of 0 are legal.
 
-Sizes that depend on values are Python ints: a builder takes them as `total` or `max_len`
-where the caller has them, and synchronises with the device where they are None and nothing
-else fixes the shape. A buffer given as `out` fixes it: the builder writes the buffer's front
-without a synchronisation, which makes it fit for a device graph, and returns that part of it.
+Sizes that depend on values are Python ints, `total` or `max_len`. A builder synchronises with the
+device where they are None and no `out` is given. With `out`, it writes the front of that buffer
+without a synchronisation, as a device graph requires, and returns that part.
 
-`kv_start` is the column of a request's row at which its keys begin: the encoder's length for
-self-attention in an encoder-decoder model, or the start of a window or of a chunk. Pages can be
-named only from the start of one: where `page_size` is above 1 it is a multiple of that. The
-decoder's tokens begin wherever the encoder's end, often in mid-page; then ask for slots, with
-`page_size` 1, whatever the pool's pages are.
+`kv_start` is the column of a request's row where its keys begin: the encoder's length for
+self-attention in an encoder-decoder model, or the start of a window or a chunk. With a `page_size`
+above 1 it must be a multiple of it. A decoder's tokens often begin in the middle of a page, after
+the encoder's; then build slots, with `page_size` 1, whatever the pool's page size.
 
-Arguments of the wrong shape or dtype are InvalidInput. Values are not looked at.
+Arguments of a wrong shape or dtype raise InvalidInput. Values are not checked.
 """
 
 from __future__ import annotations
 
 from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.chunk import ChunkBatches, chunk_batches
-from attnmux.core.indices.csr import kv_indices, kv_indptr, kv_last_page_len, out_cache_loc
-from attnmux.core.indices.paged import block_count_multiple, page_table, whole_page_lens
-from attnmux.core.indices.ragged import cu_seqlens, extend_positions, uniform_indptr
-from attnmux.core.indices.splits import num_kv_splits
+from attnmux.core.indices.keys import block_count_multiple, kv_indices, out_cache_loc, page_table
+from attnmux.core.indices.local import ChunkBatches, KVView, chunk_batches, window_view
+from attnmux.core.indices.ragged import (
+    cu_seqlens,
+    extend_positions,
+    kv_indptr,
+    kv_last_page_len,
+    mask_indptr,
+    num_kv_splits,
+    uniform_indptr,
+    verify_kv_lens,
+    verify_qo_indptr,
+    whole_page_lens,
+)
 from attnmux.core.indices.topk import select_topk, token_rows, topk_slots
-from attnmux.core.indices.verify import mask_indptr, verify_kv_lens, verify_qo_indptr
-from attnmux.core.indices.window import KVView, window_view
 
 __all__ = [
     "ChunkBatches",

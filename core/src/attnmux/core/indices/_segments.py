@@ -1,10 +1,10 @@
-"""Arithmetic sequences laid end to end: what every ragged builder is made of."""
+"""The parts that index builders are made of: sequences laid end to end, and pages of slots."""
 
 from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices.args import front
+from attnmux.core.arguments import front
 
 
 def lay_out(
@@ -17,9 +17,9 @@ def lay_out(
 ) -> torch.Tensor:
     """starts[i] + step · j at place indptr[i] + j, in the dtype of starts.
 
-    starts: [B] int. indptr: [B + 1] int32. As long as `total`, which is indptr[-1]; without it
-    as long as `out`, whose other contents do not matter, and 0 from indptr[-1] on; without
-    both a synchronisation finds the length.
+    starts: [B] int. indptr: [B + 1] int32. The length is `total`, which is indptr[-1]. Without it
+    the length is that of `out`, with 0 from indptr[-1] on. Without both, a synchronisation
+    reads the length.
     """
     if total is None and out is not None:
         return _lay_out_static(starts, indptr, step, out.shape[0])
@@ -30,13 +30,13 @@ def lay_out(
 
 
 def segment_of_place(indptr: torch.Tensor, length: int) -> torch.Tensor:
-    """[length] int32: which segment of indptr [B + 1] each place lies in; B past the last."""
+    """[length] int32: the segment of indptr [B + 1] of each place; B past the last."""
     places = torch.arange(length, dtype=torch.int32, device=indptr.device)
     return torch.searchsorted(indptr[1:], places, right=True, out_int32=True)
 
 
 def store(values: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """values as dtype, at the front of out where it is given."""
+    """values as dtype, written to the front of out if given."""
     if out is None:
         return values.to(dtype)
     return front(out, values.shape[0], values, dtype).copy_(values)
@@ -55,3 +55,17 @@ def _lay_out_static(
 def _ramp(values: torch.Tensor, step: int) -> torch.Tensor:
     ramp = torch.arange(values.shape[0], dtype=values.dtype, device=values.device)
     return ramp if step == 1 else ramp.mul_(step)
+
+
+def page_counts(lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages that hold `lens` tokens: the quotient, rounded up."""
+    return lens if page_size == 1 else (lens + (page_size - 1)) // page_size
+
+
+def page_numbers(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The page of each slot, computed in place."""
+    if page_size == 1:
+        return slots
+    if page_size & (page_size - 1) == 0:
+        return slots.bitwise_right_shift_(page_size.bit_length() - 1)
+    return slots.floor_divide_(page_size)

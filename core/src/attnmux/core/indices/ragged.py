@@ -1,12 +1,11 @@
-"""Where each request's part of a packed tensor starts, and which position each token has."""
+"""From the lengths of a batch alone: offsets, positions, counts of pages and of splits."""
 
 from __future__ import annotations
 
 import torch
 
-from attnmux.core.indices._segments import lay_out, store
-from attnmux.core.indices.args import check_lens, front
-from attnmux.core.sizes import check_positive
+from attnmux.core.arguments import check_lens, check_positive, front
+from attnmux.core.indices._segments import lay_out, page_counts, store
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +35,7 @@ def extend_positions(
     total: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T] int64: place of each new token in its sequence.
+    """[T] int64: the place of each new token in its sequence.
 
     total: T, the sum of extend_lens. out: int64; without total all of it is written, with 0
     past the last token.
@@ -44,3 +43,90 @@ def extend_positions(
     check_lens("prefix_lens", prefix_lens, check_lens("extend_lens", extend_lens))
     positions = lay_out(prefix_lens, cu_seqlens(extend_lens), total=total, out=out)
     return store(positions, out, torch.int64)
+
+
+def kv_indptr(
+    kv_lens: torch.Tensor, *, page_size: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B + 1]: where each request's slots (or pages) begin in `kv_indices`.
+
+    kv_lens: [B] int32, keys a request.
+    """
+    check_lens("kv_lens", kv_lens)
+    check_positive("page_size", page_size)
+    return cu_seqlens(page_counts(kv_lens, page_size), out=out)
+
+
+def kv_last_page_len(
+    kv_lens: torch.Tensor, page_size: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B]: keys in each request's last page, 1 … page_size.
+
+    Without keys it is page_size, so that (pages - 1) · page_size + last_page_len is the length of
+    every request.
+    """
+    check_lens("kv_lens", kv_lens)
+    check_positive("page_size", page_size)
+    return store((kv_lens - 1) % page_size + 1, out, torch.int32)
+
+
+def whole_page_lens(lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[B]: tokens of lens that fill whole pages, which a prefix cache may share."""
+    check_lens("lens", lens)
+    check_positive("page_size", page_size)
+    return lens - lens % page_size
+
+
+def verify_qo_indptr(
+    batch_size: int,
+    draft_token_num: int,
+    *,
+    device: torch.device | str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B + 1]: where each request's draft tokens begin, in steps of d."""
+    check_positive("draft_token_num", draft_token_num)
+    return uniform_indptr(batch_size, draft_token_num, device=device, out=out)
+
+
+def verify_kv_lens(
+    seq_lens: torch.Tensor, draft_token_num: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B]: keys a request, seq + d; seq_lens [B] int32 are the prefixes alone."""
+    check_lens("seq_lens", seq_lens)
+    check_positive("draft_token_num", draft_token_num)
+    return store(seq_lens + draft_token_num, out, torch.int32)
+
+
+def mask_indptr(
+    q_lens: torch.Tensor | int, kv_lens: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B + 1]: where each request's q_len · kv_len values begin in a flat custom mask.
+
+    q_lens: [B] int32, or one number for all, d in verify. kv_lens: [B] int32, in verify seq + d.
+    Kernels take these offsets as int32, so the mask must have fewer than 2**31 values.
+    """
+    batch_size = check_lens("kv_lens", kv_lens)
+    if isinstance(q_lens, torch.Tensor):
+        check_lens("q_lens", q_lens, batch_size)
+    return cu_seqlens(kv_lens * q_lens, out=out)
+
+
+def num_kv_splits(
+    kv_lens: torch.Tensor,
+    *,
+    tile_size: int,
+    max_splits: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B]: ceil(kv_len / tile_size), at least 1 and at most max_splits.
+
+    Without max_splits a split is one tile, independent of the rest of the batch, as deterministic
+    results require. A request without keys has one split, which writes its empty result.
+    """
+    check_lens("kv_lens", kv_lens)
+    check_positive("tile_size", tile_size)
+    if max_splits is not None:
+        check_positive("max_splits", max_splits)
+    splits = (kv_lens + (tile_size - 1)) // tile_size
+    return store(splits.clamp_(min=1, max=max_splits), out, torch.int32)

@@ -1,20 +1,19 @@
-"""Sparse attention: which keys an indexer picks for each token, and where they are."""
+"""Sparse attention: the keys that an indexer picks for each token, and their slots."""
 
 from __future__ import annotations
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.arguments import check_lens, check_picks, check_positive, check_table
 from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.args import check_lens, check_picks, check_table
 from attnmux.core.indices.ragged import cu_seqlens
 
 
 def token_rows(
     req_pool_indices: torch.Tensor, extend_seq_lens: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """The row of the request table of each new token, [num_tokens] int64; 0 for a token behind
-    those of all requests. Static shapes: fit for a device graph.
+    """The row of the request table of each new token, [num_tokens] int64; 0 for tokens after those
+    of all requests. Shapes are static, as device graphs require.
 
     req_pool_indices: [B] int64. extend_seq_lens: [B] int32.
     """
@@ -26,15 +25,15 @@ def token_rows(
 def topk_slots(
     req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor
 ) -> torch.Tensor:
-    """Slots of the keys that were picked, [T, topk] int32; -1 where there is none.
+    """Slots of the picked keys, [T, topk] int32; -1 for no key.
 
     rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32, as on
-    `ForwardBatch`. Static shapes: fit for a device graph.
+    `ForwardBatch`. Shapes are static, as device graphs require.
     """
     num_tokens = check_table(req_to_token, rows)
     check_picks(topk_indices, num_tokens)
     places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices
-    # Of -1 the slot is another place's, from the end for row 0: in bounds, and not taken.
+    # For -1 this reads another slot, in bounds, which is not used
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])
 
 
@@ -45,8 +44,8 @@ def select_topk(
     positions: torch.Tensor,
     topk: int,
 ) -> torch.Tensor:
-    """The keys with the highest scores up to each token, [..., T, topk] int32, best first; -1
-    behind the last where there are fewer.
+    """The keys with the highest scores up to each token, [..., T, topk] int32, best first, followed
+    by -1 where there are fewer.
 
     The score of key s for token t is the sum over the indexer's heads h of
     `weights[t, h] * relu(index_q[t, h] . index_k[s])` (DeepSeek-V3.2-Exp, equation 1), in float32.
@@ -54,12 +53,11 @@ def select_topk(
     index_q: [..., T, Hi, Di], with its rotary part applied. index_k: [..., S, Di], of one sequence
     from its first token on. weights: [..., T, Hi], scales included. positions: [..., T], each
     token's place in its sequence: it sees keys up to it. Leading dims are sequences, so that a
-    decoding batch is [B, 1, Hi, Di] over keys [B, S, Di]; what lies behind a position may be any
-    finite value. It holds T * Hi * S scores at once.
+    decoding batch is [B, 1, Hi, Di] over keys [B, S, Di]; keys after a position may have any finite
+    value. Memory: T * Hi * S scores.
     Raises InvalidInput for a topk below 1.
     """
-    if topk < 1:
-        raise InvalidInput("topk", came=topk, expected="at least 1")
+    check_positive("topk", topk)
     scores = torch.einsum("...thd,...sd->...ths", index_q.float(), index_k.float()).relu_()
     scores = torch.einsum("...ths,...th->...ts", scores, weights.float())
     num_keys = index_k.shape[-2]

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from attnmux.core.arguments import check_whole_pages
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.free_list import FreeList
-from attnmux.core.kv.placement import check_extend, place_decode, place_extend
-from attnmux.core.sizes import check_whole_pages
+from attnmux.core.kv.pages import FreeList, check_extend, place_decode, place_extend
 
 
 class PagedAllocator:
@@ -20,18 +19,12 @@ class PagedAllocator:
     PoolExhausted and changes nothing.
 
     Misuse (a double free, a slot that was never handed out, lengths that contradict each
-    other) is InvalidInput that changes nothing. Finding it reads values, which is cheap on a
-    CPU and costs a synchronisation elsewhere: `debug` is therefore on by default on a CPU and
-    off on any other device.
+    other) raises InvalidInput and changes nothing. These checks read values, which is cheap on a
+    CPU and synchronises elsewhere, so `debug` is on by default only on a CPU.
     """
 
     def __init__(
-        self,
-        size: int,
-        page_size: int,
-        device: torch.device | str,
-        *,
-        debug: bool | None = None,
+        self, size: int, page_size: int, device: torch.device | str, *, debug: bool | None = None
     ) -> None:
         """Raises InvalidInput unless `size` is whole pages."""
         check_whole_pages(size, page_size)
@@ -46,7 +39,7 @@ class PagedAllocator:
             checked=self.debug,
         )
         num_slots = size + page_size
-        # Where a value stood in the list at hand: finds duplicates without a sort.
+        # By value, its index in a list that is being checked: finds duplicates without a sort
         self._place = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self._group: list[torch.Tensor] | None = None
         self._in_group = torch.zeros(
@@ -54,11 +47,11 @@ class PagedAllocator:
         )
 
     def available_size(self) -> int:
-        """Tokens that the free pages hold; the frees of an open group do not count yet."""
+        """Tokens that the free pages hold, without the frees of an open group."""
         return self._free_list.available * self.page_size
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
-        """Slots [num_tokens] on fresh pages; the last page may stay part-filled."""
+        """Slots [num_tokens] on fresh pages; the last page may be filled in part."""
         if num_tokens < 0:
             raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
         pages = self._take(-(-num_tokens // self.page_size))
@@ -68,8 +61,9 @@ class PagedAllocator:
         return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
 
     def alloc_pages(self, num_pages: int) -> torch.Tensor:
-        """Fresh pages [num_pages] int64, by their numbers: page p holds the slots from
-        p * page_size on. For callers that know on the host when a request needs one."""
+        """Numbers of fresh pages [num_pages] int64: page p holds the slots from p * page_size on.
+
+        For callers that know on the host when a request needs a page."""
         return self._take(num_pages)
 
     def alloc_extend(
@@ -85,9 +79,9 @@ class PagedAllocator:
         """Slots [extend_num_tokens] for the new tokens of B requests, in token order.
 
         prefix_lens, seq_lens: [B] int, tokens before and after. last_loc: [B] int, the slot of
-        the last token before; not read where the prefix is empty. A part-filled last page is
-        filled up before new pages begin. The result is the step's `out_cache_loc`.
-        Counting pages synchronises unless the host mirrors of both lengths are given.
+        the last cached token; ignored where the prefix is empty. A partly filled last page is
+        filled before new pages begin. The result is the step's `out_cache_loc`.
+        Synchronises to count pages unless the host mirrors of both lengths are given.
         """
         if self.debug:
             check_extend(prefix_lens, seq_lens, last_loc, extend_num_tokens, self.page_size)
@@ -111,8 +105,8 @@ class PagedAllocator:
     ) -> torch.Tensor:
         """Slots [B], one new token a request; seq_lens [B] int count it, so they are ≥ 1.
 
-        last_loc as in `alloc_extend`. Counting pages synchronises unless the host mirror of
-        the lengths is given.
+        last_loc as in `alloc_extend`. Synchronises to count pages unless the host mirror of the
+        lengths is given.
         """
         if self.debug:
             check_extend(seq_lens - 1, seq_lens, last_loc, seq_lens.shape[0], self.page_size)
@@ -126,9 +120,8 @@ class PagedAllocator:
     def free(self, slots: torch.Tensor) -> None:
         """Give slots [n] int back. Any slot of a page frees the whole page, once.
 
-        Slots of one page are freed in one call or in one group: after the first call the page
-        is free, and a second one is a double free. Finding the pages among the slots synchronises
-        where a page has several; `free_pages` does not.
+        Free the slots of one page in one call or one group: a second call would free it twice.
+        Finding the pages of the slots synchronises for page sizes above 1; `free_pages` does not.
         """
         slots = slots.to(torch.int64)
         if self.debug:
@@ -148,13 +141,13 @@ class PagedAllocator:
         self._give(pages)
 
     def free_group_begin(self) -> None:
-        """Collect frees from here on and apply them as one at `free_group_end`."""
+        """Collect frees, and apply them together at `free_group_end`."""
         if self._group is not None:
             raise InvalidInput("free group", came="a second begin", expected="an end first")
         self._group = []
 
     def free_group_end(self) -> None:
-        """Apply the frees that were collected."""
+        """Apply the collected frees."""
         if self._group is None:
             raise InvalidInput("free group", came="an end", expected="a begin first")
         group, self._group = self._group, None
@@ -166,7 +159,7 @@ class PagedAllocator:
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
-        """`free_group_begin` and `free_group_end` around a block, however it ends."""
+        """`free_group_begin` before a block and `free_group_end` after it, even if it raises."""
         self.free_group_begin()
         try:
             yield
@@ -174,12 +167,12 @@ class PagedAllocator:
             self.free_group_end()
 
     def check_owned(self, slots: torch.Tensor) -> None:
-        """Raise InvalidInput, where misuse is looked for, unless all of the slots are in use."""
+        """With `debug`, raise InvalidInput unless all of the slots are in use."""
         if self.debug:
             self._free_list.check_in_use(slots // self.page_size)
 
     def clear(self) -> None:
-        """Make every page free, also those in use, and drop an open group."""
+        """Free every page, even those in use, and drop an open group."""
         self._free_list.clear()
         self._group = None
         self._in_group.zero_()
@@ -206,7 +199,7 @@ class PagedAllocator:
         return pages[self._one_of_each(pages)]
 
     def _one_of_each(self, values: torch.Tensor) -> torch.Tensor:
-        """A bool mask [n] that picks one place of each distinct value."""
+        """A bool mask [n] that is True at one place of each distinct value."""
         places = torch.arange(values.numel(), dtype=torch.int32, device=self.device)
         self._place[values] = places
         return self._place[values] == places
@@ -224,7 +217,7 @@ class PagedAllocator:
     def _check_tails(
         self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor
     ) -> None:
-        """The part-filled pages that are continued must be in use."""
+        """Partly filled pages that are continued must be in use."""
         continued = (prefix_lens % self.page_size != 0) & (seq_lens > prefix_lens)
         self._free_list.check_in_use(last_loc[continued].long() // self.page_size)
 

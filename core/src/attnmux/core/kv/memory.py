@@ -1,14 +1,16 @@
-"""Large zeroed allocations that fail with a clear error and leave nothing behind."""
+"""Memory of pools: how many tokens a budget of bytes holds, and allocations that fail cleanly."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from attnmux.core.errors import PoolExhausted
+from attnmux.core.arguments import check_positive
+from attnmux.core.errors import InvalidInput, PoolExhausted
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -24,9 +26,9 @@ def allocate_zeroed(
 ) -> list[torch.Tensor]:
     """A zeroed tensor for each shape: all of them or none.
 
-    `what` names the memory in the message of the error and `hint` says what to lower.
-    Raises PoolExhausted, in bytes, when the device has no room. On a CPU the free memory is
-    looked up first: Linux grants more than it has and kills the process when it is written.
+    `what` names the memory in the error and `hint` says what to lower.
+    Raises PoolExhausted, in bytes, when the device has no room. On a CPU the free memory is checked
+    first: Linux grants more than it has, and kills the process when it writes there.
     """
     wanted = sum(map(math.prod, shapes)) * dtype.itemsize
     if device.type == "cpu":
@@ -46,10 +48,10 @@ def allocate_zeroed(
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this process can still take from the host; None where nothing tells.
+    """Bytes that this process can still take from the host; None where that is unknown.
 
-    The smaller of the kernel's MemAvailable and of what the control group (version 2, as a
-    container sees its own) has left, its reclaimable file cache counted as free.
+    The lesser of the kernel's MemAvailable and the rest of the control group's limit (version 2,
+    as a container sees its own), whose reclaimable file cache counts as free.
     """
     limits = [limit for limit in (_machine_free(), _cgroup_free()) if limit is not None]
     return min(limits) if limits else None
@@ -65,7 +67,7 @@ def _cgroup_free() -> int | None:
         limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return None  # no control group, or "max": no limit
+        return None  # no control group, or no limit ("max")
     cache = _fields(_CGROUP / "memory.stat").get("inactive_file", 0)
     return max(limit - used + cache, 0)
 
@@ -86,9 +88,79 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU allocator raises a bare RuntimeError; only its text tells.
+    # The CPU allocator raises a bare RuntimeError, which only its text identifies
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _exhausted(what: str, wanted: int, available: int, hint: str) -> PoolExhausted:
     return PoolExhausted(f"{what}, in bytes", wanted=wanted, available=available, hint=hint)
+
+
+class SWASizes(NamedTuple):
+    """Sizes of a `SWAKVPool`'s pools, in tokens."""
+
+    full: int
+    swa: int
+
+
+def tokens_in_budget(budget: int, bytes_per_token: int, page_size: int) -> int:
+    """The largest `size` of a pool whose buffers take at most `budget` bytes.
+
+    The size is in whole pages, and the budget also covers the reserved page. bytes_per_token: of
+    all layers, as the pools' `bytes_per_token` returns it. A device's allocator rounds each buffer
+    up (CUDA's to 2 MiB), so leave a little of the free memory out of the budget.
+    Raises PoolExhausted, in bytes, where the reserved page and one more do not fit.
+    """
+    check_positive("bytes_per_token", bytes_per_token)
+    check_positive("page_size", page_size)
+    pages = budget // (bytes_per_token * page_size) - 1
+    if pages < 1:
+        raise _too_small(budget, 2 * page_size * bytes_per_token)
+    return pages * page_size
+
+
+def swa_tokens_in_budget(
+    budget: int,
+    full_bytes_per_token: int,
+    swa_bytes_per_token: int,
+    page_size: int,
+    *,
+    swa_ratio: float,
+) -> SWASizes:
+    """The largest sizes of a `SWAKVPool`'s pools whose buffers take at most `budget` bytes.
+
+    swa_ratio: tokens in the window pool for each token in the full one, above 0 and at most 1,
+    rounded up to a page. For requests of S tokens and a window of w, take about (w + page) / S;
+    for requests shorter than the window, take 1.
+    Raises InvalidInput for another ratio, PoolExhausted like `tokens_in_budget`.
+    """
+    if not 0 < swa_ratio <= 1:
+        raise InvalidInput("swa_ratio", came=swa_ratio, expected="above 0 and at most 1")
+    for argument, value in (
+        ("full_bytes_per_token", full_bytes_per_token),
+        ("swa_bytes_per_token", swa_bytes_per_token),
+        ("page_size", page_size),
+    ):
+        check_positive(argument, value)
+    full_page, swa_page = page_size * full_bytes_per_token, page_size * swa_bytes_per_token
+
+    def swa_pages(pages: int) -> int:
+        return math.ceil(pages * swa_ratio)
+
+    room = budget - full_page - swa_page
+    pages = int(room / (full_page + swa_ratio * swa_page))
+    # The estimate is a float and does not round the window pool up
+    while pages > 0 and pages * full_page + swa_pages(pages) * swa_page > room:
+        pages -= 1
+    if pages < 1:
+        raise _too_small(budget, 2 * (full_page + swa_page))
+    return SWASizes(full=pages * page_size, swa=swa_pages(pages) * page_size)
+
+
+def _too_small(budget: int, wanted: int) -> PoolExhausted:
+    return PoolExhausted(
+        "KV pool of one page and the reserved one, in bytes",
+        wanted=wanted,
+        available=max(budget, 0),
+        hint="give it more memory, or take a smaller KV dtype or page size",
+    )

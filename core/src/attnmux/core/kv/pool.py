@@ -1,4 +1,4 @@
-"""What a KV pool is: the slots of every layer, and how they are written and read."""
+"""The interface of KV pools: slots of every layer, and how they are written and read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from typing import Protocol
 
 import torch
 
+from attnmux.core.arguments import check_vector, check_whole_pages
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.quantise import (
-    ACTIVATION_DTYPES,
-    FP8_DTYPES,
-    STORABLE_DTYPES,
-    checked_scale,
-)
-from attnmux.core.sizes import check_whole_pages
+from attnmux.core.kv.memory import allocate_zeroed
+from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES, checked_scale
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class HasLayerId(Protocol):
-    """A `LayerSpec`, of which a pool reads nothing but the id."""
+    """A `LayerSpec`; a pool reads only its id."""
 
     @property
     def layer_id(self) -> int: ...
@@ -30,11 +26,11 @@ class HasLayerId(Protocol):
 class KVPool(ABC):
     """K and V of every token, by layer and slot.
 
-    There are `size + page_size` slots: page 0 is reserved, padding writes to its slot 0 and
-    nobody reads it. Slots 1 … page_size - 1 stay unused, so that usable pages start at 1.
-    Buffers lie as [slots, Hkv, D] and can be viewed as [pages, page_size, Hkv, D].
-    Attention reads what is here, of the tokens that its call has just written too: a pool of 8-bit
-    floats has rounded them, and a later step must not see other values than the first one did.
+    There are `size + page_size` slots. Page 0 is reserved: padding writes to slot 0, and slots
+    1 … page_size - 1 stay unused, so that usable pages start at 1. Buffers are [slots, Hkv, D] and
+    can be viewed as [pages, page_size, Hkv, D].
+    Attention reads K and V from the pool, including those that its own call has just written. A
+    pool of 8-bit floats has rounded them, and every step must see the same values.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class KVPool(ABC):
             names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
             raise InvalidInput("dtype", came=dtype, expected=f"one of {names}")
         self.size = size
-        """Tokens that can be stored, the reserved page apart."""
+        """Tokens that can be stored, without the reserved page."""
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
@@ -60,7 +56,7 @@ class KVPool(ABC):
         self._index_by_layer = {layer_id: index for index, layer_id in enumerate(self.layer_ids)}
         if len(self._index_by_layer) != len(self.layer_ids):
             raise InvalidInput(
-                "layer_ids", came=f"{list(self.layer_ids)}", expected="an id of its own for each"
+                "layer_ids", came=f"{list(self.layer_ids)}", expected="a different id for each"
             )
 
     @property
@@ -102,11 +98,11 @@ class KVPool(ABC):
     ) -> None:
         """Write K [T, Hkv, D] and V [T, Hkv, Dv] to slots loc [T] int64.
 
-        A pool of 8-bit floats divides by the scales, rounds and saturates (see `quantise`); None
-        is 1. A pool that stores values as they are casts them to its dtype and uses no scale.
+        A pool of 8-bit floats divides by the scales (None means 1), rounds and saturates; see
+        `quantise`. Any other pool casts the values to its dtype and ignores the scales.
         Does not synchronise.
-        Raises InvalidInput, before anything is written, for shapes, dtypes or devices that do not
-        fit, and for scales that are not positive where they are used.
+        Raises InvalidInput, before anything is written, for wrong shapes, dtypes or devices, and
+        for scales that are used and not positive.
         """
         raise InvalidInput(
             "layer", came=f"K and V for {type(self).__name__}", expected="an MLA latent"
@@ -122,19 +118,18 @@ class KVPool(ABC):
     ) -> None:
         """Write latents [T, 1, rank] and rotary keys [T, 1, rope] to slots loc [T] int64.
 
-        One scale serves the whole row, so that one factor de-quantises a logit, and V is part of
-        the row. Else as `set_kv_buffer`.
+        One scale serves the whole row: V is part of it, and one factor de-quantises a logit.
+        Otherwise like `set_kv_buffer`.
         """
         raise InvalidInput(
             "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
         )
 
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
-        """What K and V read from the buffers are multiplied by, for a layer with these scales.
+        """The factors that K and V from the buffers are multiplied by, for a layer's scales.
 
-        Both are 1 in a pool that stores values as they are, whatever scales a checkpoint brings.
-        A pool of 8-bit floats gives back the scales, 1 for None; an MLA pool gives k_scale for
-        both, since V is part of K.
+        Both are 1 unless the pool stores 8-bit floats. Then they are the scales, with 1 for None;
+        an MLA pool returns k_scale for both, since V is part of K.
         Raises InvalidInput for a scale that is used and not positive.
         """
         if self.dtype not in FP8_DTYPES:
@@ -142,36 +137,45 @@ class KVPool(ABC):
         return checked_scale(k_scale), checked_scale(v_scale)
 
     def translate(self, slots: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """Slots of the request table, int32 or int64 of any shape, as slots of the buffer that
-        holds `layer_id`.
+        """Convert slots of the request table, int32 or int64 of any shape, to slots of the buffer
+        that holds `layer_id`.
 
-        They are the same unless a pool keeps some layers in a smaller buffer of their own. Slot 0
-        stays 0. A gather of static shape: inside a graph it reads what the table holds at replay.
+        They are equal unless the pool keeps some layers in a smaller buffer of their own. Slot 0
+        stays 0. It is a gather of static shape, so a device graph reads the table at each replay.
         """
         return slots
 
     def slot_map(self, layer_id: int) -> torch.Tensor | None:
-        """What `translate` looks up, for a kernel that does it by itself: [slots] int32, the slot
-        of the layer's buffer by that of the request table. It stays where it is.
+        """The table behind `translate`, for kernels that translate themselves: [slots] int32, at a
+        fixed address, from slots of the request table to slots of the layer's buffer.
 
-        None where they are the same, or where `translate` is more than a look-up.
+        None where the two are equal, or where `translate` is more than a look-up.
         """
         return None
 
     def translate_pages(self, pages: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """Pages of the request table, int32 or int64 of any shape, as pages of that buffer.
+        """Like `translate`, for pages.
 
-        A page table or the pages of `kv_indices` for the layers of one group is built once, from
-        the request table, and then translated: its lengths and its padding stay as they are.
+        Build a page table or the pages of `kv_indices` once for a group of layers, from the
+        request table, and translate it: lengths and padding stay the same.
         """
         return pages
 
     def group_of(self, layer_id: int) -> int:
-        """Which layers share the numbers of slots: those whose `translate` is the same.
-
-        Metadata that names slots is built once for each distinct (window, group).
+        """The group of a layer. Layers of one group have the same `translate`, so that metadata
+        with slots is built once for each (window, group).
         """
         return 0
+
+    def _allocate(self, rows: Sequence[tuple[int, ...]], what: str) -> list[torch.Tensor]:
+        """A zeroed buffer [slots, *row] for each row shape."""
+        return allocate_zeroed(
+            [(self.num_slots, *row) for row in rows],
+            dtype=self.dtype,
+            device=self.device,
+            what=f"{what} of {self.size} tokens in {len(self.layer_ids)} layers",
+            hint="lower the number of tokens (size) or take a smaller KV dtype",
+        )
 
     def _layer_index(self, layer_id: int) -> int:
         try:
@@ -184,17 +188,13 @@ class KVPool(ABC):
 
 def check_loc(loc: torch.Tensor) -> int:
     """The number of slots in loc. Raises InvalidInput unless loc is a vector of int64."""
-    if loc.dtype != torch.int64 or loc.dim() != 1:
-        raise InvalidInput(
-            "loc", came=f"{loc.dtype} of shape {tuple(loc.shape)}", expected="int64 of shape [T]"
-        )
-    return loc.shape[0]
+    return check_vector("loc", loc, torch.int64)
 
 
 def check_rows(
     argument: str, rows: torch.Tensor, shape: tuple[int, ...], loc: torch.Tensor
 ) -> None:
-    """Raise InvalidInput unless rows has that shape, a dtype of activations, and loc's device."""
+    """Raise InvalidInput unless rows has that shape, an activation dtype and loc's device."""
     if rows.shape != shape:
         raise InvalidInput(argument, came=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
     if rows.dtype not in ACTIVATION_DTYPES:
@@ -206,10 +206,10 @@ def check_rows(
 
 
 def word_dtype(*row_bytes: int) -> torch.dtype:
-    """The widest integer dtype that rows of these lengths in bytes are a whole number of.
+    """The widest integer dtype whose size divides all of these row lengths in bytes.
 
-    Rows are moved as such words: on a CPU index_copy_ copies element by element, so that fewer
-    and wider ones are faster, and it knows no 8-bit floats.
+    Rows are copied as words of it: index_copy_ on a CPU copies one element after another, so that
+    few wide ones are faster, and it does not support 8-bit floats.
     """
     return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
 
@@ -218,5 +218,5 @@ def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> No
     """Copy rows [T, …], already of the stored dtype, to words[loc], a [slots, n] word view."""
     flat = rows.flatten(1).contiguous()
     if flat.storage_offset() * flat.itemsize % words.itemsize:
-        flat = flat.clone()  # a slice that begins in the middle of a word
+        flat = flat.clone()  # the slice begins in the middle of a word
     words.index_copy_(0, loc, flat.view(words.dtype))

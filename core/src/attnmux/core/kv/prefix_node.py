@@ -1,8 +1,9 @@
-"""A node of the prefix tree: a run of whole pages behind its parent's."""
+"""A node of the prefix tree: a run of whole pages that continues its parent's."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +16,8 @@ Page = tuple[int, ...]
 def whole_pages(token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
     """The token ids that fill whole pages.
 
-    Raises InvalidInput for a tensor, whose elements equal no others as keys: nothing would be
-    found again.
+    Raises InvalidInput for a tensor: its elements compare by identity as keys, so that no prefix
+    would be found again.
     """
     if isinstance(token_ids, torch.Tensor):
         raise InvalidInput(
@@ -25,53 +26,37 @@ def whole_pages(token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
     return tuple(token_ids[: len(token_ids) - len(token_ids) % page_size])
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class PrefixNode:
-    """A run of pages, all used at the same time, locked by the same requests."""
+    """A run of pages that were used at the same time and are locked by the same requests."""
 
-    __slots__ = (
-        "children",
-        "end",
-        "is_offered",
-        "is_root",
-        "locks",
-        "namespace",
-        "parent",
-        "slots",
-        "tokens",
-        "used",
-    )
+    parent: PrefixNode | None
+    """None in a root, and in a node that was evicted."""
+    tokens: tuple[int, ...]
+    slots: torch.Tensor = field(repr=False)
+    """[len(tokens)] int64"""
+    used: int
+    """When it was last matched or inserted."""
+    namespace: Hashable = None
+    """Of a root."""
+    children: dict[Page, PrefixNode] = field(default_factory=dict, repr=False)
+    """By the first page of each."""
+    locks: int = 0
+    is_offered: bool = False
+    """Whether the tree's heap of leaves has an entry for it."""
+    is_root: bool = field(init=False)
+    end: int = field(init=False)
+    """Tokens of the prefix that ends here."""
 
-    def __init__(
-        self,
-        *,
-        parent: PrefixNode | None,
-        tokens: tuple[int, ...],
-        slots: torch.Tensor,
-        used: int,
-        namespace: Hashable = None,
-    ) -> None:
-        self.parent = parent
-        """None in a root, and in a node that was evicted."""
-        self.is_root = parent is None
-        self.namespace = namespace
-        """Of a root."""
-        self.children: dict[Page, PrefixNode] = {}
-        """By the first page of each."""
-        self.tokens = tokens
-        self.slots = slots
-        self.end: int = len(tokens) + (0 if parent is None else parent.end)
-        """Tokens of the prefix that ends here."""
-        self.used = used
-        """When it was last matched or inserted."""
-        self.locks = 0
-        self.is_offered = False
-        """Whether the tree's heap of leaves has an entry for it."""
+    def __post_init__(self) -> None:
+        self.is_root = self.parent is None
+        self.end = len(self.tokens) + (0 if self.parent is None else self.parent.end)
 
     @classmethod
     def root(cls, namespace: Hashable) -> PrefixNode:
         """The empty prefix."""
-        nothing = torch.empty(0, dtype=torch.int64)
-        return cls(parent=None, tokens=(), slots=nothing, used=0, namespace=namespace)
+        no_slots = torch.empty(0, dtype=torch.int64)
+        return cls(parent=None, tokens=(), slots=no_slots, used=0, namespace=namespace)
 
     @property
     def is_alive(self) -> bool:
@@ -86,10 +71,10 @@ class PrefixNode:
             node = node.parent
 
     def common(self, tokens: tuple[int, ...], start: int, page_size: int) -> int:
-        """How many of the node's tokens, in whole pages, are those from tokens[start] on.
+        """The number of the node's tokens, in whole pages, that equal those from tokens[start] on.
 
-        The first page is known to be. Slices are compared whole, and cut in half where they
-        differ, which is far faster than token by token.
+        The first page is known to be equal. Slices are compared whole and halved where they
+        differ, which is far faster than a comparison token by token.
         """
         most = min(len(self.tokens), len(tokens) - start) // page_size
         if self.tokens[: most * page_size] == tokens[start : start + most * page_size]:
@@ -107,19 +92,18 @@ class PrefixNode:
     def split(self, num_tokens: int, page_size: int) -> PrefixNode:
         """Cut the run in two and return the new node of the first `num_tokens`.
 
-        This node stays the end of the prefix, as those who hold it expect.
+        This node stays the end of the prefix for those that hold it.
         """
-        parent = self.parent
-        if parent is None:
-            raise ValueError("a root has nothing to split")
+        if self.parent is None:
+            raise ValueError("a root has no tokens to split")
         head = PrefixNode(
-            parent=parent,
+            parent=self.parent,
             tokens=self.tokens[:num_tokens],
             slots=self.slots[:num_tokens],
             used=self.used,
+            locks=self.locks,
         )
-        head.locks = self.locks
-        parent.children[head.tokens[:page_size]] = head
+        self.parent.children[head.tokens[:page_size]] = head
         self.tokens = self.tokens[num_tokens:]
         self.slots = self.slots[num_tokens:]
         head.children[self.tokens[:page_size]] = self
@@ -130,7 +114,7 @@ class PrefixNode:
         """Take the node out of the tree and return its parent."""
         parent = self.parent
         if parent is None:
-            raise ValueError("a root cannot be taken out")
+            raise ValueError("a root cannot be detached")
         del parent.children[self.tokens[:page_size]]
         self.parent = None
         return parent

@@ -1,4 +1,4 @@
-"""Which prefixes have their K and V in the pool: a radix tree over token ids, page by page."""
+"""Prefixes whose K and V are in the pool: a radix tree over token ids, page by page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.allocator import PagedAllocator
 from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
-from attnmux.core.sizes import check_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,34 +21,33 @@ class PrefixMatch:
     slots: torch.Tensor
     """[n] int64 on the allocator's device, n whole pages."""
     node: PrefixNode = field(repr=False)
-    """What to lock for as long as the slots are read."""
+    """Lock it while the slots are read."""
 
 
 class PrefixTree:
-    """Finished prefixes, to be shared by later requests: whole pages, evicted least recent first.
+    """Prefixes of finished requests, in whole pages, for later requests to share.
 
-    The tree owns the slots that were inserted and gives them back to the allocator when it evicts
-    them. Who reads matched slots locks the match's node before the next `evict` and unlocks it
-    afterwards; what is locked is never evicted.
+    The tree owns the slots that were inserted, and evicts the least recently used ones back to the
+    allocator. A reader of matched slots locks the match's node before the next `evict` and unlocks
+    it afterwards; locked prefixes are never evicted.
 
         match = tree.match(tokens)            a request begins:
         tree.lock(match.node)                 it reads match.slots and allocates the rest
         there = tree.insert(tokens, slots)    it ends: slots of all its tokens
-        allocator.free(slots[len(match.slots):there])     cached by another one meanwhile
-        allocator.free(slots[len(tokens) - len(tokens) % page_size :])   no whole page
+        allocator.free(slots[len(match.slots):there])     another request cached these meanwhile
+        allocator.free(slots[len(tokens) - len(tokens) % page_size :])   not a whole page
         tree.unlock(match.node)
 
-    `namespace` keeps apart what has other K and V for the same tokens (a LoRA adapter, the hash of
-    an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
-    A page that the window layers of a `SWAKVPool` have given up is no prefix any more: a request
-    that freed some of its window slots inserts nothing. With a `SWAAllocator` each insertion looks
-    for such pages, which synchronises.
+    `namespace` separates requests with other K and V for the same tokens (a LoRA adapter, the hash
+    of an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
+    Pages whose window page a `SWAAllocator` has freed cannot be shared: a request that freed some
+    inserts nothing. With a `SWAAllocator` each insertion checks this, which synchronises.
     """
 
     def __init__(self, allocator: PagedAllocator, page_size: int) -> None:
-        """Share `page_size` tokens at a time, pages of the allocator or some of them together.
+        """Share `page_size` tokens at a time: one or several pages of the allocator.
 
-        Raises InvalidInput for a page size that is not whole pages of the allocator.
+        Raises InvalidInput for a page size that is not a multiple of the allocator's.
         """
         check_positive("page_size", page_size)
         if page_size % allocator.page_size:
@@ -57,7 +56,7 @@ class PrefixTree:
             )
         self.allocator = allocator
         self.page_size = page_size
-        self._nothing = torch.empty(0, dtype=torch.int64, device=allocator.device)
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
         self._start()
 
     @property
@@ -67,28 +66,28 @@ class PrefixTree:
 
     @property
     def protected_tokens(self) -> int:
-        """Tokens in prefixes that are locked."""
+        """Tokens in locked prefixes."""
         return self._protected
 
     def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
-        """The longest prefix of whole pages that is cached, which becomes the most recent one.
+        """The longest cached prefix of whole pages, which becomes the most recently used one.
 
-        All of token_ids may match; who needs one token left to run passes one less.
+        All of token_ids may match; pass one token less to have one left to run.
         Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
         tokens = whole_pages(token_ids, self.page_size)
         node = self._walk(tokens, namespace)
         parts = [step.slots for step in node.path()]
-        return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._nothing, node=node)
+        return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._no_slots, node=node)
 
     def insert(
         self, token_ids: Sequence[int], slots: torch.Tensor, namespace: Hashable = None
     ) -> int:
         """Give the tree the slots [at least all whole pages] int64 of token_ids.
 
-        Returns how many tokens were there already, a multiple of the page size. The tree takes
-        the slots from there to the last whole page; the caller keeps the others, and frees those
-        before that are its own.
+        Returns the number of tokens that were already cached, a multiple of the page size. The tree
+        takes the slots from there to the last whole page. The caller keeps the others, and frees
+        its own among those before.
         Raises InvalidInput, changing nothing, for slots that do not fit the tokens.
         """
         tokens = whole_pages(token_ids, self.page_size)
@@ -99,7 +98,7 @@ class PrefixTree:
             leaf = PrefixNode(
                 parent=node,
                 tokens=tokens[there:],
-                # A copy: the caller's tensor may be a view of a row that is written over.
+                # A copy, since the caller's tensor may be a view of a row that is reused
                 slots=slots[there : len(tokens)].clone(),
                 used=self._clock,
             )
@@ -111,7 +110,7 @@ class PrefixTree:
         return there
 
     def lock(self, node: PrefixNode) -> None:
-        """Keep the prefix that ends in `node` until it is unlocked as often.
+        """Keep the prefix that ends in `node`, until it is unlocked as many times.
 
         Raises InvalidInput for a node that was evicted.
         """
@@ -122,7 +121,7 @@ class PrefixTree:
             step.locks += 1
 
     def unlock(self, node: PrefixNode) -> None:
-        """Take one lock back. Raises InvalidInput for a node that is not locked."""
+        """Release one lock. Raises InvalidInput for a node that is not locked."""
         self._check_alive(node)
         if not node.is_root and node.locks == 0:
             raise InvalidInput("node", came="a prefix without a lock", expected="a locked one")
@@ -135,7 +134,7 @@ class PrefixTree:
     def evict(self, num_tokens: int) -> int:
         """Free `num_tokens`, in whole pages, from the ends of the least recently used prefixes.
 
-        Returns how many were freed: fewer where the rest is locked.
+        Returns the number of freed tokens, fewer where the rest is locked.
         """
         if num_tokens < 0:
             raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
@@ -168,14 +167,14 @@ class PrefixTree:
         self._cached = 0
         self._protected = 0
         self._clock = 0
-        # Every unlocked leaf is here, once, with the time when it was offered or an older one.
+        # A heap with every unlocked leaf once, by its use when it was offered
         self._leaves: list[tuple[int, int, PrefixNode]] = []
         self._num_offers = 0
 
     def _walk(self, tokens: tuple[int, ...], namespace: Hashable) -> PrefixNode:
-        """The node at which the cached prefix of the tokens ends; its path is now the latest."""
+        """The node where the cached prefix of the tokens ends; its path becomes the latest."""
         self._clock += 1
-        # A root is kept once something is inserted: namespaces may be many.
+        # Namespaces may be many: a root is kept only once something is inserted
         node = self._roots.get(namespace) or PrefixNode.root(namespace)
         place = 0
         while place < len(tokens):
@@ -202,7 +201,7 @@ class PrefixTree:
         return None
 
     def _offer(self, node: PrefixNode) -> None:
-        """Put a node into the heap where it can be evicted."""
+        """Put a node into the heap of leaves if it can be evicted."""
         if node.is_root or node.locks or node.children or node.is_offered:
             return
         node.is_offered = True
@@ -218,9 +217,8 @@ class PrefixTree:
 
     def _check_alive(self, node: PrefixNode) -> None:
         if not node.is_alive:
-            raise InvalidInput(
-                "node", came="a prefix that was evicted", expected="one of the latest match"
-            )
+            expected = "that of the latest match"
+            raise InvalidInput("node", came="an evicted prefix", expected=expected)
 
     def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
         device = self.allocator.device
@@ -237,7 +235,7 @@ class PrefixTree:
             self.allocator.check_owned(slots[:num_tokens])
 
     def _check_pages(self, slots: torch.Tensor) -> None:
-        """Slots of whole pages of the allocator, in their order. Synchronises."""
+        """Require whole pages of the allocator with their slots in order. Synchronises."""
         pages = slots.view(-1, self.allocator.page_size)
         in_order = pages[:, :1] + torch.arange(pages.shape[1], device=slots.device)
         broken = (pages != in_order).any(1) | (pages[:, 0] % self.allocator.page_size != 0)

@@ -1,4 +1,4 @@
-"""What a pool stores: values as they are, or 8-bit floats with a scale."""
+"""The stored form of K and V: unchanged, or 8-bit floats with a scale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from attnmux.core.errors import InvalidInput
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that activations come in, and that a pool stores unscaled."""
+"""Dtypes of activations, which a pool stores unscaled."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that a pool stores scaled."""
@@ -18,12 +18,12 @@ STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
 
 
 def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """`rows`, of a dtype of activations, as a pool of `dtype` stores them.
+    """`rows`, of an activation dtype, as a pool of `dtype` stores them.
 
-    An 8-bit float is `rows / scale`, in float32 where the scale is not 1, rounded to the nearest,
-    ties to even, and saturated: an infinity or a value beyond the largest finite one (448 in
-    e4m3, 57344 in e5m2) becomes that one, and only NaN is NaN. torch's own cast gives NaN or an
-    infinity there, depending on version and dtype. Other dtypes take no scale.
+    An 8-bit float is `rows / scale` (in float32 unless the scale is 1), rounded to nearest even and
+    saturated: infinities and values beyond the largest finite one (448 in e4m3, 57344 in e5m2)
+    become that one, and NaN stays NaN. torch's own cast returns NaN or an infinity there,
+    depending on version and dtype. Other dtypes ignore the scale.
     Raises InvalidInput for a scale that is not a positive number.
     """
     rows = rows.detach()
@@ -32,7 +32,7 @@ def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> tor
     divisor = checked_scale(scale)
     if divisor != 1:
         rows = rows.float() / divisor
-    # Every dtype of activations represents both limits exactly.
+    # Every activation dtype represents both limits exactly
     largest = torch.finfo(dtype).max
     return rows.clamp(-largest, largest).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Which slots hold a request's tokens: one row a request, one column a token."""
+"""The request table: the slots of every request's tokens."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
-from attnmux.core.sizes import check_positive
 
 
 class ReqToTokenPool:
     """The request table and its free rows.
 
-    `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0
-    belongs to padding: it is never handed out and its slots are 0. A row keeps its old slots
-    after `free`; how much of it counts is what the lengths of a batch say.
+    `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0 belongs to
+    padding: it is never handed out and its slots are 0. A row keeps its old slots after `free`;
+    the lengths of a batch say how many of its slots are valid.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -39,14 +39,14 @@ class ReqToTokenPool:
         self.clear()
 
     def available_size(self) -> int:
-        """Rows that are free."""
+        """Free rows."""
         return len(self._free_rows)
 
     def alloc(self, num_requests: int) -> list[int]:
         """Rows for new requests.
 
-        They come as Python ints because schedulers keep one a request; `req_pool_indices` of a
-        batch is an int64 tensor of them.
+        Python ints, since schedulers keep one for each request; a batch's `req_pool_indices` is an
+        int64 tensor of them.
         Raises PoolExhausted, changing nothing, when fewer rows are free.
         """
         if num_requests < 0:
@@ -67,7 +67,7 @@ class ReqToTokenPool:
     def free(self, rows: Sequence[int]) -> None:
         """Give rows back.
 
-        Raises InvalidInput, changing nothing, for a row that is not in use or comes twice.
+        Raises InvalidInput, changing nothing, for a row that is not in use or is given twice.
         """
         given = set(rows)
         foreign = sorted(given - self._used_rows)
@@ -95,16 +95,15 @@ class ReqToTokenPool:
         req_pool_indices: [B] int64 rows. starts: [B] int, column of each request's first new
         token. lens: [B] int, new tokens a request; None means one each (decode).
         slots: [T] int64 in request order, T the sum of lens, as the allocators return them.
-        Does not synchronise. The values are checked where that needs no synchronisation, on a
-        CPU; elsewhere it is the scheduler's part that a request stays within its row.
-        Raises InvalidInput, before anything is written, for what does not fit together.
+        Does not synchronise. Values are checked on a CPU only; elsewhere the scheduler must keep a
+        request within its row.
+        Raises InvalidInput, before anything is written, for arguments that do not fit together.
         """
         batch_size, num_tokens = req_pool_indices.numel(), slots.numel()
         for argument, values in (("starts", starts), ("lens", starts if lens is None else lens)):
             if values.numel() != batch_size:
-                raise InvalidInput(
-                    argument, came=f"{values.numel()} values", expected=f"{batch_size}, one a row"
-                )
+                got = f"{values.numel()} values"
+                raise InvalidInput(argument, came=got, expected=f"{batch_size}, one a row")
         if self.device.type == "cpu" and batch_size:
             each = torch.ones_like(starts) if lens is None else lens
             self._check_cells(req_pool_indices, starts, each, num_tokens)
@@ -120,16 +119,11 @@ class ReqToTokenPool:
         self, rows: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, num_tokens: int
     ) -> None:
         if int(rows.min()) < 1 or int(rows.max()) > self.size:
-            raise InvalidInput(
-                "req_pool_indices", came=f"{rows.tolist()}", expected=f"rows 1 to {self.size}"
-            )
+            expected = f"rows 1 to {self.size}"
+            raise InvalidInput("req_pool_indices", came=f"{rows.tolist()}", expected=expected)
         if int(lens.min()) < 0 or int(lens.sum()) != num_tokens:
-            raise InvalidInput(
-                "lens", came=f"{lens.tolist()}", expected=f"a sum of {num_tokens}, one slot each"
-            )
+            expected = f"a sum of {num_tokens}, one slot each"
+            raise InvalidInput("lens", came=f"{lens.tolist()}", expected=expected)
         if int(starts.min()) < 0 or int((starts + lens).max()) > self.max_context_len:
-            raise InvalidInput(
-                "starts",
-                came=f"{starts.tolist()} with lens {lens.tolist()}",
-                expected=f"columns below {self.max_context_len}",
-            )
+            got = f"{starts.tolist()} with lens {lens.tolist()}"
+            raise InvalidInput("starts", came=got, expected=f"columns < {self.max_context_len}")

@@ -1,4 +1,4 @@
-"""KV pool of models with window layers: these keep their last tokens in a smaller pool."""
+"""Models with window layers, which keep only their last tokens, in a smaller pool."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from types import MappingProxyType
 
 import torch
 
+from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.allocator import PagedAllocator
+from attnmux.core.kv.pages import FreeList
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
 
 
 class SWAKVPool(KVPool):
     """Layers that see everything in one pool, layers with a sliding window in another.
 
-    Slots of the request table and of `out_cache_loc` are those of the full pool. `translate` and
-    `translate_pages` turn them into the window pool's; writes translate by themselves. A page of
-    one pool goes with a page of the other, so that what a kernel reads as pages stays pages.
-    Tokens that fell out of every window have no slots in the window pool: they lead to its
-    reserved page, which holds finite values and which a kernel may load and give weight 0.
-    `SWAAllocator` says which pages go together.
+    The request table and `out_cache_loc` hold slots of the full pool. `translate` and
+    `translate_pages` convert them to the window pool's; writes do so themselves. Each page of the
+    full pool is paired with one of the window pool, so that page tables stay page tables.
+    Tokens that fell out of every window have no slots in the window pool: they translate to its
+    reserved page, whose values are finite, and which a kernel may load and give weight 0.
+    `SWAAllocator` pairs the pages.
     """
 
     def __init__(self, *, full: KVPool, swa: KVPool) -> None:
-        """Put two pools together. `swa` is as large as the windows of all requests need.
+        """Combine two pools. `swa` needs room for the windows of all requests.
 
         Raises InvalidInput for pools that differ in page size, dtype or device, or that share a
         layer.
@@ -111,18 +114,18 @@ class SWAKVPool(KVPool):
         return _gather(first_slots, pages).floor_divide_(self.page_size)
 
     def pair(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        """Let pages [n] int64 of the full pool go with as many of the window pool."""
+        """Pair pages [n] int64 of the full pool with as many of the window pool."""
         slots = swa_pages.unsqueeze(1) * self.page_size + self._offsets
         for table in self._swa_slots.values():
             table.view(-1, self.page_size)[pages] = slots.to(table.dtype)
 
     def unpair(self, pages: torch.Tensor) -> None:
-        """Let pages [n] int64 of the full pool lead to the window pool's reserved page."""
+        """Pair pages [n] int64 of the full pool with the window pool's reserved page."""
         for table in self._swa_slots.values():
             table.view(-1, self.page_size)[pages] = 0
 
     def swa_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """The window pool's pages [n] int64 that go with pages of the full pool; 0 for none."""
+        """The window pool's pages [n] int64 paired with pages of the full pool; 0 for none."""
         return self._swa_slots[torch.int64][pages * self.page_size] // self.page_size
 
     def _pool_of(self, layer_id: int) -> KVPool:
@@ -130,7 +133,7 @@ class SWAKVPool(KVPool):
         return self.swa if self.layers_mapping[layer_id][1] else self.full
 
     def _table(self, argument: str, indices: torch.Tensor) -> torch.Tensor:
-        """The window pool's slots by the full pool's, of the indices' dtype."""
+        """The window pool's slots by the full pool's, in the indices' dtype."""
         try:
             return self._swa_slots[indices.dtype]
         except KeyError:
@@ -139,3 +142,106 @@ class SWAKVPool(KVPool):
 
 def _gather(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, indices.reshape(-1)).view(indices.shape)
+
+
+def tokens_behind_window(seq_len: int, sliding_window_size: int, page_size: int) -> int:
+    """Tokens at the front of a request, in whole pages, that no later token sees.
+
+    seq_len: tokens of the request. The next one, at place seq_len, sees keys from
+    seq_len - sliding_window_size on. With several windows, pass the widest.
+    """
+    check_positive("page_size", page_size)
+    if sliding_window_size < 0:
+        return 0
+    return max(seq_len - sliding_window_size, 0) // page_size * page_size
+
+
+class SWAAllocator(PagedAllocator):
+    """Slots of a `SWAKVPool`: each page of the full pool comes with one of the window pool.
+
+    An allocation that does not fit both raises PoolExhausted and changes nothing. `free_swa` frees
+    the window pool's pages of tokens that fell out of the window and keeps the full pool's; `free`
+    frees both. Frees synchronise to count the pages that still had a window page.
+    """
+
+    def __init__(self, pool: SWAKVPool, *, debug: bool | None = None) -> None:
+        """Manage the pool's slots, all free. `debug` is that of `PagedAllocator`."""
+        super().__init__(pool.size, pool.page_size, pool.device, debug=debug)
+        self.pool = pool
+        self._swa_list = FreeList(
+            pool.swa.size // pool.page_size,
+            self.device,
+            what=f"KV pages of {pool.page_size} tokens for window layers",
+            checked=self.debug,
+        )
+
+    def available_size(self) -> int:
+        """Tokens that can be allocated: the lesser of both pools."""
+        return min(self.full_available_size(), self.swa_available_size())
+
+    def full_available_size(self) -> int:
+        """Tokens that the full pool's free pages hold."""
+        return super().available_size()
+
+    def swa_available_size(self) -> int:
+        """Tokens that the window pool's free pages hold."""
+        return self._swa_list.available * self.page_size
+
+    def free_swa(self, slots: torch.Tensor) -> None:
+        """Free the window pages of slots [n] int of the full pool.
+
+        Any slot of a page frees the whole page, so pass whole pages of tokens that no later token
+        sees (`tokens_behind_window`). It takes effect at once, even in a free group.
+        With `debug`, raises InvalidInput, changing nothing, for slots that are not in use and for
+        pages whose window page was freed before.
+        """
+        slots = slots.to(torch.int64)
+        if self.debug:
+            self._check_free(slots)
+            self._check_paired(slots // self.page_size)
+        self._give_swa(self._pages_once(slots))
+
+    def check_owned(self, slots: torch.Tensor) -> None:
+        """Like `PagedAllocator.check_owned`; always checks that the window pages are there too.
+
+        A shared prefix without them would silently be read as the reserved page.
+        """
+        super().check_owned(slots)
+        self._check_paired(slots // self.page_size)
+
+    def clear(self) -> None:
+        super().clear()
+        self._swa_list.clear()
+        self.pool.unpair(torch.arange(self.size // self.page_size + 1, device=self.device))
+
+    def _take(self, num_pages: int) -> torch.Tensor:
+        self._swa_list.check_room(num_pages)
+        pages = super()._take(num_pages)
+        self.pool.pair(pages, self._swa_list.take(num_pages))
+        return pages
+
+    def _give(self, pages: torch.Tensor) -> None:
+        self._give_swa(pages)
+        super()._give(pages)
+
+    def _give_swa(self, pages: torch.Tensor) -> None:
+        swa_pages = self.pool.swa_pages(pages)
+        self._swa_list.give(swa_pages[swa_pages > 0])
+        self.pool.unpair(pages)
+
+    def _check_tails(
+        self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor
+    ) -> None:
+        """Partly filled pages that are continued must also have a window page."""
+        super()._check_tails(prefix_lens, seq_lens, last_loc)
+        continued = (prefix_lens % self.page_size != 0) & (seq_lens > prefix_lens)
+        self._check_paired(last_loc[continued].long() // self.page_size)
+
+    def _check_paired(self, pages: torch.Tensor) -> None:
+        alone = self.pool.swa_pages(pages) == 0
+        if bool(alone.any()):
+            raise InvalidInput(
+                "slots",
+                came=f"pages {pages[alone][:8].tolist()}, whose window pages were freed",
+                expected="pages that still have a window page",
+            )

@@ -1,4 +1,4 @@
-"""`attnmux backends`: every card, who brings it, and whether its libraries are installed."""
+"""`attnmux backends` and `attnmux platforms`: installed backends, and this machine's devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.judge.checking import standing
 from attnmux.core.choosing.offer.card import Clause, Offer, Option
 from attnmux.core.choosing.offer.conditions import ANY, NONE
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 
 @click.command()
@@ -24,28 +25,23 @@ def backends(run: Run, as_json: bool) -> None:
     settings = run.settings()
     plugins = run.plugins(settings)
     policy = settings.policy()
-    rows = [(offer, lacking(offer, policy)) for offer in plugins.offers()]
+    rows = [(offer, standing(offer, policy, installed_version)) for offer in plugins.offers()]
     if as_json:
         echo_json(
             {
-                "backends": [described(offer, reasons) for offer, reasons in rows],
+                "backends": [_described(offer, reasons) for offer, reasons in rows],
                 "failures": [asdict(failure) for failure in plugins.failures],
                 "warnings": run.warnings,
             }
         )
         return
-    from attnmux.core.cli.render import render_backends  # noqa: PLC0415  # rich, off the JSON path
+    from attnmux.core.cli.render import render_backends  # noqa: PLC0415  # rich is slow to import
 
     render_backends(rows)
 
 
-def lacking(offer: Offer, policy: Policy) -> list[Reason]:
-    """What keeps the backend from running here whatever is asked of it."""
-    return standing(offer, policy, installed_version)
-
-
-def described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
-    """A card as JSON. A clause lists the axes that it limits or opens."""
+def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
+    """A card as JSON. A clause lists only the axes that it limits or opens."""
     card = offer.card
     return {
         "name": card.name,
@@ -81,10 +77,38 @@ def _option(option: Option) -> dict[str, Any]:
 
 
 def _conditions(clause: Clause) -> dict[str, str]:
-    """Each axis whose condition is neither "anything" on a limit nor "nothing" on a feature."""
+    """Each axis, except limits that admit anything and features that admit nothing."""
     return {
         item.name: str(condition)
         for item in fields(Clause)
         if (condition := getattr(clause, item.name)) not in (NONE,)
         and not (condition == ANY and item.default == ANY)
     }
+
+
+@click.command()
+@common_options
+@pass_run
+def platforms(run: Run, as_json: bool) -> None:
+    """List the devices of this machine, and those that no plugin serves."""
+    settings = run.settings()
+    detection = run.detect(run.plugins(settings))
+    try:
+        picked = str(pick_platform(detection, settings.platform))
+    except (AmbiguousPlatform, InvalidInput) as error:
+        run.warn(str(error))
+        picked = None
+    if as_json:
+        echo_json(
+            {
+                "platforms": [platform.to_dict() for platform in detection.platforms],
+                "picked": picked,
+                "unserved": [asdict(device) for device in detection.unserved],
+                "failures": [asdict(failure) for failure in detection.failures],
+                "warnings": run.warnings,
+            }
+        )
+        return
+    from attnmux.core.cli.render import render_platforms  # noqa: PLC0415  # rich is slow to import
+
+    render_platforms(detection.platforms, picked)

@@ -1,4 +1,4 @@
-"""The machine side of a case: layers, pools and the context that a backend is built with."""
+"""The setup of a case: layers, pools and the context that a backend is built with."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.kv import (
-    KVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    ReqToTokenPool,
-    SWAKVPool,
-)
+from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool, SWAKVPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
 from attnmux.testing.cases import Case, Step
 
 SPARE_PAGES = 5
-"""Pages of a pool that no request of a step uses, besides the reserved one."""
+"""Pages of a pool that no request of a step uses, without the reserved one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class World:
-    """A case with the context of its backend, and the source of its random numbers.
+class CaseSetup:
+    """A case with the context of its backend and the generator of its random numbers.
 
-    Numbers are drawn on the host, so that one seed gives one world on every device.
+    Numbers are drawn on the host, so that a seed gives the same setup on every device.
     """
 
     case: Case
@@ -42,15 +36,19 @@ class World:
         return values.to(device=self.context.device, dtype=torch_dtype(self.case.dtype))
 
 
-def make_world(
+def make_setup(
     case: Case,
     platform: Platform,
     device: torch.device | str,
     *,
     seed: int = 0,
     launches: tuple[TunedLaunch, ...] = (),
-) -> World:
-    """Pools large enough for every step of the case, and a context over them, with `launches`."""
+) -> CaseSetup:
+    """The setup of a case: pools with room for each of its steps, and a context over them.
+
+    device: torch's name of the device for all tensors. seed: of all random numbers. launches: as
+    `BackendContext.launches`.
+    """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(seed)
     # A graph may pad a batch to up to twice its size.
@@ -68,14 +66,14 @@ def make_world(
         max_context_len=case.max_context_len,
         launches=launches,
     )
-    return World(case=case, context=context, generator=generator)
+    return CaseSetup(case=case, context=context, generator=generator)
 
 
 def make_layers(
     case: Case, device: torch.device, generator: torch.Generator
 ) -> tuple[LayerSpec, ...]:
-    """The case's layers. Ids have gaps; what a layer can have of its own differs where it is set;
-    the last layer is the cross attention."""
+    """The case's layers. Ids have gaps, settings differ from layer to layer, and cross attention is
+    the last layer."""
     latent = case.latent
     rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
     last = len(case.windows) - 1

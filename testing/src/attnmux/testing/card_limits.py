@@ -1,4 +1,4 @@
-"""Points just outside what a card declares. The selector has to refuse every one of them."""
+"""Requests and machines just outside a card's limits, each of which the selector must refuse."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, Axis, Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.conditions import Value
-from attnmux.testing.candidate import Candidate
-from attnmux.testing.outcome import Outcome
+from attnmux.testing.candidate import Candidate, Outcome
 
 ELSEWHERE: Mapping[str, Any] = {
     "vendor": "nobody",
@@ -21,7 +20,7 @@ ELSEWHERE: Mapping[str, Any] = {
     "features": frozenset(),
     "runtime": "",
 }
-"""A machine that lacks what a card may ask of it, by field of `Platform`."""
+"""Values of `Platform`'s fields that meet no requirement of a card."""
 
 CHOICES: Mapping[str, Sequence[Value]] = {
     "kind": KINDS,
@@ -42,7 +41,7 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "graph": (True,),
     "lse": (True,),
 }
-"""Values that an axis is asked for, beside the neighbours of what the card offers."""
+"""Values that each axis is tried with, besides the neighbours of the card's limits."""
 
 NUMBERS = (
     "num_q_heads",
@@ -78,7 +77,7 @@ class OutsidePoint:
 
 
 def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
-    """One step beyond each limit of the card, from a plain point that it admits in each phase."""
+    """One step beyond each limit of the card, from a plain request that it admits in each phase."""
     found: dict[str, OutsidePoint] = {}
     for request in _plain_requests(candidate):
         for axis in AXES:
@@ -88,7 +87,11 @@ def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
 
 
 def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
-    """Refused is right; a point that the selector admits, or refuses for other reasons, failed."""
+    """Check that the selector refuses the point because of its axis.
+
+    The outcome is "refused" if so, and "failed" if it admits the point or refuses it for other
+    reasons.
+    """
     reasons = candidate.refusals(point.request, point.platform)
     if any(reason.axis == point.axis for reason in reasons):
         return Outcome(case=point.name, status="refused", reasons=reasons)

@@ -1,4 +1,4 @@
-"""Operations that can be run again on the tensors that they were first run on."""
+"""Recorded operations, which can be run again on the same tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attnmux.core.errors import GraphViolation
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Place:
-    """Where an operation's argument lies. A device graph keeps the address and nothing else, so
-    memory from before the capture is not kept alive."""
+    """The memory of an operation's argument. Like a device graph, it keeps the address and does not
+    keep memory from before the capture alive."""
 
     storage: StorageWeakRef
     address: int
@@ -41,7 +41,7 @@ class Place:
         )
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor; None where its memory was freed or moved."""
+        """The tensor; None if its memory was freed or moved."""
         new: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
         storage = new(self.storage.cdata)
         if storage is None or storage.data_ptr() != self.address:
@@ -55,13 +55,13 @@ class Operation:
     """One call of an operation."""
 
     method: str
-    """Of the step, that it was called in."""
+    """The part of the step that called it."""
     name: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[torch.Tensor | None, ...]
-    """What a new result is written to; None for those that are views or arguments."""
+    """The tensors of new results; None for results that are views or arguments."""
 
     def run(self) -> None:
         args, kwargs = pytree.tree_map_only(Place, self._now, (self.args, self.kwargs))
@@ -84,38 +84,38 @@ class Operation:
                 self.name,
                 f"read a tensor of {place.dtype} and shape {place.size} when captured, whose "
                 "memory has been freed or moved since",
-                hint="keep what a graph reads in buffers that init_cuda_graph_state made",
+                hint="graphs must read buffers that init_cuda_graph_state made",
             )
         return tensor
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Tape:
-    """The operations of a step, and the memory that they made."""
+    """The operations of a step, and the memory that they allocated."""
 
     operations: list[Operation] = field(default_factory=list)
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By storage: keeps it alive, as a graph's private pool does."""
+    """Tensors by storage, kept alive as in a graph's private pool."""
     makers: dict[int, str] = field(default_factory=dict)
-    """The operation that made each."""
+    """The operation that allocated each."""
     seen: dict[int, StorageWeakRef] = field(default_factory=dict)
-    """Storages from before. A weak reference keeps another from getting the same identity."""
+    """Storages from before. A weak reference reserves their identity."""
 
     def keep(self, tensor: torch.Tensor, maker: str) -> torch.Tensor:
-        """Hold memory that the step made. Returns the tensor that holds it."""
-        # One of our own, so that whoever else holds the memory can be told.
+        """Keep memory that the step allocated. Returns the tensor that keeps it."""
+        # A tensor of our own, so that other users of the memory can be counted
         holder = tensor.detach()
         self.made[identity(tensor)] = holder
         self.makers[identity(tensor)] = maker
         return holder
 
     def held_elsewhere(self) -> list[tuple[str, torch.Tensor]]:
-        """Memory that the step made and that others than the tape hold, with its maker."""
+        """Memory that the step allocated and that is used outside of the tape, with its maker."""
         with_one_user = torch.empty(1)
         uncounted = torch._C._storage_Use_Count(identity(with_one_user)) - 1
         arguments = [(operation.args, operation.kwargs) for operation in self.operations]
-        # Views that operations were called with, and the copy that torch makes of what a factory
-        # function returns, are tensors of their own.
+        # Arguments that are views, and torch's copy of the result of a factory function, are
+        # tensors of their own
         own = {id(tensor): tensor for tensor in (*self.made.values(), *tensors(arguments))}
         users = Counter(identity(tensor) for tensor in own.values())
         return [
@@ -125,14 +125,14 @@ class Tape:
         ]
 
     def freeze(self, tensor: torch.Tensor) -> Place:
-        """What an operation holds of an argument."""
+        """The place of an operation's argument."""
         place = Place.of(tensor)
         if identity(tensor) not in self.made:
             self.seen[identity(tensor)] = place.storage
         return place
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation made or used the tensor's memory."""
+        """Whether an operation allocated or used the tensor's memory."""
         return identity(tensor) in self.made or identity(tensor) in self.seen
 
     def run(self) -> None:
@@ -145,7 +145,7 @@ class Tape:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Of the memory that the tensor is a view of."""
+    """The identity of the tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 

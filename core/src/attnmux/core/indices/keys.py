@@ -1,4 +1,4 @@
-"""The keys of a batch as a table of pages, one row a request."""
+"""The keys of a batch, read from the request table: as CSR or as a table of pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,92 @@ import math
 
 import torch
 
+from attnmux.core.arguments import check_lens, check_positive, check_table, described
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices._pages import page_numbers
-from attnmux.core.indices.args import check_lens, check_table
-from attnmux.core.sizes import check_positive
+from attnmux.core.indices._segments import lay_out, page_numbers, store
+from attnmux.core.indices.ragged import cu_seqlens
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def kv_indices(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    *,
+    page_size: int = 1,
+    kv_start: torch.Tensor | None = None,
+    total: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[kv_indptr[-1]]: the slot of every key, or the number of every page, request by request.
+
+    kv_indptr: [B + 1] int32, as `kv_indptr` builds it for the same page size.
+    kv_start: [B] int32, the column where a request's keys begin; 0 by default.
+    total: kv_indptr[-1]. out: int32; without total all of it is written, with 0 past the last.
+    """
+    indices = _gather(
+        req_to_token, req_pool_indices, kv_indptr, page_size, kv_start, total=total, out=out
+    )
+    return store(page_numbers(indices, page_size), out, torch.int32)
+
+
+def out_cache_loc(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    *,
+    kv_start: torch.Tensor | None = None,
+    total: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T] int64: slots of the new tokens, read back from the request table.
+
+    prefix_lens, extend_lens: [B] int32. kv_start: [B] int32, encoder slots before them.
+    total: T, the sum of extend_lens. out: int64; without total all of it is written, with 0,
+    padding's slot, past the last token.
+    """
+    batch_size = check_lens("extend_lens", extend_lens)
+    check_lens("prefix_lens", prefix_lens, batch_size)
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
+    start = prefix_lens if kv_start is None else prefix_lens + kv_start
+    slots = _gather(
+        req_to_token,
+        req_pool_indices,
+        cu_seqlens(extend_lens),
+        page_size=1,
+        kv_start=start,
+        total=total,
+        out=out,
+    )
+    return store(slots, out, torch.int64)
+
+
+def _gather(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    indptr: torch.Tensor,
+    page_size: int,
+    kv_start: torch.Tensor | None,
+    *,
+    total: int | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The table's slot at every page_size-th column from kv_start on, request by request."""
+    batch_size = check_table(req_to_token, req_pool_indices)
+    check_lens("kv_indptr", indptr, batch_size + 1)
+    check_positive("page_size", page_size)
+    cells = req_pool_indices * req_to_token.shape[1]
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
+        cells = cells + kv_start
+    if req_to_token.numel() <= _INT32_MAX:
+        cells = cells.to(torch.int32)
+    # A place past the end reads cell 0, of padding's row, whose slots are 0
+    cells = lay_out(cells, indptr, step=page_size, total=total, out=out)
+    return req_to_token.view(-1).index_select(0, cells)
 
 
 def page_table(
@@ -25,7 +107,7 @@ def page_table(
 ) -> torch.Tensor:
     """[B, width]: the pages of each request's keys, then 0, the reserved page.
 
-    Also called a block table. A page size of 1 gives a table of slots.
+    Also called a block table. With page size 1 it is a table of slots.
 
     kv_lens: [B] int32, keys a request. kv_start: [B] int32, the column where they begin.
     max_len: the longest of kv_lens, or more. width is ceil(max_len / page_size), rounded up
@@ -57,11 +139,11 @@ def page_table(
 def block_count_multiple(
     page_size: int, *, tile_tokens: int = 128, pages_per_block: int = 1
 ) -> int:
-    """What a block table's width must be a multiple of, as its `width_multiple`.
+    """The `width_multiple` of a kernel's block table.
 
-    A kernel that walks `tile_tokens` keys at a time needs whole tiles of pages, and one that
-    copies the table `pages_per_block` entries at a time needs whole blocks of entries. TRT-LLM's
-    MLA decode has tiles of 128: 4 pages of 32, 2 pages of 64.
+    A kernel that reads `tile_tokens` keys at a time needs whole tiles of pages, and one that copies
+    `pages_per_block` entries of the table at a time needs whole blocks. TRT-LLM's MLA decode has
+    tiles of 128: 4 pages of 32, 2 pages of 64.
     """
     for argument, value in (
         ("page_size", page_size),
@@ -70,13 +152,6 @@ def block_count_multiple(
     ):
         check_positive(argument, value)
     return math.lcm(tile_tokens // math.gcd(tile_tokens, page_size), pages_per_block)
-
-
-def whole_page_lens(lens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[B]: tokens of lens that fill whole pages, which is what a prefix cache may share."""
-    check_lens("lens", lens)
-    check_positive("page_size", page_size)
-    return lens - lens % page_size
 
 
 def table_width(
@@ -91,9 +166,7 @@ def table_width(
         out.dtype != torch.int32 or out.dim() != 2 or out.shape[0] < kv_lens.shape[0]
     ):
         raise InvalidInput(
-            "out",
-            came=f"{out.dtype} of shape {tuple(out.shape)}",
-            expected=f"int32 [at least {kv_lens.shape[0]}, width]",
+            "out", came=described(out), expected=f"int32 [at least {kv_lens.shape[0]}, width]"
         )
     if max_len is None and out is not None:
         return out.shape[1]

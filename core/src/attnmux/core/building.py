@@ -1,18 +1,17 @@
-"""From a decision to a backend that runs it."""
+"""From a decision to a backend that runs it, and to the next candidate where one fails."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.compose.by_batch_size import BatchSizeAttnBackend, Sizes
-from attnmux.core.compose.hybrid import HybridAttnBackend
-from attnmux.core.context import BackendContext
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 
@@ -20,17 +19,21 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.tell.choice import Choice, SizeRange
     from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
+
+T = TypeVar("T")
 
 
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
-    """Make the backend of a decision: a leaf, a hybrid where decode and extend differ, and one that
-    goes by the batch size where the decision names others for decode steps of some sizes.
+    """Make the backend of a decision.
 
-    A context whose layers are an encoder's gets the backend of that phase.
-    Raises InvalidInput when a layer of the context has a feature that the decision's request
-    did not ask for or dims that it did not name, or when context and decision disagree on page
-    size, KV dtype or the request; BackendFailed when a chosen backend cannot be imported or made.
+    It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
+    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps.
+    A context with an encoder's layers gets the backend of the phase "encoder".
+    Raises InvalidInput when a layer of the context has a feature or dims that the request of the
+    decision lacks, or when context and decision differ in page size, KV dtype or the request.
+    Raises BackendFailed when a chosen backend cannot be imported or made.
     """
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
@@ -64,13 +67,13 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 def _by_batch_size(
     usual: AttentionBackend, sizes: Sequence[tuple[SizeRange, AttentionBackend]]
 ) -> AttentionBackend:
-    """Raises BackendFailed for one that cannot stand beside `usual`: an automatic choice goes on
-    without it."""
+    """Raises BackendFailed for a backend that cannot be combined with `usual`, so that an automatic
+    choice goes on without it."""
     fill = usual.get_cuda_graph_seq_len_fill_value()
     for each, backend in sizes:
         own = backend.get_cuda_graph_seq_len_fill_value()
         if own != fill:
-            reason = f"padding rows of {own} tokens, and the backend beside it has {fill}"
+            reason = f"it has padding rows of {own} tokens, and the other backend of {fill}"
             raise BackendFailed(each.choice.address, reason)
     return BatchSizeAttnBackend(
         usual=usual,
@@ -88,7 +91,7 @@ def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
         raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a library or a compiler raises
+    except Exception as error:  # libraries and compilers raise anything
         raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
     if not isinstance(backend, AttentionBackend):
         raise PluginError(f"{name}: {choice.factory} made a {type(backend).__name__}")
@@ -96,51 +99,40 @@ def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:
-    pool = context.token_to_kv_pool
+    pool, request = context.token_to_kv_pool, decision.request
     if len({layer.is_causal for layer in context.layers}) != 1:
         raise InvalidInput(
             "context.layers",
             came="none, or an encoder's and a decoder's together",
             expected="the layers of one or the other: each gets a backend of its own",
         )
-    if pool.page_size != decision.page_size:
-        raise InvalidInput(
-            "context.token_to_kv_pool",
-            came=f"page size {pool.page_size}",
-            expected=f"the decision's page size, {decision.page_size}",
-        )
-    if dtype_name(pool.dtype) != decision.kv_dtype:
-        raise InvalidInput(
-            "context.token_to_kv_pool",
-            came=f"a pool of {dtype_name(pool.dtype)}",
-            expected=f"the decision's KV dtype, {decision.kv_dtype}",
-        )
+    for got, what, expected in (
+        (pool.page_size, "page size", decision.page_size),
+        (dtype_name(pool.dtype), "KV dtype", decision.kv_dtype),
+    ):
+        if got != expected:
+            expected = f"the decision's {what}, {expected}"
+            raise InvalidInput("context.token_to_kv_pool", came=got, expected=expected)
     for layer in context.layers:
-        for argument, has, asked in _dims(layer, decision.request):
+        name = f"layer {layer.layer_id}"
+        for field, has, asked in _dims(layer, request):
             if asked is not None and has != asked:
-                raise InvalidInput(
-                    f"layer {layer.layer_id}",
-                    came=f"{argument} {has}",
-                    expected=f"{asked}, which the decision was made for",
-                )
-        for feature, has, asked in _features(layer, decision.request):
+                raise InvalidInput(name, came=f"{field} {has}", expected=f"{asked}, as decided")
+        for feature, has, asked in _features(layer, request):
             if has and not asked:
-                raise InvalidInput(
-                    f"layer {layer.layer_id}",
-                    came=feature,
-                    expected=f"only what the request asks for: choose again with {feature} set",
-                )
+                expected = f"no more than the request asks for: choose again with {feature} set"
+                raise InvalidInput(name, came=feature, expected=expected)
 
 
-def _differences(came: Request, decided: Request) -> str:
-    """Where two requests disagree; who asked for a value does not matter."""
-    names = [field.name for field in fields(came) if field.name != "origins"]
-    pairs = [(name, getattr(came, name), getattr(decided, name)) for name in names]
+def _differences(ours: Request, decided: Request) -> str:
+    """The fields in which two requests differ, apart from their origins."""
+    names = [field.name for field in fields(ours) if field.name != "origins"]
+    pairs = [(name, getattr(ours, name), getattr(decided, name)) for name in names]
     return ", ".join(f"{name} {mine!r}, not {own!r}" for name, mine, own in pairs if mine != own)
 
 
 def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | None], ...]:
-    """(request field, the layer's, what was asked for)."""
+    """(request field, the layer's value, the request's)."""
     if not layer.is_causal:
         return (("encoder_head_dim", layer.qk_head_dim, request.encoder_head_dim),)
     if layer.kind == "mla":
@@ -165,3 +157,34 @@ def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool
         ("sinks", layer.sinks is not None, request.sinks),
         ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
     )
+
+
+def make_first(
+    decide: Callable[[Mapping[str, BackendFailed]], Decision],
+    make: Callable[[Decision], T],
+    on_fallback: Callable[[BackendFailed, Decision], None],
+) -> T:
+    """Decide and make a backend; if it fails, repeat without it.
+
+    decide: solves with the given `Policy.failed`. make: calls `build`, and drops its allocations if
+    that fails. on_fallback: called with each failure and the decision that replaces it, to tell the
+    user.
+    A backend that the user named is not replaced: `decide` then raises NoBackend, whose reasons
+    contain the failure and its hint.
+    """
+    failed: dict[str, BackendFailed] = {}
+    decision = decide(FrozenMapping(failed))
+    while True:
+        try:
+            return make(decision)
+        except BackendFailed as failure:
+            if failure.address in failed:
+                raise
+            # A copy without the traceback, whose frames keep the allocations of `make` alive
+            copy = BackendFailed(failure.address, failure.reason, hint=failure.hint)
+            failed[failure.address] = copy
+            try:
+                decision = decide(FrozenMapping(failed))
+            except Exception as refusal:
+                raise refusal from failure
+            on_fallback(copy, decision)

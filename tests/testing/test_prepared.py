@@ -24,8 +24,8 @@ from attnmux.testing.placement import LEFT_OVER, buffers
 from attnmux.testing.prepared import kv_rows
 
 
-def world_of(*steps, page_size=4, **settings):
-    case = Case(name="world", steps=steps, page_size=page_size, **settings)
+def setup_of(*steps, page_size=4, **settings):
+    case = Case(name="setup", steps=steps, page_size=page_size, **settings)
     return make_setup(case, fake_platform(), "cpu", seed=2)
 
 
@@ -42,7 +42,7 @@ def key_slots(setup, batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_only_cached_tokens_are_readable(page_size: int) -> None:
-    setup = world_of(extend((6, 3), (0, 5), (9, 1)), page_size=page_size)
+    setup = setup_of(extend((6, 3), (0, 5), (9, 1)), page_size=page_size)
     batch = prepare_step(setup, setup.case.steps[0]).batch
     of_requests = key_slots(setup, batch)
     prefixes = batch.extend_prefix_lens
@@ -60,7 +60,7 @@ def test_only_cached_tokens_are_readable(page_size: int) -> None:
 
 
 def test_pages_are_scattered_and_whole() -> None:
-    setup = world_of(extend((17, 3), (0, 21)))
+    setup = setup_of(extend((17, 3), (0, 21)))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     for slots in key_slots(setup, batch):
         pages = slots[::4] // 4
@@ -71,7 +71,7 @@ def test_pages_are_scattered_and_whole() -> None:
 
 
 def test_table_entries_behind_a_request_lead_to_nan() -> None:
-    setup = world_of(decode(6, 2))
+    setup = setup_of(decode(6, 2))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     table = setup.context.req_to_token_pool.req_to_token
     keys = setup.context.token_to_kv_pool.get_key_buffer(1)
@@ -83,7 +83,7 @@ def test_table_entries_behind_a_request_lead_to_nan() -> None:
 
 
 def test_new_tokens_go_to_the_end_of_their_sequence() -> None:
-    setup = world_of(extend((6, 3), (0, 5)), verify(3, 4, 9), decode(7, 1), spec_topk=1)
+    setup = setup_of(extend((6, 3), (0, 5)), verify(3, 4, 9), decode(7, 1), spec_topk=1)
     for index, new in enumerate(([3, 5], [3, 3], [1, 1])):
         batch = prepare_step(setup, setup.case.steps[index]).batch
         ends = [slots[-count:] for slots, count in zip(key_slots(setup, batch), new, strict=True)]
@@ -94,7 +94,7 @@ def test_new_tokens_go_to_the_end_of_their_sequence() -> None:
 
 
 def test_padding_reads_row_0_and_writes_slot_0() -> None:
-    setup = world_of(decode(6, 2, padding=2), extend((0, 5), padding=1, trailing=3))
+    setup = setup_of(decode(6, 2, padding=2), extend((0, 5), padding=1, trailing=3))
     for step, (rows, real) in enumerate(((4, 2), (9, 5))):
         ready = prepare_step(setup, setup.case.steps[step])
         assert ready.batch.num_tokens == rows
@@ -107,14 +107,14 @@ def test_padding_reads_row_0_and_writes_slot_0() -> None:
 
 
 def test_a_shared_prefix_lies_in_shared_slots() -> None:
-    setup = world_of(extend((8, 3), (8, 1), shared_prefix=8))
+    setup = setup_of(extend((8, 3), (8, 1), shared_prefix=8))
     first, second = key_slots(setup, prepare_step(setup, setup.case.steps[0]).batch)
     assert torch.equal(first[:8], second[:8])
     assert not set(first[8:].tolist()) & set(second[8:].tolist())
 
 
 def test_host_mirrors_come_when_asked_for() -> None:
-    setup = world_of(extend((6, 3), (0, 5)))
+    setup = setup_of(extend((6, 3), (0, 5)))
     without = prepare_step(setup, setup.case.steps[0]).batch
     assert without.seq_lens_cpu is None
     assert without.extend_seq_lens_cpu is None
@@ -126,7 +126,7 @@ def test_host_mirrors_come_when_asked_for() -> None:
 
 
 def test_encoder_tokens_are_written_once() -> None:
-    setup = world_of(extend((0, 3), (5, 2), encoder=(6, 9)), decode(4, 8, encoder=(6, 9)))
+    setup = setup_of(extend((0, 3), (5, 2), encoder=(6, 9)), decode(4, 8, encoder=(6, 9)))
     extending = prepare_step(setup, setup.case.steps[0])
     crossing = extending.inputs[-1]
     assert crossing.layer.is_cross_attention
@@ -150,7 +150,7 @@ def test_a_seed_makes_one_world() -> None:
 
 
 def test_layers_have_windows_and_sinks_of_their_own() -> None:
-    setup = world_of(decode(6), windows=(8, None, 21), sinks=True)
+    setup = setup_of(decode(6), windows=(8, None, 21), sinks=True)
     layers = setup.context.layers
     assert [layer.sliding_window_size for layer in layers] == [8, -1, 21]
     assert not torch.equal(layers[0].sinks, layers[1].sinks)
@@ -200,7 +200,7 @@ def test_every_mode_feature_and_successor_is_covered() -> None:
 def test_picks_are_keys_up_to_each_token_and_leave_room() -> None:
     """Some tokens see fewer keys than there is room for; -1 lies behind the keys, or between."""
     sparse = {"kind": "nsa", "num_kv_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
-    setup = world_of(extend((9, 6), (0, 3), trailing=2), index_topk=8, **sparse)
+    setup = setup_of(extend((9, 6), (0, 3), trailing=2), index_topk=8, **sparse)
     step = prepare_step(setup, setup.case.steps[0])
     assert step.batch.topk_indices.shape == (11, 8)
     assert int(step.batch.topk_indices.min()) >= UNWRITTEN

@@ -1,0 +1,166 @@
+"""Backends made of backends: results of a decision, never candidates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardMode
+from attnmux.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.layer import LayerSpec
+
+
+class DispatchingBackend(AttentionBackend):
+    """Sends each step to the backend that `serving` returns. All share one context, and thereby one
+    KV pool."""
+
+    @abstractmethod
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        """The backend of a step."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.serving(batch).init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self.serving(batch).init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        self.serving(batch).init_forward_metadata_in_graph(batch)
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self.serving(batch).forward_decode(call, batch)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self.serving(batch).forward_extend(call, batch)
+
+
+class HybridAttnBackend(DispatchingBackend):
+    """Sends each step to the backend of its phase.
+
+    Decode steps go to `decode`; EXTEND and MIXED to `prefill`; TARGET_VERIFY and DRAFT_EXTEND to
+    the one that the request's `speculative_attention_mode` names.
+    """
+
+    def __init__(self, *, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        """Raises InvalidInput for backends of different contexts."""
+        if prefill.context is not decode.context:
+            raise InvalidInput(
+                "prefill",
+                came="a backend of another context",
+                expected="the context of decode, whose KV pool both use",
+            )
+        super().__init__(decode.context)
+        self.prefill = prefill
+        self.decode = decode
+        mode = self.context.request.speculative_attention_mode
+        self._speculative = decode if mode == "decode" else prefill
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        """The child for steps of that mode."""
+        if mode.is_decode_or_idle():
+            return self.decode
+        if mode.is_target_verify() or mode.is_draft_extend():
+            return self._speculative
+        return self.prefill
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.select(batch.forward_mode)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """For the decode backend, and for the prefill backend where it verifies drafts.
+
+        A `GraphRunner` calls only the child that `select` returns.
+        """
+        self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.context.request.spec_topk and self._speculative is self.prefill:
+            self.prefill.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """That of decode steps. For other modes, ask `select(mode)`."""
+        return self.decode.get_cuda_graph_seq_len_fill_value()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sizes:
+    """A range of batch sizes, and the backend that decodes them."""
+
+    least: int
+    most: int | None
+    """None: no limit."""
+    backend: AttentionBackend
+
+    def hold(self, batch_size: int) -> bool:
+        return self.least <= batch_size and (self.most is None or batch_size <= self.most)
+
+
+class BatchSizeAttnBackend(DispatchingBackend):
+    """Sends a decode step to the backend of its batch size, and every other step to `usual`.
+
+    In a graph the padded batch size decides, at capture and at replay, so that each graph has one
+    backend.
+    """
+
+    def __init__(self, *, usual: AttentionBackend, sizes: Sequence[Sizes]) -> None:
+        """Raises InvalidInput for backends of different contexts, for overlapping ranges, and for
+        backends whose padding rows differ in length, since one graph runner pads for all."""
+        super().__init__(usual.context)
+        self.usual = usual
+        self.sizes = tuple(sorted(sizes, key=lambda each: each.least))
+        fill = usual.get_cuda_graph_seq_len_fill_value()
+        end: int | None = 0
+        for each in self.sizes:
+            if each.backend.context is not usual.context:
+                got, expected = "a backend of another context", "the context of usual"
+                raise InvalidInput("sizes", came=got, expected=expected)
+            if end is None or each.least <= end or (each.most or each.least) < each.least:
+                got = f"{each.least} to {each.most} after {end}"
+                raise InvalidInput("sizes", came=got, expected="ranges that do not overlap")
+            end = each.most
+            own = each.backend.get_cuda_graph_seq_len_fill_value()
+            if own != fill:
+                expected = f"{fill} as `seq_lens` of a padding row, as usual has"
+                raise InvalidInput("sizes", came=str(own), expected=expected)
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        if not batch.forward_mode.is_decode():
+            return self.usual
+        held = (each.backend for each in self.sizes if each.hold(batch.batch_size))
+        return next(held, self.usual)
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        """Itself for decode steps, whose size decides; otherwise a child of `usual`."""
+        return self if mode.is_decode_or_idle() else self.usual.select(mode)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Gives each backend room for the sizes that it serves, and `usual` for all sizes."""
+        self.usual.init_cuda_graph_state(max_bs, max_num_tokens)
+        for each in self.sizes:
+            if each.least <= max_bs:
+                largest = max_bs if each.most is None else min(each.most, max_bs)
+                tokens = max_num_tokens * largest // max_bs
+                each.backend.init_cuda_graph_state(largest, tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.usual.get_cuda_graph_seq_len_fill_value()
