@@ -1,4 +1,4 @@
-"""Measuring as `attnmux bench --keep` does, deciding by that, and measuring again."""
+"""The models of `choice.py`, and how their steps are measured, decided and measured again."""
 
 from __future__ import annotations
 
@@ -8,34 +8,100 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from benchmarks.choice_workloads import Model
 
-from attnmux.bench.cli.bench_keep import Keeper, Kept
-from attnmux.bench.cli.bench_place import Place, find_place
-from attnmux.bench.cli.bench_timing import Result, measured
-from attnmux.bench.measuring import Bench, Row
-from attnmux.bench.workload import Workload, completed
+from attnmux.bench import Bench, Row, Workload, completed
+from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
-from attnmux.core.cli.select import decided
+from attnmux.core.cli.select import decided, requested
 from attnmux.core.errors import in_brief
+from attnmux.core.graph.config import graph_batch_sizes
 from attnmux.core.settings import Settings
 
-Times = Mapping[str, float]
-"""Microseconds of one layer's call by the backend's address."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model's attention over pages of one size, and its steps that are timed."""
+
+    name: str
+    fields: str
+    """As `attnmux bench --request` reads them."""
+    steps: tuple[str, ...]
+    """As `attnmux bench --workload` reads them."""
+
+    @property
+    def request(self) -> Request:
+        return requested(None, self.fields, 1, None)
+
+    @property
+    def workloads(self) -> list[Workload]:
+        return [Workload.parse(text) for text in self.steps]
+
+
+def _dense(page: int, *steps: str, q: int = 32, kv: int = 8, dim: int = 128) -> Model:
+    fields = f"num_q_heads={q},num_kv_heads={kv},head_dim={dim},dtype=bf16,page_size={page}"
+    return Model(name=f"{q}/{kv} heads, page {page}", fields=fields, steps=steps)
+
+
+def _latent(heads: int, *steps: str) -> Model:
+    shapes = "num_kv_heads=1,head_dim=192,v_head_dim=128,kv_lora_rank=512,qk_rope_head_dim=64"
+    fields = f"kind=mla,num_q_heads={heads},{shapes},dtype=bf16,page_size=64"
+    return Model(name=f"MLA of {heads} heads, page 64", fields=fields, steps=steps)
+
+
+MODELS = (
+    _dense(
+        16,
+        "decode:bs=1,ctx=4096",
+        "decode:bs=1,ctx=65536",
+        "decode:bs=16,ctx=4096",
+        "decode:bs=128,ctx=2048",
+        "decode:bs=64,ctx=16384",
+        # `triton_gpu.py` has uneven lengths here; measurements are of even ones
+        "decode:bs=64,ctx=8192",
+        "extend:bs=1,new=8192",
+        "extend:bs=4,new=512,prefix=8192",
+    ),
+    _dense(1, "decode:bs=16,ctx=4096", "decode:bs=64,ctx=4096", "extend:bs=8,new=2048"),
+    _dense(64, "decode:bs=64,ctx=4096", "extend:bs=1,new=32768"),
+    _dense(16, "decode:bs=64,ctx=4096", q=64),
+    _dense(16, "decode:bs=64,ctx=2048", q=32, kv=32),
+    _latent(16, "decode:bs=1,ctx=8192", "decode:bs=64,ctx=4096", "decode:bs=128,ctx=8192"),
+    _latent(128, "decode:bs=64,ctx=4096"),
+)
+"""11 decode steps of dense models, 4 of MLA, and 4 extend steps."""
+
+MOST = 64
+SIZES = _dense(
+    16,
+    *(
+        f"decode:bs={size},ctx=4096"
+        for size in graph_batch_sizes(pool_size=2 * MOST, max_batch_size=MOST)
+    ),
+)
+"""One context at the batch sizes that a graph runner captures."""
+
+TINY_MODELS = (
+    _dense(
+        *(16, "decode:bs=1,ctx=9", "decode:bs=4,ctx=30", "extend:bs=1,new=3"), q=4, kv=2, dim=16
+    ),
+)
+TINY_SIZES = _dense(16, "decode:bs=1,ctx=9", "decode:bs=4,ctx=9", q=4, kv=2, dim=16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A step, the backend that was chosen for it, and how long each takes."""
+    """A step, the backend that was chosen for it, and the time of each backend."""
 
     model: str
     workload: Workload
     chosen: str
     """`plugin/name`."""
-    times: Times
-    """Of the backends that answered rightly and passed their check, measured after the choice."""
+    times: Mapping[str, float]
+    """Microseconds of one layer's call by address, measured after the choice: of the backends that
+    answered rightly and passed their check."""
 
     @property
     def best(self) -> str | None:
@@ -50,23 +116,23 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """How the steps of a model are measured here."""
+    """Measures models' steps on this machine."""
 
     names: Sequence[str] = ()
-    """The only backends, where there are any."""
+    """The only backends; all where it is empty."""
     without: tuple[str, ...] = ()
     """Backends that are neither timed nor chosen."""
     platform: str | None = None
-    """A vendor, where several are here."""
+    """A vendor, if the machine has devices of several."""
     seconds: float = 0.3
     """Least time for one figure."""
     check_seconds: float = 3.0
-    """Most time for the check of one backend in one phase."""
+    """Most time to check one backend in one phase."""
 
     def serve(self, model: Model) -> tuple[list[Served], list[str]]:
-        """What serves each step of the model, and what is to be known of backends without a time.
+        """Each step with its chosen backend and all times, and notes about backends without a time.
 
-        Measurements stay in a file of their own: neither are the machine's used nor added to.
+        Measurements have a file of their own: the machine's are neither used nor changed.
         """
         with TemporaryDirectory() as folder:
             run, file = Run(), Path(folder) / "measurements.json"
@@ -76,13 +142,13 @@ class Measuring:
                 no_measurements=False,
                 deny_backends=self.without,
             )
-            place = find_place(run, settings, self.platform, "")
+            place, policy = find_place(run, settings, self.platform, ""), settings.policy()
             asked = model.request
-            keeper = Keeper.opened(run, settings, asked, place)
-            result = measured(
+            keeper = Keeper.open(run, settings, asked, place)
+            result = measure(
                 place,
                 completed(asked),
-                settings.policy(),
+                policy,
                 workloads=model.workloads,
                 names=self.names,
                 seconds=self.seconds,
@@ -92,15 +158,19 @@ class Measuring:
             known = read_measurements(file).found
             decisions = {
                 phase: decided(
-                    asked.replace(phases=(phase,)),
-                    place.platform,
-                    place.offers,
-                    settings.policy(),
-                    known,
+                    asked.replace(phases=(phase,)), place.platform, place.offers, policy, known
                 )
-                for phase in dict.fromkeys(each.phase for each in model.workloads)
+                for phase in {each.phase for each in model.workloads}
             }
-        again = tuple(_again(result, place, self.seconds))
+        # The same steps once more: a choice looks better by the figures that made it
+        field = result.field
+        bench = Bench(
+            device=torch.device(place.device),
+            ceilings=result.ceilings,
+            graphs=field.graphs,
+            seconds=self.seconds,
+        )
+        again = tuple(bench.rows(field.workloads, field.entrants))
         times = _times(again, kept)
         served = [
             Served(
@@ -111,11 +181,11 @@ class Measuring:
             )
             for each in model.workloads
         ]
-        return served, [*_told(result.rows), *_told(again), *_refused(kept)]
+        return served, list(_notes((*result.rows, *again), kept))
 
 
 def server_of(decision: Decision, workload: Workload) -> str:
-    """Who serves the step, by its batch size where it decodes."""
+    """The backend that serves the step, by its batch size where it decodes."""
     if workload.phase == "decode":
         for each in decision.decode_sizes:
             if each.least <= workload.batch_size <= (each.most or workload.batch_size):
@@ -123,19 +193,8 @@ def server_of(decision: Decision, workload: Workload) -> str:
     return decision.phases[workload.phase].address
 
 
-def _again(result: Result, place: Place, seconds: float) -> Iterable[Row]:
-    """The same steps once more: what a choice was made by flatters it."""
-    bench = Bench(
-        device=torch.device(place.device),
-        ceilings=result.ceilings,
-        graphs=result.field.graphs,
-        seconds=seconds,
-    )
-    return bench.rows(result.field.workloads, result.field.subjects)
-
-
-def _times(rows: Iterable[Row], kept: Kept) -> Mapping[str, Times]:
-    """By workload."""
+def _times(rows: Iterable[Row], kept: Kept) -> Mapping[str, Mapping[str, float]]:
+    """By workload and address."""
     sound = {(each.backend, each.phase) for each in kept.measurements if each.conformant}
     times: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -144,20 +203,13 @@ def _times(rows: Iterable[Row], kept: Kept) -> Mapping[str, Times]:
     return times
 
 
-def _told(rows: Iterable[Row]) -> list[str]:
-    return [
-        f"{row.backend}, {row.workload}: {row.status}: {row.why}"
-        for row in rows
-        if row.status != "measured"
-    ]
-
-
-def _refused(kept: Kept) -> list[str]:
-    return [
-        f"{each.backend}, {each.phase}: not conformant: {each.failure}"
-        for each in kept.checks
-        if not each.conformant
-    ]
+def _notes(rows: Iterable[Row], kept: Kept) -> Iterable[str]:
+    for row in rows:
+        if row.status != "measured":
+            yield f"{row.backend}, {row.workload}: {row.status}: {row.why}"
+    for each in kept.checks:
+        if not each.conformant:
+            yield f"{each.backend}, {each.phase}: not conformant: {each.failure}"
 
 
 def failed(model: Model, error: Exception) -> tuple[list[Served], list[str]]:

@@ -1,12 +1,12 @@
-"""What a choice costs once everything is loaded: the decision alone, with every verdict, refused.
+"""Cost of a choice once everything is loaded: the decision alone, with every verdict, refused.
 
-The cards are made up, with the limits that real ones have: five vendors, clauses for two dtypes,
-page sizes, head dims, drafts; one card is portable and serves all that is asked. Every run asks
-another question, so that no answer is remembered. Medians are told in milliseconds, of wall time
-and of CPU time, which other jobs disturb less, and as ratios of wall time to one verdict (`check`
-of the portable card in decode), which say the same on a slower machine.
+The cards are made up, with limits like those of real ones: five vendors, clauses for two dtypes,
+page sizes, head dims, drafts; one card is portable and serves every request. Every run asks another
+question, so that no answer is cached. Medians are printed in milliseconds, of wall time and of CPU
+time, which other jobs disturb less, and as ratios of wall time to one verdict (`check` of the
+portable card in decode), which hold on a slower machine too.
 
-    python benchmarks/choosing.py [--rounds N] [--seed N]
+    python -m benchmarks.choosing [--rounds N] [--seed N]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PAGES = (ANY, emulated(1), one_of(64, 32, 16), one_of(128), multiple_of(16))
 
 
 def cards(number: int, rng: random.Random) -> list[Offer]:
-    """Offers of six plugins, six in ten of them for the vendor that is asked about."""
+    """Offers of six plugins, six in ten of them for the platform's vendor."""
     found = [_offer(place, rng) for place in range(1, number)]
     portable = BackendCard(
         name="portable",
@@ -124,7 +124,7 @@ def _offer(place: int, rng: random.Random) -> Offer:
 
 
 def requests(rng: random.Random) -> Iterator[Request]:
-    """Requests of all five phases, no two alike; the page size is the solver's to find."""
+    """Requests of all five phases, no two alike. The solver finds the page size."""
     for number in count():
         yield Request(
             num_q_heads=4 * (8 + number),
@@ -141,7 +141,7 @@ def requests(rng: random.Random) -> Iterator[Request]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One thing that is timed."""
+    """One row of the table."""
 
     name: str
     run: Callable[[Request], object]
@@ -158,7 +158,7 @@ def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Ro
         return len(solve(request, PLATFORM, offers, POLICY).candidates)
 
     def refuse(found: Sequence[Offer]) -> Callable[[Request], object]:
-        """Without the portable card nothing takes trees in float32 over pages of 7."""
+        """No card but the portable one serves trees in float32 over pages of 7."""
 
         def run(request: Request) -> object:
             asked = request.replace(dtype="float32", page_size=7, spec_topk=4, deterministic=True)
@@ -184,8 +184,8 @@ def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Ro
 
 
 def measure(row: Row, asked: Iterator[Request]) -> tuple[float, float]:
-    """Median seconds a call, by the wall and of CPU time; the first two fill the caches of what is
-    parsed once."""
+    """Median seconds of a call, wall and CPU time. The first two calls fill caches of parsed text
+    and do not count."""
     wall, cpu = [], []
     for _ in range(row.rounds + 2):
         request = next(asked)
@@ -200,7 +200,7 @@ def measure(row: Row, asked: Iterator[Request]) -> tuple[float, float]:
 @click.option("--rounds", default=200, help="Runs of each row; a tenth of them over many cards.")
 @click.option("--seed", default=0, help="Of the cards and the requests.")
 def main(rounds: int, seed: int) -> None:
-    """Print what a choice costs, in milliseconds and as a ratio to one verdict."""
+    """Print the cost of a choice, in milliseconds and as a ratio to one verdict."""
     rng = random.Random(seed)
     offers, many = cards(SMALL, rng), cards(LARGE, rng)
     asked = requests(rng)

@@ -1,10 +1,10 @@
-"""What an answer of the command costs from a cold start, as a ratio to `python -c pass`.
+"""Cost of an answer of the command from a cold start, as a ratio to `python -c pass`.
 
-Every round starts every process once, so that a disturbance hits all alike; medians are printed.
-Bars: `attnmux select --json` at most 12, the table at most 20. The last rows say where the time
-goes: the libraries alone, and the package without a verb.
+Every round starts every process once, so that a disturbance hits all of them; medians are printed.
+Bars: `attnmux select --json` at most 12, the table at most 20. The last rows split the time: the
+libraries alone, and the package without a verb.
 
-    python benchmarks/cold_start.py [--rounds N]
+    python -m benchmarks.cold_start [--rounds N]
 """
 
 from __future__ import annotations

@@ -1,32 +1,31 @@
 """The engine's decode steps, replayed from graphs and run eagerly, and where the host's time goes.
 
-    python benchmarks/engine.py [--prompts 64] [--length 240] [--new 128] [--rounds 5]
+    python -m benchmarks.engine [--prompts 64] [--length 240] [--new 128] [--rounds 5]
                                 [--model FOLDER] [--backend NAME] [--page-size N]
                                 [--device DEVICE] [--stream] [--json FILE]
 
-Both ways run by turns on one runner: the same prompts, the same tokens to generate, no stop id, no
-prefix cache. A figure is the median of the rounds, the ratio the median of the rounds' ratios.
+Both ways take turns on one runner: the same prompts, the same number of tokens to generate, no stop
+id, no prefix cache. A figure is the median of the rounds, a ratio the median of the rounds' ratios.
 Without device graphs only the eager way is measured. The table is of decode steps in which all
-prompts take part; `wait` is the time in which the host waits for the device's tokens, all else is
-work of the host. `--stream` adds text to every step, by one callback a prompt.
+prompts take part; in `wait` the host waits for the device's tokens, all else is work of the host.
+`--stream` adds text to every step, by one callback a prompt.
 """
 
 from __future__ import annotations
 
-import json
-import platform as machine
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-import transformers
+from benchmarks.cases import json_option, rounds_option
 
+from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import detect, load_plugins, pick_platform
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.ask.policy import Policy
@@ -49,7 +48,7 @@ BETWEEN = ("commit", "stream", "schedule", "allocate", "metadata")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """One way, once."""
+    """One way to run, once."""
 
     seconds: float
     """All prompts, from the first `add` to the last token."""
@@ -57,12 +56,12 @@ class Round:
     """A decode step of all prompts."""
     decode_tokens_per_second: float
     parts_us: dict[str, float]
-    """Of such a step."""
+    """Its parts."""
     tokens: list[tuple[int, ...]]
 
 
 class MetadataClock:
-    """How long the backend's host work takes, which a graph's replay includes."""
+    """Times the backend's host work, which a graph's replay includes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds = 0.0
@@ -84,13 +83,13 @@ class MetadataClock:
     default=128,
     help="Tokens to generate for each; the first comes with its prompt.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=5)
+@rounds_option(5)
 @click.option("--model", default=str(recall.PATH), help="A folder or a hub id.")
 @click.option("--backend", default=None)
 @click.option("--device", default=None)
 @click.option("--page-size", type=int, default=None)
 @click.option("--stream", is_flag=True)
-@click.option("--json", "file", type=click.Path(path_type=Path), default=None)
+@json_option
 def main(
     num_prompts: int,
     length: int,
@@ -101,9 +100,9 @@ def main(
     device: str | None,
     page_size: int | None,
     stream: bool,
-    file: Path | None,
+    path: Path | None,
 ) -> None:
-    """Measure and print."""
+    """Print the parts of a decode step, eager and from graphs, and the ratio of both."""
     checkpoint = open_checkpoint(model)
     runner = load(checkpoint, num_prompts, length + new, backend, device, page_size)
     prompts = make_prompts(checkpoint, num_prompts, length)
@@ -112,17 +111,34 @@ def main(
     ways: dict[str, GraphRunner | None] = {"eager": None}
     if graphs is not None:
         ways["graphs"] = graphs
+    found: dict[str, list[Round]] = {way: [] for way in ways}
 
-    measured: dict[str, list[Round]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, its_graphs in ways.items():
-            runner.graphs = its_graphs
-            result = run(runner, checkpoint, prompts, new, clock, stream=stream)
-            if number:  # the first one warms up
-                measured[way].append(result)
-    answer = report(runner, measured, reason, num_prompts, length, new)
-    if file is not None:
-        file.write_text(json.dumps(answer, indent=2) + "\n")
+    def measure(way: str) -> float:
+        runner.graphs = ways[way]
+        found[way].append(run(runner, checkpoint, prompts, new, clock, stream=stream))
+        return found[way][-1].step_us
+
+    times = interleave({way: partial(measure, way) for way in ways}, rounds, warm_up=1)
+    measured = {way: taken[1:] for way, taken in found.items()}
+    about = facts(
+        runner.context.device,
+        *("transformers", "attnmux-core"),
+        decision=runner.decision.summary(),
+        prompts=num_prompts,
+        prompt_tokens=length,
+        new_tokens=new,
+    )
+    title = (
+        f"{runner.decision.summary()}\n{num_prompts} prompts of {length} tokens, {new} new ones "
+        f"each; us of a decode step, medians of {rounds} rounds"
+    )
+    columns = {"": "", **dict.fromkeys(ways, ",.1f"), "meaning": ""}
+    with Report(columns, about, path, title=title) as report:
+        add_parts(report, {way: summary(taken) for way, taken in measured.items()})
+    if graphs is None:
+        report.note(f"no graphs: {reason}")
+    else:
+        report.save(**compare(report, times, measured))
 
 
 def load(
@@ -148,14 +164,14 @@ def load(
 
 
 def make_prompts(checkpoint: Checkpoint, num_prompts: int, length: int) -> list[list[int]]:
-    """Ids below the vocabulary's special ones at its end."""
+    """Random ids. The special ones, at the vocabulary's end, are left out."""
     rng = random.Random(0)
     top = min(checkpoint.vocabulary_size, 256)
     return [[rng.randrange(1, top) for _ in range(length)] for _ in range(num_prompts)]
 
 
 def capture(runner: ModelRunner) -> tuple[GraphRunner | None, str]:
-    """The graphs, or why there are none."""
+    """The captured graphs, or the reason why there are none."""
     try:
         runner.capture_graphs()
     except GraphUnsupported as error:
@@ -172,7 +188,7 @@ def run(
     *,
     stream: bool,
 ) -> Round:
-    """Generate for all prompts; the steps that run prompts are not in the parts."""
+    """Generate for all prompts. Steps that run prompts are not in the parts."""
     tokenizer = checkpoint.require_tokenizer() if stream else None
     # All prompts in one step, so that all of them decode from the first step to the last.
     prefill_tokens = sum(map(len, prompts))
@@ -204,81 +220,49 @@ def run(
 
 
 def hear(piece: str, last: bool) -> None:
-    """Stands for a client."""
+    """A client that ignores the text."""
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Medians of one way."""
-    parts = {str(part): median([one.parts_us[part] for one in rounds]) for part in PARTS}
+def summary(rounds: list[Round]) -> dict[str, float]:
+    """Medians of one way, by row of the table."""
+    median = statistics.median
+    parts = {str(part): median(one.parts_us[part] for one in rounds) for part in PARTS}
     return {
-        "seconds": median([one.seconds for one in rounds]),
-        "decode_step_us": median([one.step_us for one in rounds]),
-        "decode_tokens_per_second": median([one.decode_tokens_per_second for one in rounds]),
-        "parts_us": parts,
-        "between_steps_us": sum(parts[part] for part in BETWEEN),
-        "host_us": sum(parts.values()) - parts["wait"],
+        **parts,
+        "whole step": median(one.step_us for one in rounds),
+        "host, all but wait": sum(parts.values()) - parts["wait"],
+        "host between two steps": sum(parts[part] for part in BETWEEN),
+        "decode tokens/s": median(one.decode_tokens_per_second for one in rounds),
+        "seconds in all": median(one.seconds for one in rounds),
     }
 
 
-def report(
-    runner: ModelRunner,
-    measured: dict[str, list[Round]],
-    reason: str,
-    num_prompts: int,
-    length: int,
-    new: int,
-) -> dict[str, Any]:
-    """Print what was measured; the same for a file."""
-    device = runner.context.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor()
-    answer: dict[str, Any] = {
-        "device": name or machine.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "decision": runner.decision.summary(),
-        "prompts": num_prompts,
-        "prompt_tokens": length,
-        "new_tokens": new,
-        "ways": {way: summary(rounds) for way, rounds in measured.items()},
+def add_parts(report: Report, ways: Mapping[str, Mapping[str, float]]) -> None:
+    meanings = {str(part): meaning for part, meaning in PARTS.items()}
+    meanings["host between two steps"] = ", ".join(BETWEEN)
+    for name in ways["eager"]:
+        report.add(name, *(figures[name] for figures in ways.values()), meanings.get(name, ""))
+
+
+def compare(report: Report, times: Times, measured: dict[str, list[Round]]) -> dict[str, Any]:
+    """Print the ratios of eager to graphs, and how often both generate the same tokens."""
+    whole = Times(us={way: [one.seconds * 1e6 for one in taken] for way, taken in measured.items()})
+    pairs = zip(measured["eager"], measured["graphs"], strict=True)
+    answer = {
+        "decode_ratio": times.ratio("eager", "graphs"),
+        "whole_ratio": whole.ratio("eager", "graphs"),
+        "same_tokens": statistics.mean(
+            ours == theirs
+            for eager, graph in pairs
+            for ours, theirs in zip(eager.tokens, graph.tokens, strict=True)
+        ),
     }
-    print(f"{answer['device']}, torch {torch.__version__}, transformers {transformers.__version__}")
-    print(answer["decision"])
-    print(f"{num_prompts} prompts of {length} tokens, {new} new ones each\n")
-    print_table(answer["ways"])
-    if "graphs" not in measured:
-        answer["no_graphs"] = reason
-        print(f"\nno graphs: {reason}")
-        return answer
-    pairs = list(zip(measured["eager"], measured["graphs"], strict=True))
-    answer["decode_ratio"] = median([eager.step_us / graph.step_us for eager, graph in pairs])
-    answer["whole_ratio"] = median([eager.seconds / graph.seconds for eager, graph in pairs])
-    answer["same_tokens"] = statistics.mean(
-        ours == theirs
-        for eager, graph in pairs
-        for ours, theirs in zip(eager.tokens, graph.tokens, strict=True)
+    report.note(
+        f"eager / graphs: decode steps {answer['decode_ratio']:.2f}, "
+        f"prefill and decode {answer['whole_ratio']:.2f}\n"
+        f"prompts with the same tokens both ways: {answer['same_tokens']:.1%}"
     )
-    print(f"\neager / graphs: decode steps {answer['decode_ratio']:.2f}", end=", ")
-    print(f"prefill and decode {answer['whole_ratio']:.2f}")
-    print(f"prompts with the same tokens both ways: {answer['same_tokens']:.1%}")
     return answer
-
-
-def print_table(ways: dict[str, dict[str, Any]]) -> None:
-    def row(title: str, read: Callable[[dict[str, Any]], float], note: str = "") -> None:
-        figures = "".join(f"{read(way):>14,.1f}" for way in ways.values())
-        print(f"{title:<28}{figures}  {note}")
-
-    print(f"{'µs of a decode step':<28}" + "".join(f"{way:>14}" for way in ways))
-    for part, meaning in PARTS.items():
-        row(part, lambda way, part=part: way["parts_us"][part], meaning)  # type: ignore[misc]  # bound now
-    row("whole step", lambda way: way["decode_step_us"])
-    row("host, all but wait", lambda way: way["host_us"])
-    row("host between two steps", lambda way: way["between_steps_us"], ", ".join(BETWEEN))
-    row("decode tokens/s", lambda way: way["decode_tokens_per_second"])
 
 
 if __name__ == "__main__":

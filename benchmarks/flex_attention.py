@@ -1,108 +1,100 @@
 """flex_attention against torch_native on a CPU, over the same pool.
 
-    python -m benchmarks.flex_attention [--rounds 9] [--threads N] [--only TEXT]
+    python -m benchmarks.flex_attention [--rounds 9] [--threads N] [--only TEXT] [--json FILE]
 
-Both run by turns in one process; a figure is the median of the rounds, a ratio the median of the
-rounds' ratios. Times are of one layer's attention with K and V in the pool; `metadata` is what a
-step costs once, whatever the number of layers. Kernels are compiled before the first round;
-`compile` says how long the workload's took, unless Inductor's cache on disk had them.
+Both sides take turns in one process. A figure is the median of the rounds, a ratio the median of
+the rounds' ratios. Times are of one layer's attention with K and V in the pool; `metadata` is the
+cost of a step, whatever the number of layers. Kernels are compiled before the first round;
+`compile` is the time that took, unless Inductor's cache on disk had them.
 """
 
 from __future__ import annotations
 
-import platform
-import statistics
+from pathlib import Path
 
 import click
 import torch
-from benchmarks.torch_native import (
-    DIM,
-    DTYPE,
-    KV_HEADS,
-    LAYERS,
-    Q_HEADS,
-    Workload,
-    make_batch,
-    make_context,
-    seconds,
+from benchmarks.cases import (
+    Case,
+    decode,
+    extend,
+    json_option,
+    only_option,
+    rounds_option,
+    threads_option,
 )
+from benchmarks.torch_native import CPU, PLATFORM, UNEVEN
 
+from attnmux.bench import Report, facts, in_turn, interleave, wall_meter
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.dtypes import dtype_name
-from attnmux.cpu.flex_attention import FlexAttentionBackend
-from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.testing import find_candidate
 
-
-def workloads() -> list[Workload]:
-    """Decode and extend at the page sizes that are blocks, and at one that is not."""
-    rows = [Workload(lens=(2048,) * 16, page_size=page) for page in (1, 16, 64, 128)]
-    rows += [
-        Workload(lens=(ctx,) * batch, page_size=64)
+SIDES = ("torch_native", "flex_attention")
+CASES = (
+    # Page sizes that are blocks, and one that is not
+    *(decode(16, 2048, page_size=page) for page in (1, 16, 64, 128)),
+    *(
+        decode(batch, ctx, page_size=64)
         for ctx, batch in ((128, 1), (128, 16), (2048, 1), (2048, 4), (8192, 4))
-    ]
-    uneven = tuple(int(length) for length in torch.linspace(16, 4096, 16))
-    rows.append(Workload(lens=uneven, page_size=64, name="decode bs 16, ctx 16 to 4096"))
-    rows += [
-        Workload(lens=(2048,), page_size=page, new=2048, name="prefill of 2048")
-        for page in (1, 16, 64)
-    ]
-    rows.append(Workload(lens=(2048,) * 4, page_size=64, new=128, name="extend 4 x 128 on 1920"))
-    return rows
+    ),
+    Case(workload=UNEVEN, page_size=64),
+    *(extend(1, 2048, page_size=page) for page in (1, 16, 64)),
+    extend(4, 128, 1920, page_size=64),
+)
+COLUMNS = {
+    "workload": "",
+    **{f"{side} ms": ".2f" for side in SIDES},
+    **{f"metadata, {side} ms": ".2f" for side in SIDES},
+    "compile s": ".1f",
+    "times torch_native": ".2f",
+}
 
 
-def measure(workload: Workload, rounds: int) -> tuple[str, ...]:
-    """A row of the table."""
-    context = make_context(workload)
-    batch = make_batch(workload, context)
-    q = torch.randn(workload.num_tokens, Q_HEADS, DIM).to(DTYPE)
+def measure(case: Case, rounds: int, report: Report) -> None:
+    step = case.step(CPU)
 
-    def layers(backend: AttentionBackend) -> list[torch.Tensor]:
-        return [backend.forward(q, None, None, layer, batch) for layer in context.layers]
+    def make(side: str) -> AttentionBackend:
+        candidate = find_candidate(f"cpu/{side}", platforms=(PLATFORM,))
+        return candidate.build(step.context(PLATFORM))
 
-    def prepared(backend: AttentionBackend) -> list[torch.Tensor]:
-        backend.init_forward_metadata(batch)
-        return layers(backend)
+    def answers(backend: AttentionBackend) -> list[object]:
+        backend.init_forward_metadata(step.batch)
+        return [call() for call in step.calls_in_pool(backend)]
 
-    native = TorchNativeBackend(context)
-    expected = prepared(native)
-    results: list[list[torch.Tensor]] = []
-    compiling = seconds(lambda: results.append(prepared(FlexAttentionBackend(context))))
-    torch.testing.assert_close(results[0], expected, atol=2e-2, rtol=2e-2)
-    flex = FlexAttentionBackend(context)
-    flex.init_forward_metadata(batch)
-    times: list[list[float]] = [[], [], [], []]
-    for _ in range(rounds):
-        times[0].append(seconds(lambda: layers(native), times=3) / LAYERS)
-        times[1].append(seconds(lambda: layers(flex), times=3) / LAYERS)
-        times[2].append(seconds(lambda: native.init_forward_metadata(batch)))
-        times[3].append(seconds(lambda: flex.init_forward_metadata(batch)))
-    ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
-    medians = (f"{statistics.median(column) * 1e3:.2f}" for column in times)
-    return (str(workload), *medians, f"{compiling:.1f}", f"{ratio:.2f}")
+    expected, compiled = answers(make(SIDES[0])), list[object]()
+    compiling = wall_meter(lambda: compiled.extend(answers(make(SIDES[1]))), CPU)() / 1e6
+    torch.testing.assert_close(compiled, expected, atol=2e-2, rtol=2e-2)
+    meters = {}
+    for side in SIDES:
+        backend = make(side)
+        backend.init_forward_metadata(step.batch)
+        meters[side] = wall_meter(in_turn(step.calls_in_pool(backend)), CPU, repeats=3)
+        meters[f"metadata, {side}"] = wall_meter(
+            lambda backend=backend: backend.init_forward_metadata(step.batch),  # type: ignore[misc]  # bound now
+            CPU,
+        )
+    times = interleave(meters, rounds)
+    report.add(
+        str(case),
+        *(times.median(side) / len(step.layers) / 1e3 for side in SIDES),
+        *(times.median(f"metadata, {side}") / 1e3 for side in SIDES),
+        compiling,
+        times.ratio(*SIDES),
+    )
 
 
 @click.command()
-@click.option("--rounds", default=9, show_default=True, help="Rounds of each workload.")
-@click.option("--threads", type=int, help="Threads of torch; its own choice by default.")
-@click.option("--only", default="", help="Run the workloads whose name contains this.")
-def main(rounds: int, threads: int | None, only: str) -> None:
-    """Print the figures as a Markdown table."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    click.echo(
-        f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; "
-        f"{Q_HEADS}/{KV_HEADS} heads x {DIM}, {dtype_name(DTYPE)}; medians of {rounds} rounds.\n"
-    )
-    click.echo(
-        "| workload | torch_native ms | flex_attention ms | metadata, torch_native ms "
-        "| metadata, flex_attention ms | compile s | times torch_native |\n"
-        "|---|---|---|---|---|---|---|"
-    )
-    for workload in workloads():
-        if only in str(workload):
-            click.echo(f"| {' | '.join(measure(workload, rounds))} |")
+@rounds_option(9)
+@threads_option
+@only_option
+@json_option
+def main(rounds: int, only: str, path: Path | None) -> None:
+    """Print how many times as fast flex_attention is as torch_native, on a CPU."""
+    title = f"32/8 heads x 128, bfloat16; medians of {rounds} rounds."
+    with Report(COLUMNS, facts(CPU), path, title=title) as report:
+        for case in CASES:
+            if only in str(case):
+                measure(case, rounds, report)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,31 @@
-"""What index builders cost on a CPU, as a ratio to one random gather in the same run.
+"""Cost of the index builders on a CPU, as a ratio to one random gather in the same run.
+
+    python -m benchmarks.indices [--threads N] [--rounds N] [--json FILE]
 
 The gather, `req_to_token.view(-1)[idx]` with 2**20 random indices, reads as many slots as
 256 requests of 4,096 tokens have. Bars: CSR indices at most 4 gathers, a page table at most 1.
-Every round runs every builder once, so that a disturbance hits all alike; medians are printed.
-
-    python benchmarks/indices.py [--threads N] [--rounds N]
+Every round runs every builder once; medians are printed.
 """
 
 from __future__ import annotations
 
-import platform
-import statistics
-import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
+from benchmarks.cases import json_option, rounds_option, threads_option
 
+from attnmux.bench import Report, facts, interleave, wall_meter
 from attnmux.core.indices import kv_indices, kv_indptr, page_table, window_view
 
-BATCH_SIZE = 256
-CONTEXT = 4096
-MAX_CONTEXT = 8192
-NUM_ROWS = 512
+CPU = torch.device("cpu")
+BATCH_SIZE, CONTEXT, MAX_CONTEXT, NUM_ROWS = 256, 4096, 8192, 512
 GATHER = "gather of 2**20 slots"
-WARMUP_ROUNDS = 5
+COLUMNS = {"builder": "", "ms": ".3f", "gathers": ".2f", "at most": ".0f"}
 
 
-def make_builders() -> dict[str, tuple[Callable[[], torch.Tensor], float | None]]:
+def make_builders() -> Mapping[str, tuple[Callable[[], torch.Tensor], float | None]]:
     """Each builder by name, with its bar in gathers where it has one."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(NUM_ROWS * MAX_CONTEXT, generator=generator)
@@ -38,8 +34,7 @@ def make_builders() -> dict[str, tuple[Callable[[], torch.Tensor], float | None]
     lens = torch.full((BATCH_SIZE,), CONTEXT, dtype=torch.int32)
     uneven = torch.randint(0, 2 * CONTEXT, (BATCH_SIZE,), generator=generator, dtype=torch.int32)
     random_cells = torch.randint(table.numel(), (2**20,), generator=generator)
-    total = BATCH_SIZE * CONTEXT
-    buffer = torch.empty(total, dtype=torch.int32)
+    buffer = torch.empty(BATCH_SIZE * CONTEXT, dtype=torch.int32)
     start = torch.full((BATCH_SIZE,), 64, dtype=torch.int32)
 
     def csr(kv_lens: torch.Tensor, page_size: int = 1) -> torch.Tensor:
@@ -50,70 +45,40 @@ def make_builders() -> dict[str, tuple[Callable[[], torch.Tensor], float | None]
         view = window_view(lens, 1023)
         return kv_indices(table, rows, kv_indptr(view.kv_lens), kv_start=view.kv_start)
 
+    def into_buffer() -> torch.Tensor:
+        return kv_indices(table, rows, kv_indptr(lens), out=buffer)
+
+    def from_start() -> torch.Tensor:
+        return page_table(table, rows, lens, kv_start=start, max_len=CONTEXT)
+
     return {
         GATHER: (lambda: table.view(-1)[random_cells], None),
         "kv_indptr + kv_indices": (lambda: csr(lens), 4),
         "kv_indptr + kv_indices, lengths 0 to 8191": (lambda: csr(uneven), 4),
         "kv_indptr + kv_indices, page 16": (lambda: csr(lens, 16), None),
         "kv_indptr + kv_indices, window 1023": (windowed, None),
-        "kv_indices into a graph's buffer": (
-            lambda: kv_indices(table, rows, kv_indptr(lens), out=buffer),
-            None,
-        ),
+        "kv_indices into a graph's buffer": (into_buffer, None),
         "page_table, page 1": (lambda: page_table(table, rows, lens), 1),
         "page_table, page 16": (lambda: page_table(table, rows, lens, page_size=16), 1),
-        "page_table, page 1, kv_start": (
-            lambda: page_table(table, rows, lens, kv_start=start, max_len=CONTEXT),
-            None,
-        ),
+        "page_table, page 1, kv_start": (from_start, None),
     }
 
 
-def medians(builders: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, over interleaved rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in builders}
-    for round_number in range(rounds + WARMUP_ROUNDS):
-        for name, build in builders.items():
-            begin = time.perf_counter()
-            build()
-            elapsed = time.perf_counter() - begin
-            if round_number >= WARMUP_ROUNDS:
-                seconds[name].append(elapsed)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def cpu_name() -> str:
-    """The processor as the kernel names it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-@click.command(help=__doc__.partition("\n")[0])
-@click.option("--threads", type=click.IntRange(1), help="torch's threads; its own choice if unset")
-@click.option("--rounds", type=click.IntRange(1), default=50, show_default=True)
-def main(threads: int | None, rounds: int) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
+@click.command()
+@threads_option
+@rounds_option(50)
+@json_option
+def main(rounds: int, path: Path | None) -> None:
+    """Print the builders' times, and their ratios to a gather."""
     builders = make_builders()
-    times = medians({name: build for name, (build, _) in builders.items()}, rounds)
-    report = Table(
-        title=f"{BATCH_SIZE} requests of {CONTEXT} tokens, medians of {rounds} rounds",
-        caption=f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
-    )
-    report.add_column("builder")
-    for heading in ("ms", "gathers", "bar"):
-        report.add_column(heading, justify="right")
-    for name, (_, bar) in builders.items():
-        ratio = times[name] / times[GATHER]
-        report.add_row(
-            name, f"{times[name] * 1e3:.3f}", f"{ratio:.2f}", "" if bar is None else f"≤ {bar}"
-        )
-    Console().print(report)
+    meters = {name: wall_meter(build, CPU) for name, (build, _) in builders.items()}
+    times = interleave(meters, rounds, warm_up=5)
+    title = f"{BATCH_SIZE} requests of {CONTEXT} tokens, medians of {rounds} rounds"
+    with Report(COLUMNS, facts(CPU), path, title=title) as report:
+        for name, (_, bar) in builders.items():
+            median = times.median(name)
+            ratio = median / times.median(GATHER)
+            report.add(name, median / 1e3, ratio, bar, missed=bar is not None and ratio > bar)
 
 
 if __name__ == "__main__":

@@ -1,50 +1,52 @@
 """Extend steps with the model compiled in pieces between the calls of attention, against eager.
 
-    python benchmarks/piecewise.py [--backend fa3] [--device cuda] [--rounds 21]
-    python benchmarks/piecewise.py --device cpu --backend torch_native --dry-run      tiny sizes
+    python -m benchmarks.piecewise [--backend fa3] [--device cuda] [--rounds 21] [--json FILE]
+    python -m benchmarks.piecewise --device cpu --backend torch_native --dry-run      tiny sizes
 
-A model of random weights, of the shapes of an 8B one with fewer layers, runs prompts of several
-lengths: eagerly, compiled with nothing captured, and compiled in pieces with CUDA graphs. All by
+A model of random weights, with the shapes of an 8B one and fewer layers, runs prompts of several
+lengths: eagerly, compiled with nothing captured, and compiled in pieces with CUDA graphs. All take
 turns in one process; a figure is the median of the rounds, a ratio the median of the rounds' own.
-`partitions` counts what Inductor made of the compiled model: with N layers, and so N calls of
-attention between them, N + 1 on a GPU, and none on a CPU, where nothing is captured. `same text`
-is how many of the tokens' most likely successors are those of the eager run, `difference` the
-largest of the logits: the compiler fuses, so they are not bit for bit the same.
+`partitions` counts the parts into which Inductor split the compiled model: with N layers, and so N
+calls of attention between them, N + 1 on a GPU, and none on a CPU, where nothing is captured.
+`same text` is the share of tokens whose most likely successor is the eager run's, `difference` the
+largest one between logits: the compiler fuses, so they are not bit for bit the same.
 """
 
 from __future__ import annotations
 
-import platform
 import re
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import click
 import torch
+from benchmarks.cases import dry_run_option, json_option, rounds_option
 from torch._inductor.utils import run_and_get_code
 
+from attnmux.bench import Report, Workload, facts, interleave, make_step, wall_meter
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.context import BackendContext
 from attnmux.core.graph.config import Forward, ModelInput
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
-from attnmux.core.kv import MHATokenToKVPool, ReqToTokenPool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.op import forward_context
 from attnmux.core.radix_attention import RadixAttention
-from attnmux.core.workspace import Workspace
 from attnmux.testing import find_candidate
 
 PAGE_SIZE = 16
 INPUTS = {"input_ids": ModelInput(dtype=torch.int64)}
+COLUMNS = {
+    **{"tokens": "d", "eager ms": ".3f", "compiled ms": ".3f", "pieces ms": ".3f"},
+    **{"eager/pieces": ".2f", "same text": ".1%", "difference": ".4f"},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Of the model."""
+    """Sizes of the model."""
 
     layers: int = 16
     hidden: int = 4096
@@ -59,7 +61,7 @@ SMALL = Shape(layers=3, hidden=64, inner=128, q_heads=4, kv_heads=2, dim=16, voc
 
 
 class Block(torch.nn.Module):
-    """One layer, without rotary embedding: that is not what is measured."""
+    """One layer, without a rotary embedding, which is not measured."""
 
     def __init__(self, shape: Shape, spec: LayerSpec) -> None:
         super().__init__()
@@ -97,20 +99,7 @@ class Model(torch.nn.Module):
 
 
 def make_backend(name: str, shape: Shape, device: torch.device, room: int) -> AttentionBackend:
-    """The installed backend, over a pool for one prompt of `room` tokens."""
-    candidate = find_candidate(name, device=str(device))
-    layers = tuple(
-        LayerSpec(
-            layer_id=index,
-            tp_q_head_num=shape.q_heads,
-            tp_k_head_num=shape.kv_heads,
-            tp_v_head_num=shape.kv_heads,
-            qk_head_dim=shape.dim,
-            v_head_dim=shape.dim,
-            scaling=shape.dim**-0.5,
-        )
-        for index in range(shape.layers)
-    )
+    """The installed backend, over a pool for one prompt of at most `room` tokens."""
     request = Request(
         num_q_heads=shape.q_heads,
         num_kv_heads=shape.kv_heads,
@@ -119,36 +108,16 @@ def make_backend(name: str, shape: Shape, device: torch.device, room: int) -> At
         kv_dtype="bfloat16",
         page_size=PAGE_SIZE,
     )
-    size = -(-room // PAGE_SIZE) * PAGE_SIZE
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=PAGE_SIZE,
-        dtype=torch.bfloat16,
-        layer_ids=[layer.layer_id for layer in layers],
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.dim,
-        v_head_dim=shape.dim,
-        device=device,
-    )
-    table = ReqToTokenPool(1, size, device)
-    table.req_to_token[1] = torch.arange(PAGE_SIZE, PAGE_SIZE + size, device=device)
-    context = BackendContext(
-        request=request,
-        platform=candidate.platform,
-        device=device,
-        layers=layers,
-        req_to_token_pool=table,
-        token_to_kv_pool=pool,
-        workspace=Workspace(device),
-        max_batch_size=1,
-        max_context_len=size,
-    )
-    return candidate.build(context)
+    work = Workload(phase="extend", batch_size=1, new=room, prefix=0)
+    step = make_step(work, request, device, num_layers=shape.layers)
+    candidate = find_candidate(name, device=str(device))
+    return candidate.build(step.context(candidate.platform))
 
 
 def prompt(backend: AttentionBackend, num_tokens: int) -> ForwardBatch:
     """A step over one prompt without a prefix."""
-    device = backend.context.device
+    context = backend.context
+    device, table = context.device, context.req_to_token_pool.req_to_token
     lens = torch.tensor([num_tokens], dtype=torch.int32)
     order = torch.arange(num_tokens, device=device)
     return ForwardBatch(
@@ -156,7 +125,7 @@ def prompt(backend: AttentionBackend, num_tokens: int) -> ForwardBatch:
         batch_size=1,
         req_pool_indices=torch.ones(1, dtype=torch.int64, device=device),
         seq_lens=lens.to(device),
-        out_cache_loc=order + PAGE_SIZE,
+        out_cache_loc=table[1, :num_tokens].long(),
         positions=order,
         seq_lens_cpu=lens,
         seq_lens_sum=num_tokens,
@@ -168,20 +137,8 @@ def prompt(backend: AttentionBackend, num_tokens: int) -> ForwardBatch:
     )
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
-
-
 def count_partitions(model: Model, backend: AttentionBackend, num_tokens: int) -> int:
-    """Parts of the compiled model that Inductor made to be captured on their own."""
+    """Parts into which Inductor split the compiled model, to be captured on their own."""
     batch = prompt(backend, num_tokens)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=backend.context.device)
     backend.init_forward_metadata(batch)
@@ -199,9 +156,11 @@ def compile_whole(forward: Forward) -> Forward:
 @click.command()
 @click.option("--backend", "name", default="fa3", show_default=True)
 @click.option("--device", "device_name", default="cuda", show_default=True)
-@click.option("--rounds", default=21, show_default=True)
-@click.option("--dry-run", is_flag=True, help="A tiny model.")
-def main(name: str, device_name: str, rounds: int, dry_run: bool) -> None:
+@rounds_option(21)
+@json_option
+@dry_run_option("A tiny model")
+def main(name: str, device_name: str, rounds: int, path: Path | None, dry_run: bool) -> None:
+    """Print the times of extend steps: eager, compiled, and compiled in pieces with graphs."""
     device = torch.device(device_name)
     shape = SMALL if dry_run else Shape()
     counts = (5, 16, 30) if dry_run else (30, 128, 250, 512, 1000, 2048)
@@ -210,9 +169,7 @@ def main(name: str, device_name: str, rounds: int, dry_run: bool) -> None:
     backend = make_backend(name, shape, device, max(sizes))
     with torch.device(device):
         model = Model(shape, backend.context.layers).to(torch.bfloat16).eval()
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    print(f"{name} on {where}, torch {torch.__version__}, {shape.layers} layers")
-    print(f"partitions: {count_partitions(model, backend, counts[-1])}")
+    partitions = count_partitions(model, backend, counts[-1])
     runners = {
         label: PiecewiseRunner(backend, model, sizes, inputs=INPUTS, compiler=compiler)
         for label, compiler in (("compiled", compile_whole), ("pieces", compile_in_pieces))
@@ -226,35 +183,24 @@ def main(name: str, device_name: str, rounds: int, dry_run: bool) -> None:
             logits: torch.Tensor = model(batch, inputs)
         return logits
 
-    print("tokens    eager ms  compiled ms  pieces ms  eager/pieces  same text  difference")
-    for num_tokens in counts:
-        batch = prompt(backend, num_tokens)
-        ids = torch.randint(shape.vocabulary, (num_tokens,), device=device)
-        inputs = {"input_ids": ids}
-        expected = eager(batch, inputs)
-        actual = runners["pieces"].run(batch, inputs)
-        same = float((actual.argmax(-1) == expected.argmax(-1)).double().mean())
-        difference = float((actual - expected).abs().max())
-        calls: dict[str, Callable[[], object]] = {
-            "eager": lambda b=batch, i=inputs: eager(b, i),  # type: ignore[misc]  # bound now
-            **{
-                label: lambda r=runner, b=batch, i=inputs: r.run(b, i)  # type: ignore[misc]  # bound now
-                for label, runner in runners.items()
-            },
-        }
-        times: dict[str, list[float]] = {label: [] for label in calls}
-        for _ in range(rounds):
-            for label, call in calls.items():
-                times[label].append(seconds(call, device))
-        medians = [statistics.median(times[label]) * 1e3 for label in calls]
-        ratio = statistics.median(
-            eager_time / pieces_time
-            for eager_time, pieces_time in zip(times["eager"], times["pieces"], strict=True)
-        )
-        print(
-            f"{num_tokens:6d}  {medians[0]:10.3f}  {medians[1]:11.3f}  {medians[2]:9.3f}  "
-            f"{ratio:12.2f}  {same:9.1%}  {difference:10.4f}"
-        )
+    title = f"{name}, {shape.layers} layers; partitions: {partitions}; medians of {rounds} rounds"
+    with Report(COLUMNS, facts(device, partitions=partitions), path, title=title) as report:
+        for num_tokens in counts:
+            batch = prompt(backend, num_tokens)
+            inputs = {"input_ids": torch.randint(shape.vocabulary, (num_tokens,), device=device)}
+            expected, actual = eager(batch, inputs), runners["pieces"].run(batch, inputs)
+            runs = {"eager": partial(eager, batch, inputs)}
+            runs |= {label: partial(each.run, batch, inputs) for label, each in runners.items()}
+            times = interleave(
+                {label: wall_meter(run, device) for label, run in runs.items()}, rounds
+            )
+            report.add(
+                num_tokens,
+                *(times.median(label) / 1e3 for label in runs),
+                times.ratio("eager", "pieces"),
+                float((actual.argmax(-1) == expected.argmax(-1)).double().mean()),
+                float((actual - expected).abs().max()),
+            )
 
 
 if __name__ == "__main__":

@@ -1,31 +1,29 @@
-"""The Triton backend beside the libraries that are written for one vendor's GPUs.
+"""The Triton backend against the libraries that are written for one vendor's GPUs.
 
     python -m benchmarks.triton_gpu [--only FAMILY]... [--ours-only] [--rounds 3] [--json FILE]
     TRITON_INTERPRET=1 python -m benchmarks.triton_gpu --dry-run      tiny sizes on the CPU
 
 Time of one layer's attention over scattered pages, in us: ours through `forward_decode` and
-`forward_extend` of a backend that the factory made, theirs called by hand. What a step prepares
-once (metadata, plans) is outside; K and V are in the pool. Every output is compared with float32 on
-sampled queries, and with ours as a whole, before it is timed.
+`forward_extend` of a backend that the card's factory made, theirs called by hand. What a step
+prepares once (metadata, plans) is outside; K and V are in the pool. Every output is compared with
+float64 on sampled queries, and with ours as a whole, before it is timed.
 
-decode, mla   One CUDA graph of layers with K and V of their own, 256 MB in all at least.
-fp8           As decode, our own bfloat16 over the same tokens beside it: its bar is against that.
+decode, mla   One CUDA graph of layers with K and V of their own, at least 256 MB in all.
+fp8           As decode, with our own bfloat16 over as many tokens: its bar is against that.
 extend        Single calls, the cache flushed between them.
 
-`ratio` is ours by the best of the others'. A figure is the median of rounds, each the median of
-Triton's `do_bench`, the sides by turns.
+`ratio` is ours by the best of the others'. A figure is the median of rounds in which the sides take
+turns, each round the median of Triton's `do_bench`.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import json
-import platform
-import sys
+import importlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,28 +31,46 @@ from typing import Any
 import click
 import torch
 import triton
-from benchmarks.peers import PEERS, Peer
-from benchmarks.timing import Call
-from benchmarks.triton_rows import BARS, OUR_BF16, OURS, Row, line, summary
-from benchmarks.triton_setups import Setup, make_setup
-from benchmarks.triton_sides import (
-    MOST_ERROR,
+from benchmarks import libraries
+from benchmarks.cases import Case, dry_run_option, json_option, rounds_option
+from benchmarks.emulated import emulated_libraries
+from benchmarks.triton_table import (
+    CASES,
+    COLUMNS,
+    FAMILIES,
+    OUR_BF16,
+    OURS,
+    PEERS,
+    TINY,
     Figure,
-    Run,
-    admitted,
-    ceilings,
-    ours,
-    output,
-    times,
+    Peer,
+    Row,
+    notes,
 )
-from benchmarks.triton_workloads import TINY, WORKLOADS, Workload
+from triton.testing import do_bench
 
+from attnmux.bench import (
+    Report,
+    Step,
+    distance,
+    error_of,
+    facts,
+    graphs_of,
+    in_graph,
+    in_turn,
+    interleave,
+    max_error,
+    wall_meter,
+)
+from attnmux.bench.timing import Meter, Run
+from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import in_brief
+from attnmux.testing import find_candidate
 
 
 class Benchmark:
-    """Measures workloads with those peers that are here."""
+    """Measures workloads with the peers that are installed."""
 
     def __init__(self, *, rounds: int, ours_only: bool, dry_run: bool) -> None:
         self.device = torch.device("cpu" if dry_run else "cuda")
@@ -64,68 +80,117 @@ class Benchmark:
         self._libraries: dict[str, Any] = {}
         for peer in () if ours_only else PEERS:
             try:
-                self._libraries[peer.name] = peer.load(emulated=dry_run)
-            except Exception as error:  # a library that is here may still not load
+                self._libraries[peer.name] = importlib.import_module(peer.module)
+            except Exception as error:  # an installed library may still not load
                 self.missing[peer.name] = in_brief(error)
 
-    def sides(self, family: str) -> list[str]:
-        """The columns of a family's table."""
-        own = [OURS, OUR_BF16] if family == "fp8" else [OURS]
-        return own + [peer.name for peer in self._peers(family)]
-
-    def measure(self, workload: Workload) -> Row:
-        setup = make_setup(workload, self.platform, self.device)
-        whole: torch.Tensor | None = None
-        runs: dict[str, Run] = {}
+    def measure(self, family: str, case: Case) -> Row:
+        is_extend = family == "extend"
+        # A layer alone is timed with a flushed cache, several with K and V of their own
+        step = case.step(self.device, num_layers=1 if is_extend else None)
+        meters: dict[str, Meter] = {}
         figures: dict[str, Figure] = {}
 
-        def admit(name: str, make: Callable[[Setup], list[Call]], given: Setup) -> None:
-            run, figures[name] = admitted(partial(make, given), given, whole)
-            if run is not None:
-                runs[name] = run
+        def admit(
+            name: str,
+            make: Callable[[Step], list[Run]],
+            step: Step,
+            whole: torch.Tensor | None = None,
+        ) -> torch.Tensor | None:
+            found = admitted(lambda: make(step), step, whole, alone=is_extend)
+            figures[name] = found.figure
+            if found.run is not None:
+                meters[name] = cold_meter(found.run, self.device)
+            return found.out
 
         began = time.perf_counter()
-        admit(OURS, ours, setup)
+        whole = admit(OURS, self.ours, step)
         ready = time.perf_counter() - began
-        if workload.family == "fp8":
-            wide = replace(workload, kv_dtype=workload.dtype)
-            admit(OUR_BF16, ours, make_setup(wide, self.platform, self.device))
-        if OURS in runs:
-            whole = output(runs[OURS].first, setup)
-        for peer in self._peers(workload.family):
-            make = partial(peer.calls[workload.family], self._libraries[peer.name])
-            admit(peer.name, make, setup)
-        for name, us in times(runs, self.rounds, self.device).items():
-            figures[name] = replace(figures[name], us=us)
+        if family == "fp8":
+            admit(OUR_BF16, self.ours, replace(case, kv_dtype=case.dtype).step(self.device))
+        for peer in self._peers(family):
+            admit(peer.name, partial(peer.calls[family], self._libraries[peer.name]), step, whole)
+        times = interleave(meters, self.rounds)
+        for name in meters:
+            figures[name] = replace(figures[name], us=times.median(name) / len(step.layers))
         return Row(
-            family=workload.family,
-            workload=str(workload),
-            layers=len(setup.context.layers),
+            family=family,
+            workload=str(case),
+            layers=len(step.layers),
             ready_s=ready,
             figures=figures,
-            kv_bytes=workload.kv_bytes,
-            flops=workload.flops,
+            kv_bytes=case.kv_bytes,
+            flops=case.workload.flops(case.request),
         )
 
-    def facts(self) -> dict[str, Any]:
-        """The machine and the versions that the figures belong to."""
-        is_cpu = self.device.type == "cpu"
-        return {
-            "device": "cpu, interpreted" if is_cpu else torch.cuda.get_device_name(),
-            "platform": str(self.platform),
-            "machine": platform.platform(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                **{peer.distribution: _version(peer) for peer in PEERS},
-            },
-            "missing": self.missing,
-            "ceilings": ceilings(self.device),
-        }
+    def ours(self, step: Step) -> list[Run]:
+        """Each layer's call; the backend and the step's metadata are made here, once."""
+        candidate = find_candidate("triton/triton", platforms=(self.platform,))
+        context = step.context(self.platform)
+        backend, batch = candidate.build(context), step.batch
+        backend.init_forward_metadata(batch)
+        is_decode = step.workload.phase == "decode"
+        attend = backend.forward_decode if is_decode else backend.forward_extend
+        calls = [
+            AttentionCall(step.q, None, None, layer, False, q_rope=step.q_rope, out=step.out)
+            for layer in step.layers
+        ]
+        return [partial(attend, call, batch) for call in calls]
 
     def _peers(self, family: str) -> list[Peer]:
         return [peer for peer in PEERS if peer.name in self._libraries and family in peer.calls]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A side after its answer was checked."""
+
+    figure: Figure
+    run: Run | None = None
+    """None: the answer is wrong, or there is none."""
+    out: torch.Tensor | None = None
+    """[T, Hq, Dv] of the first layer."""
+
+
+def admitted(
+    make: Callable[[], list[Run]], step: Step, whole: torch.Tensor | None, *, alone: bool
+) -> Admitted:
+    """Check a side's answer, and make its run: the first layer's call alone, or a graph of all.
+
+    whole: another side's output, [T, Hq, Dv], to compare with.
+    """
+    try:
+        calls = make()
+        out = libraries.answer(calls[0]).view(step.out.shape).clone()
+        error = error_of(step, out, layer=0)
+        if whole is not None:
+            error = max(error, distance(out.float(), whole.float()))
+        if error > max_error(step):
+            return Admitted(figure=Figure(error=error))
+        run = calls[0] if alone else in_graph(in_turn(calls), graphs_of(step.q.device))
+        return Admitted(figure=Figure(error=error), run=run, out=out)
+    except Exception as error:  # whatever a library raises is its result here
+        return Admitted(figure=Figure(failure=in_brief(error)))
+
+
+def cold_meter(run: Run, device: torch.device) -> Meter:
+    """Median device time of one run, the cache flushed before each."""
+    if device.type != "cuda":
+        return wall_meter(run, device)
+    return lambda: float(do_bench(run, warmup=20, rep=60, return_mode="median")) * 1e3
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """The largest rates of this device, measured: TB/s and TFLOP/s."""
+    count, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 16, 64)
+    source = torch.ones(count, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / cold_meter(partial(target.copy_, source), device)()
+    read = source.nbytes / cold_meter(partial(torch.sum, source), device)()
+    del source, target
+    left, right = torch.randn(2, side, side, device=device).to(torch.bfloat16)
+    product = 2 * side**3 / cold_meter(partial(torch.matmul, left, right), device)()
+    return {"copy TB/s": copied / 1e6, "read TB/s": read / 1e6, "matmul TFLOP/s": product / 1e6}
 
 
 def _platform(*, dry_run: bool) -> Platform:
@@ -139,76 +204,42 @@ def _platform(*, dry_run: bool) -> Platform:
     return Platform.parse(f"nvidia:sm{major}{minor},cuda={torch.version.cuda}")
 
 
-def _version(peer: Peer) -> str:
-    try:
-        return importlib.metadata.version(peer.distribution)
-    except importlib.metadata.PackageNotFoundError:  # or unpacked without its metadata
-        loaded = sys.modules.get(peer.module.partition(".")[0])
-        return str(vars(loaded).get("__version__", "unknown")) if loaded else "not installed"
-
-
-def show(benchmark: Benchmark, family: str, workloads: list[Workload]) -> Iterator[Row]:
-    """A family's table, row by row as they are measured."""
-    sides, has_bars = benchmark.sides(family), benchmark.device.type != "cpu"
-    heads = ["workload", "layers", *sides, "best", "ratio", "TB/s", "TFLOP/s", "error"]
-    click.echo(f"\n### {family}\n\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    rows, notes = [], []
-    for workload in workloads:
-        row = benchmark.measure(workload)
-        gc.collect()
-        rows.append(row)
-        click.echo(line(row, sides))
-        for name, figure in row.figures.items():
-            if figure.us is None:
-                why = figure.failure or f"WRONG: off by {figure.error:.1e}, at most {MOST_ERROR}"
-                notes.append(f"- {row.workload}, {name}: {why}")
-        yield row
-    ready = max(row.ready_s for row in rows)
-    click.echo(
-        "\n".join(
-            [
-                "",
-                *notes,
-                summary(family, rows, has_bars=has_bars),
-                f"ours ready after {ready:.1f} s at most",
-            ]
-        )
-    )
-
-
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice([*BARS]), help="Default: all.")
+@click.option("--only", multiple=True, type=click.Choice(FAMILIES), help="Default: all.")
 @click.option("--ours-only", is_flag=True, help="Without the libraries.")
-@click.option("--rounds", default=3, show_default=True, help="Rounds of each workload.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here too.")
-@click.option("--dry-run", is_flag=True, help="Tiny sizes, interpreted: figures mean nothing.")
+@rounds_option(3)
+@json_option
+@dry_run_option("Tiny sizes, interpreted")
 def main(
     only: tuple[str, ...], ours_only: bool, rounds: int, path: Path | None, dry_run: bool
 ) -> None:
     """Print each family's table, its ratios and whether its bars are kept."""
     if dry_run and not triton.knobs.runtime.interpret:
         raise click.UsageError("--dry-run runs kernels in Triton's interpreter: TRITON_INTERPRET=1")
-    torch.manual_seed(0)
-    benchmark = Benchmark(rounds=rounds, ours_only=ours_only, dry_run=dry_run)
-    facts = benchmark.facts()
-    said = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    reached = ", ".join(f"{name} {figure:.2f}" for name, figure in facts["ceilings"].items())
-    click.echo(f"{facts['device']} ({facts['platform']}), {said}; {facts['machine']}")
-    click.echo(f"ceilings: {reached}; medians of {rounds} rounds, us of a layer")
-    for name, reason in facts["missing"].items():
-        click.echo(f"missing: {name}: {reason}")
-    rows: list[Row] = []
-    with torch.no_grad():
-        for family in only or BARS:
-            workloads = [each for each in (TINY if dry_run else WORKLOADS) if each.family == family]
-            for row in show(benchmark, family, workloads):
-                rows.append(row)
-                if path is not None:  # after each, so that nothing is lost by a time limit
-                    path.write_text(json.dumps(_data(facts, rows), indent=1), encoding="utf-8")
-
-
-def _data(facts: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    return {**facts, "rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}
+    with torch.no_grad(), emulated_libraries() if dry_run else nullcontext():
+        benchmark = Benchmark(rounds=rounds, ours_only=ours_only, dry_run=dry_run)
+        reached = rates(benchmark.device)
+        about = facts(
+            benchmark.device,
+            *("triton", "flashinfer-python", "sglang-kernel"),
+            platform=str(benchmark.platform),
+            missing=benchmark.missing,
+            ceilings=reached,
+        )
+        said = ", ".join(f"{name} {figure:.2f}" for name, figure in reached.items())
+        title = f"ceilings: {said}; medians of {rounds} rounds, us of a layer"
+        rows: list[Row] = []
+        with Report(COLUMNS, about, path, title=title) as report:
+            for name, reason in benchmark.missing.items():
+                report.note(f"missing: {name}: {reason}")
+            for family in only or FAMILIES:
+                for case in (TINY if dry_run else CASES)[family]:
+                    row = benchmark.measure(family, case)
+                    gc.collect()
+                    rows.append(row)
+                    report.add(*row.cells(), record={**asdict(row), "ratio": row.ratio})
+        for text in notes(rows, has_bars=not dry_run):
+            report.note(text)
 
 
 if __name__ == "__main__":

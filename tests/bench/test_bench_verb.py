@@ -1,65 +1,31 @@
-"""`attnmux bench`: what is timed, told and kept, and how it ends."""
+"""`attnmux bench`: its figures, tables, files and exit codes."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from datetime import datetime, timezone
 from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.bench import cli as bench_cli
+from attnmux.bench import timing
+from attnmux.bench.cli import bench_run
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import ANY, NONE
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-
-torch = pytest.importorskip("torch", reason="timing runs the backends")
-
-from attnmux.bench import cli as bench_cli  # noqa: E402
-from attnmux.bench import field  # noqa: E402
-from attnmux.bench.cli import bench_timing  # noqa: E402
-from attnmux.bench.timing import Ceilings  # noqa: E402
-from attnmux.testing import (  # noqa: E402
-    FakeBackend,
-    GraphFakeBackend,
-    RecordingGraphs,
-    fake_card,
-    fake_platform,
-)
+from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
 STEPS = ("--workload", "decode:bs=1,ctx=9", "--workload", "decode:bs=4,ctx=9")
 EXTEND = ("--workload", "extend:bs=1,new=3")
 QUICK = ("--seconds", "0.003", "--check-seconds", "0.2")
-HERE = replace(fake_platform(), name="a machine")
-
-
-class Slow(FakeBackend):
-    """Five times the work where it decodes more than one request."""
-
-    def forward_decode(self, call, batch):
-        for _ in range(20 if batch.batch_size > 1 else 0):
-            super().forward_decode(call, batch)
-        return super().forward_decode(call, batch)
-
-
-class SlowAlone(FakeBackend):
-    """The same for one request alone."""
-
-    def forward_decode(self, call, batch):
-        for _ in range(20 if batch.batch_size == 1 else 0):
-            super().forward_decode(call, batch)
-        return super().forward_decode(call, batch)
 
 
 class Delayed(GraphFakeBackend):
@@ -71,14 +37,8 @@ class Delayed(GraphFakeBackend):
         return super().forward_decode(call, batch)
 
 
-class Wrong(FakeBackend):
-    def attend(self, *args, **kwargs):
-        out, lse = super().attend(*args, **kwargs)
-        return out * 1.1, lse
-
-
 class WrongElsewhere(FakeBackend):
-    """Wrong for more requests than are timed, which the suite has."""
+    """Wrong in batches of 5, which the suite has and no workload below."""
 
     def forward_decode(self, call, batch):
         out = super().forward_decode(call, batch)
@@ -100,47 +60,6 @@ class Missing(FakeBackend):
         raise ImportError("libkernels.so: cannot open shared object file")
 
 
-class Installed:
-    """Plugins with cards of this test's."""
-
-    failures: tuple[PluginFailure, ...] = ()
-    loaded = ("of-this-test",)
-
-    def __init__(self, offers: tuple[Offer, ...]) -> None:
-        self._offers = offers
-
-    def offers(self) -> tuple[Offer, ...]:
-        return self._offers
-
-
-@pytest.fixture
-def installed(monkeypatch, request):
-    monkeypatch.setitem(sys.modules, __name__, request.module)
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
-    # Hundreds of MB and of megaflops, for each call of the verb
-    reached = Ceilings(read_gbs=10.0, matmul_tflops=0.5)
-    monkeypatch.setattr(bench_timing, "ceilings", lambda *_: reached)
-
-    def put(*factories: type, **conditions) -> None:
-        offers = tuple(
-            Offer(
-                card=replace(
-                    fake_card(**conditions),
-                    name=factory.__name__,
-                    factory=f"{factory.__module__}:{factory.__name__}",
-                ),
-                plugin="fakes",
-                distribution="attnmux-fake",
-                version="1.0",
-            )
-            for factory in factories
-        )
-        monkeypatch.setattr(shared, "load_plugins", lambda *_: Installed(offers))
-
-    put(FakeBackend)
-    return put
-
-
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNMUX_MEASUREMENTS", str(tmp_path / "measurements.json"))
@@ -160,7 +79,7 @@ def answer(result: Result) -> dict:
     return json.loads(result.stdout)
 
 
-def test_json(installed) -> None:
+def test_json(installed, here) -> None:
     data = answer(bench("--json", *STEPS, *EXTEND))
     assert set(data) == {
         "platform",
@@ -171,7 +90,7 @@ def test_json(installed) -> None:
         "refused",
         "warnings",
     }
-    assert Platform.from_dict(data["platform"]) == HERE
+    assert Platform.from_dict(data["platform"]) == here
     assert [row["workload"] for row in data["rows"]] == [
         "decode:bs=1,ctx=9",
         "decode:bs=4,ctx=9",
@@ -197,8 +116,8 @@ def test_json(installed) -> None:
     assert data["request"]["num_q_heads"] == 4
 
 
-def test_people_see_the_fastest_first_and_why_others_are_not_timed(installed) -> None:
-    installed(Slow, Wrong, Missing, FakeBackend)
+def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
+    installed(fakes.Slow, fakes.Wrong, Missing, FakeBackend)
     result = bench(*STEPS[2:])
     assert result.exit_code == 0
     said = [" ".join(line.split()) for line in result.stdout.splitlines()]
@@ -213,15 +132,15 @@ def test_people_see_the_fastest_first_and_why_others_are_not_timed(installed) ->
     assert "4/2 heads of 16, bfloat16" in " ".join(said)
 
 
-def test_those_that_refuse_are_told(installed) -> None:
+def test_refusals_are_reported(installed) -> None:
     installed(FakeBackend, sinks=NONE)
     result = bench("--request", f"{FIELDS},sinks=yes", *STEPS)
     assert result.exit_code == 3
     assert "fakes/FakeBackend: sinks: wanted yes, offered none" in result.stderr
 
 
-def test_nothing_could_be_timed(installed) -> None:
-    installed(Wrong)
+def test_exit_code_where_every_answer_is_wrong(installed, fakes) -> None:
+    installed(fakes.Wrong)
     result = bench("--json", *STEPS)
     assert result.exit_code == 3
     assert [row["status"] for row in json.loads(result.stdout)["rows"]] == ["wrong", "wrong"]
@@ -234,8 +153,8 @@ def test_no_backend_at_all(installed) -> None:
     assert "no plugin offers one for it" in result.stderr
 
 
-def test_only_those_that_are_named(installed) -> None:
-    installed(FakeBackend, Slow, Wrong)
+def test_only_named_backends_are_timed(installed, fakes) -> None:
+    installed(FakeBackend, fakes.Slow, fakes.Wrong)
     data = answer(bench("--json", "--backend", "Slow", "--backend", "fakes/FakeBackend", *EXTEND))
     assert {row["backend"] for row in data["rows"]} == {"fakes/Slow", "fakes/FakeBackend"}
 
@@ -248,7 +167,7 @@ def test_only_those_that_are_named(installed) -> None:
         (("--backend", "FakeBackendd"), "did you mean 'FakeBackend'"),
         (("--request", "kind=nsa"), "kind=mha or kind=mla"),
         (("--request", "multi_item=yes"), "no workload has them"),
-        (("--request", "phases=decode", *EXTEND), "the phases that are asked for"),
+        (("--request", "phases=decode", *EXTEND), "the request's phases"),
         (("--request", "heads=4"), "heads"),
         (("--device", "cuda:1"), "cpu"),
         (("--seconds", "0"), "--seconds"),
@@ -258,7 +177,7 @@ def test_only_those_that_are_named(installed) -> None:
         (("--keep", "--request", "head_dim=64"), "no num_q_heads, num_kv_heads, dtype"),
     ],
 )
-def test_what_cannot_be_asked(installed, file, args, said) -> None:
+def test_impossible_options_are_refused(installed, file, args, said) -> None:
     result = bench(*args)
     assert result.exit_code == 2, result.output
     assert said in result.stderr
@@ -267,8 +186,8 @@ def test_what_cannot_be_asked(installed, file, args, said) -> None:
 
 def test_without_torch(installed, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, bench_timing.__name__)
-    monkeypatch.delattr(bench_cli, "bench_timing")
+    monkeypatch.delitem(sys.modules, bench_run.__name__)
+    monkeypatch.delattr(bench_cli, "bench_run")
     result = bench(*STEPS)
     assert result.exit_code == 3
     assert "pip install 'attnmux-core[torch]'" in result.stderr
@@ -278,9 +197,9 @@ def select(*args: str) -> dict:
     return answer(call("select", "--request", FIELDS, "--json", *args))
 
 
-def test_what_is_kept_changes_the_choice(installed, file) -> None:
-    """Each of two is slow at a size that the other is fast at; the priors hold them level."""
-    installed(Slow, SlowAlone)
+def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
+    """Each of two backends is slow at a size that the other is fast at; their priors are equal."""
+    installed(fakes.Slow, fakes.SlowAlone)
     before = select()
     data = answer(bench("--json", "--keep", *STEPS))
     kept = data["kept"]
@@ -313,10 +232,8 @@ def test_what_is_kept_changes_the_choice(installed, file) -> None:
     assert Decision.from_json(json.dumps(after)).to_dict() == after
 
 
-def test_what_was_timed_in_a_graph_counts_for_who_asks_for_graphs(
-    installed, file, monkeypatch
-) -> None:
-    monkeypatch.setattr(field, "device_graphs", lambda device: RecordingGraphs())
+def test_figures_from_graphs_count_with_and_without_graphs(installed, file, monkeypatch) -> None:
+    monkeypatch.setattr(timing, "device_graphs", lambda device: RecordingGraphs())
     installed(GraphFakeBackend, Delayed, graph=ANY)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert {row["execution"] for row in data["rows"]} == {"graph"}
@@ -332,11 +249,11 @@ def backend_for_decode(*args: str) -> str:
     return answer(call("select", *args))["phases"]["decode"]["backend"]
 
 
-def test_people_see_what_changes(installed, file) -> None:
-    # Level in rank: the one whose name comes first is chosen, here the faster and there the slower.
+def test_tables_show_how_the_choice_changes(installed, file, fakes) -> None:
+    # Equal ranks: the first by name is chosen, here the faster and there the slower.
     for factories, said in (
-        ((FakeBackend, Slow), "the choice stays: FakeBackend (fakes) serves"),
-        ((Slow, SlowAlone), "now: "),
+        ((FakeBackend, fakes.Slow), "the choice stays: FakeBackend (fakes) serves"),
+        ((fakes.Slow, fakes.SlowAlone), "now: "),
     ):
         installed(*factories)
         result = bench("--keep", *STEPS[2:])
@@ -351,8 +268,8 @@ def test_people_see_what_changes(installed, file) -> None:
 
 
 @pytest.mark.parametrize("factory", [WrongElsewhere])
-def test_one_that_does_not_conform_is_kept_as_such(installed, file, factory) -> None:
-    installed(Slow, factory)
+def test_a_failed_check_is_kept_as_not_conformant(installed, file, factory, fakes) -> None:
+    installed(fakes.Slow, factory)
     data = answer(bench("--json", "--keep", "--check-seconds", "30", *STEPS[2:]))
     checks = {each["backend"]: each for each in data["kept"]["checks"]}
     assert not checks[f"fakes/{factory.__name__}"]["conformant"]
@@ -364,19 +281,19 @@ def test_one_that_does_not_conform_is_kept_as_such(installed, file, factory) -> 
     assert select()["decode_sizes"] == []
 
 
-def test_one_that_is_wrong_keeps_no_time(installed, file) -> None:
-    installed(Wrong, FakeBackend)
+def test_a_wrong_backend_keeps_no_time(installed, file, fakes) -> None:
+    installed(fakes.Wrong, FakeBackend)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert [each["backend"] for each in data["kept"]["measurements"]] == ["fakes/FakeBackend"]
 
 
 @pytest.mark.parametrize("given", [(), ("--keep",)])
 def test_backends_are_timed_and_checked_with_tuned_launches(
-    installed, file, tmp_path, monkeypatch, given
+    installed, here, file, tmp_path, monkeypatch, given
 ) -> None:
     tuned = TunedLaunch(
         backend="fakes/Launched",
-        device=Device.of(HERE),
+        device=Device.of(here),
         versions={},
         subject={"page": 1},
         values={"warps": 4},
@@ -393,7 +310,7 @@ def test_backends_are_timed_and_checked_with_tuned_launches(
     assert set(Launched.seen) == {(tuned,)}
 
 
-def test_measurements_that_are_not_to_be_used(installed, file, monkeypatch) -> None:
+def test_keep_is_refused_where_measurements_are_off(installed, file, monkeypatch) -> None:
     monkeypatch.setenv("ATTNMUX_NO_MEASUREMENTS", "1")
     result = bench("--keep", *STEPS)
     assert result.exit_code == 2
@@ -401,7 +318,7 @@ def test_measurements_that_are_not_to_be_used(installed, file, monkeypatch) -> N
     assert bench(*EXTEND).exit_code == 0
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_timed(installed, file) -> None:
+def test_an_unwritable_file_is_refused_before_timing(installed, file) -> None:
     file.mkdir()
     result = bench("--keep", *STEPS)
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""Steps that are timed: what they hold, whose answers are right, and what becomes of the others."""
+"""Timed steps: their inputs, the check of answers, failures, and conformance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from attnmux.bench import answers, conformance, measuring
 from attnmux.bench.answers import error_of
 from attnmux.bench.conformance import check_conformance
-from attnmux.bench.field import field_of
+from attnmux.bench.entrants import find_entrants, make_field
 from attnmux.bench.measuring import Bench
 from attnmux.bench.steps import make_step
-from attnmux.bench.subjects import find_subjects
 from attnmux.bench.timing import Ceilings, ceilings, median_us
 from attnmux.bench.workload import Workload, completed
 from attnmux.core.choosing.ask.policy import Policy
@@ -120,9 +119,9 @@ def offer(name: str, factory: type | None = None, card=None, **conditions) -> Of
 
 
 def rows(offers, workloads=(DECODE, EXTEND), request=PLAIN, graphs=None):
-    subjects, _ = find_subjects(request, HERE, offers, Policy(), graphs=graphs is not None)
+    entrants, _ = find_entrants(request, HERE, offers, Policy(), graphs=graphs is not None)
     bench = Bench(device=CPU, ceilings=REACHED, graphs=graphs, seconds=0.003)
-    return list(bench.rows(workloads, subjects))
+    return list(bench.rows(workloads, entrants))
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -157,7 +156,7 @@ def test_a_wrong_answer_is_not_timed(factory) -> None:
         assert "of the norm, 1.0e-02 at most" in row.why
 
 
-def test_what_fails_is_a_row_and_the_others_go_on() -> None:
+def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     offers = [offer("crashing", Crashing), offer("missing", Missing), offer("right")]
     found = {row.backend: row for row in rows(offers, (DECODE,))}
     assert found["fakes/right"].status == "measured"
@@ -167,7 +166,7 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     assert "libkernels.so" in found["fakes/missing"].why
 
 
-def test_a_pool_that_memory_does_not_hold(monkeypatch) -> None:
+def test_a_pool_too_large_for_memory(monkeypatch) -> None:
     def full(*args, **kwargs):
         raise MemoryError("no room")
 
@@ -187,13 +186,13 @@ def test_decode_is_timed_from_a_graph_where_the_card_declares_them() -> None:
     }
 
 
-def test_a_backend_that_no_graph_repeats() -> None:
+def test_a_backend_that_cannot_be_captured() -> None:
     (row,) = rows([offer("reads", Reads)], (DECODE,), graphs=RecordingGraphs())
     assert row.status == "failed"
     assert GraphViolation.__name__ in row.why
 
 
-def test_backends_of_one_page_size_are_given_the_same_step(monkeypatch) -> None:
+def test_backends_with_one_page_size_share_a_step(monkeypatch) -> None:
     made = []
 
     def noted(*args, **kwargs):
@@ -238,7 +237,41 @@ def test_a_step_in_its_pools(workload, page) -> None:
     assert torch.equal(again.table.req_to_token, table)
 
 
-def test_what_is_sampled_is_what_the_reference_says_of_the_whole() -> None:
+def test_a_step_of_uneven_lengths() -> None:
+    work = Workload.uneven([5, 40, 17])
+    step = make_step(work, PLAIN.replace(page_size=16, kv_dtype="bfloat16"), CPU, num_layers=2)
+    assert step.batch.seq_lens.tolist() == [5, 40, 17]
+    assert step.batch.positions.tolist() == [4, 39, 16]
+    assert step.pages.shape == (3, 3)
+    assert step.pages.count_nonzero(1).tolist() == [1, 3, 2]
+    assert step.slots[1, 39] == step.batch.out_cache_loc[1]
+    assert step.slots[0, 5:].count_nonzero() == 0
+    keys, values = step.caches()[0]
+    assert keys.shape == values.shape == (7, 16, 2, 16)  # with the reserved page
+    backend = FakeBackend(step.context(HERE))
+    backend.init_forward_metadata(step.batch)
+    assert error_of(step, step.calls_in_pool(backend)[0](), layer=0) < 5e-3
+    assert error_of(step, step.calls_in_pool(backend)[0](), layer=1) > 0.1
+
+
+def test_a_sparse_step_sees_the_picked_keys() -> None:
+    request = REQUESTS["mla"].replace(kind="nsa", page_size=4, kv_dtype="bfloat16")
+    step = make_step(EXTEND, request, CPU, num_layers=1, topk=3, max_context_len=64)
+    picks = step.batch.topk_indices
+    assert picks.shape == (step.workload.num_tokens, 3)
+    assert (picks <= step.batch.positions[:, None]).all()
+    assert all(row.unique().numel() == 3 for row in picks)
+    context = step.context(HERE)
+    assert (context.max_context_len, context.request) == (64, request)
+    backend = FakeBackend(context)
+    backend.init_forward_metadata(step.batch)
+    out = step.calls_in_pool(backend)[0]()
+    assert error_of(step, out) < 5e-3
+    dense = replace(step, batch=replace(step.batch, topk_indices=None))
+    assert error_of(dense, out) > 0.1
+
+
+def test_sampled_queries_match_the_whole_reference() -> None:
     request = PLAIN.replace(page_size=4, kv_dtype="bfloat16", sinks=True)
     step = make_step(EXTEND, request, CPU)
     layer = step.layers[-1]
@@ -252,13 +285,13 @@ def test_what_is_sampled_is_what_the_reference_says_of_the_whole() -> None:
     assert error_of(step) == float("inf")
 
 
-def test_limits_of_an_answer() -> None:
+def test_error_limits() -> None:
     step = make_step(DECODE, REQUESTS["fp8"].replace(page_size=1), CPU)
-    assert answers.most_error(step, fp8_products=False) == 1e-2
-    assert answers.most_error(step, fp8_products=True) == 1e-2 + 0.0625
+    assert answers.max_error(step, fp8_products=False) == 1e-2
+    assert answers.max_error(step, fp8_products=True) == 1e-2 + 0.0625
 
 
-def test_who_is_timed_and_who_is_not() -> None:
+def test_entrants_and_refusals() -> None:
     elsewhere = offer("elsewhere", vendor=one_of("other"))
     planned = Offer(
         card=replace(fake_card(), name="planned", status="planned", factory=None), plugin="fakes"
@@ -266,66 +299,66 @@ def test_who_is_timed_and_who_is_not() -> None:
     no_extend = offer("no-extend", phase=one_of("decode"))
     offers = [offer("right"), elsewhere, planned, no_extend, offer("sinks", sinks=NONE)]
     request = REQUESTS["sinks"]
-    subjects, refused = find_subjects(request, HERE, offers, Policy(backend="right"))
-    assert [(each.offer.card.name, each.phase) for each in subjects] == [
+    entrants, refused = find_entrants(request, HERE, offers, Policy(backend="right"))
+    assert [(each.offer.card.name, each.phase) for each in entrants] == [
         ("right", "decode"),
         ("right", "extend"),
         ("no-extend", "decode"),
     ]
-    told = {(each.offer.card.name, each.phase): each.why for each in refused}
-    assert set(told) == {("no-extend", "extend"), ("sinks", "decode"), ("sinks", "extend")}
-    assert told["sinks", "decode"].startswith("sinks: wanted yes")
-    _, refused = find_subjects(request, HERE, offers, Policy(), names=("elsewhere", "planned"))
+    reasons = {(each.offer.card.name, each.phase): each.why for each in refused}
+    assert set(reasons) == {("no-extend", "extend"), ("sinks", "decode"), ("sinks", "extend")}
+    assert reasons["sinks", "decode"].startswith("sinks: wanted yes")
+    _, refused = find_entrants(request, HERE, offers, Policy(), names=("elsewhere", "planned"))
     assert {each.offer.card.name for each in refused} == {"elsewhere", "planned"}
     with pytest.raises(UnknownBackend):
-        find_subjects(request, HERE, offers, Policy(), names=("rihgt",))
-    _, refused = find_subjects(request, HERE, [offer("right")], Policy(deny=("right",)))
+        find_entrants(request, HERE, offers, Policy(), names=("rihgt",))
+    _, refused = find_entrants(request, HERE, [offer("right")], Policy(deny=("right",)))
     assert [each.reasons[0].code for each in refused] == ["DENIED", "DENIED"]
 
 
-def test_a_companion_is_not_timed_in_a_backend_s_place() -> None:
+def test_a_companion_is_not_timed_for_its_backend() -> None:
     one, other = offer("one", phase=one_of("extend")), offer("other")
     one = replace(one, card=replace(one.card, companions=("other",)))
-    subjects, refused = find_subjects(PLAIN, HERE, [one, other], Policy(), names=("one",))
-    assert [(each.offer.card.name, each.phase) for each in subjects] == [("one", "extend")]
+    entrants, refused = find_entrants(PLAIN, HERE, [one, other], Policy(), names=("one",))
+    assert [(each.offer.card.name, each.phase) for each in entrants] == [("one", "extend")]
     assert [(each.offer.card.name, each.phase) for each in refused] == [("one", "decode")]
     assert refused[0].why.startswith("phase: wanted decode")
 
 
-def test_what_is_asked_is_not_changed_for_anybody() -> None:
-    """A page size that somebody set is not coerced for a backend that reads others."""
+def test_the_request_is_not_coerced_for_a_backend() -> None:
+    """A page size that the user set is not coerced for a backend that reads others."""
     asked = PLAIN.replace(page_size=16)
-    subjects, refused = find_subjects(
+    entrants, refused = find_entrants(
         asked, HERE, [offer("right", page_size=one_of(64))], Policy(allow_coercion=True)
     )
-    assert subjects == []
+    assert entrants == []
     assert {each.reasons[0].code for each in refused} == {"PAGE_SIZE"}
 
 
-def test_a_field_without_anybody() -> None:
+def test_a_field_without_backends() -> None:
     with pytest.raises(NoBackend, match="fakes/sinks: sinks: wanted yes"):
-        field_of(REQUESTS["sinks"], HERE, CPU, [offer("sinks", sinks=NONE)], Policy())
+        make_field(REQUESTS["sinks"], HERE, CPU, [offer("sinks", sinks=NONE)], Policy())
     with pytest.raises(NoBackend, match="no plugin offers one"):
-        field_of(PLAIN, HERE, CPU, [], Policy())
+        make_field(PLAIN, HERE, CPU, [], Policy())
     asked = PLAIN.replace(phases=("decode",))
-    with pytest.raises(InvalidInput, match="one of decode, the phases"):
-        field_of(asked, HERE, CPU, [offer("right")], Policy(), workloads=[EXTEND])
+    with pytest.raises(InvalidInput, match="one of decode, the request"):
+        make_field(asked, HERE, CPU, [offer("right")], Policy(), workloads=[EXTEND])
     asked = PLAIN.replace(phases=("encoder",), encoder_head_dim=64)
     with pytest.raises(InvalidInput, match="phases=encoder"):
-        field_of(asked, HERE, CPU, [offer("right")], Policy())
+        make_field(asked, HERE, CPU, [offer("right")], Policy())
     with pytest.raises(InvalidInput, match="a device of this torch"):
-        field_of(PLAIN, HERE, torch.device("xpu:7"), [offer("right")], Policy())
+        make_field(PLAIN, HERE, torch.device("xpu:7"), [offer("right")], Policy())
 
 
 def test_the_field_of_a_phase() -> None:
     asked = PLAIN.replace(phases=("decode",))
-    field = field_of(asked, HERE, CPU, [offer("a"), offer("b")], Policy())
+    field = make_field(asked, HERE, CPU, [offer("a"), offer("b")], Policy())
     assert {each.phase for each in field.workloads} == {"decode"}
     assert field.size == 2 * len(field.workloads)
     assert field.graphs is None
 
 
-def test_a_device_s_limits() -> None:
+def test_ceilings_of_a_device() -> None:
     reached = ceilings(CPU, torch.float32, 0.01)
     assert 0.05 < reached.read_gbs < 5000
     assert 1e-4 < reached.matmul_tflops < 100
@@ -335,16 +368,16 @@ def test_a_median_is_of_one_run() -> None:
     assert 900 < median_us(lambda: time.sleep(1e-3), 0.02) < 200000
 
 
-def subject_of(factory=None, request=PLAIN, phase="decode", **given):
-    (subject,), _ = find_subjects(
+def entrant_of(factory=None, request=PLAIN, phase="decode", **given):
+    (entrant,), _ = find_entrants(
         request, HERE, [offer("x", factory, **given)], Policy(), phases=(phase,)
     )
-    return subject
+    return entrant
 
 
 @pytest.mark.parametrize("phase", ["decode", "extend"])
 @pytest.mark.parametrize("name", ["plain", "sinks", "fp8", "mla"])
-def test_the_suite_in_the_shapes_that_are_asked(name, phase, monkeypatch) -> None:
+def test_the_suite_runs_in_the_request_s_shapes(name, phase, monkeypatch) -> None:
     ran = []
 
     def noted(candidate, case):
@@ -354,7 +387,7 @@ def test_the_suite_in_the_shapes_that_are_asked(name, phase, monkeypatch) -> Non
     run_case = conformance.run_case
     monkeypatch.setattr(conformance, "run_case", noted)
     request = REQUESTS[name]
-    check = check_conformance(subject_of(request=request, phase=phase), "cpu", 1.0)
+    check = check_conformance(entrant_of(request=request, phase=phase), "cpu", 1.0)
     assert check.conformant, check.failure
     assert check.passed == len(ran)
     assert check.cases > 5
@@ -368,7 +401,9 @@ def test_the_suite_in_the_shapes_that_are_asked(name, phase, monkeypatch) -> Non
         assert not case.request.lse
         assert not case.request.sliding_window
     if name == "sinks":
-        cases = tuple(conformance.asked_cases(candidate_of(request), subject_of(request=request)))
+        cases = tuple(
+            conformance.applicable_cases(candidate_of(request), entrant_of(request=request))
+        )
         assert any(case.sinks for case in cases)
 
 
@@ -377,13 +412,13 @@ def candidate_of(request):
 
 
 @pytest.mark.parametrize("phase", ["decode", "extend"])
-def test_a_backend_that_does_not_pass(phase) -> None:
-    check = check_conformance(subject_of(Wrong, phase=phase), "cpu", 30.0)
+def test_a_failing_backend_is_not_conformant(phase) -> None:
+    check = check_conformance(entrant_of(Wrong, phase=phase), "cpu", 30.0)
     assert not check.conformant
     assert check.failure.startswith(f"{phase}-")
 
 
-def test_one_case_is_run_whatever_the_time() -> None:
-    check = check_conformance(subject_of(), "cpu", 0.0)
+def test_one_case_runs_however_short_the_time() -> None:
+    check = check_conformance(entrant_of(), "cpu", 0.0)
     assert (check.passed, check.conformant) == (1, True)
     assert check.cases > 1

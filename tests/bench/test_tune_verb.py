@@ -1,4 +1,4 @@
-"""`attnmux tune`: who is tuned, what is kept, and how it ends."""
+"""`attnmux tune`: the backends it tunes, the launches it keeps, and its exit codes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import PluginFailure
 from attnmux.core.choosing.measured.launches import Job, Trial, current_launches, launch_file
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.testing import fake_card, fake_platform
 
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
-HERE = replace(fake_platform(), name="a machine")
 jobs: list[Job] = []
 
 
@@ -60,35 +54,18 @@ def failing_today(job: Job) -> Iterator[Trial]:
     yield Trial(subject={}, values={"warps": 4}, median_us=None, error="hangs", is_current=True)
 
 
-class Installed:
-    """Plugins with cards of this test's."""
-
-    failures: tuple[PluginFailure, ...] = ()
-    loaded = ("of-this-test",)
-
-    def __init__(self, *tuners: str | None) -> None:
-        self._offers = tuple(
-            Offer(
-                card=replace(fake_card(), name=f"fake{number}", tuner=tuner),
-                plugin="of-this-test",
-                distribution="attnmux-fake",
-                version="1.0",
-            )
-            for number, tuner in enumerate(tuners)
-        )
-
-    def offers(self) -> tuple[Offer, ...]:
-        return self._offers
-
-
 @pytest.fixture
-def installed(monkeypatch):
+def installed(install, make_offer, monkeypatch):
     jobs.clear()
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
 
     def put(*tuners: str | None) -> None:
-        plugins = Installed(*tuners)
-        monkeypatch.setattr(shared, "load_plugins", lambda *_: plugins)
+        offers = [make_offer(name=f"fake{number}") for number in range(len(tuners))]
+        install(
+            *(
+                replace(offer, card=replace(offer.card, tuner=tuner))
+                for offer, tuner in zip(offers, tuners, strict=True)
+            )
+        )
 
     put(f"{__name__}:tuner", None)
     monkeypatch.setattr("pkgutil.resolve_name", lambda name: globals()[name.partition(":")[2]])
@@ -105,16 +82,16 @@ def tune(*args: str) -> Result:
     return CliRunner().invoke(verbs, ["tune", "--request", FIELDS, *args], prog_name="attnmux")
 
 
-def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file) -> None:
+def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file, here) -> None:
     result = tune("--json", "fake0")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     (tried,) = answer["backends"]
-    assert (tried["backend"], len(tried["trials"])) == ("of-this-test/fake0", 6)
+    assert (tried["backend"], len(tried["trials"])) == ("fakes/fake0", 6)
     assert answer["file"] == str(file)
     versions = {"attnmux-fake": "1.0"}
     known = launch_file(file).read().found
-    (kept,) = current_launches(known, "of-this-test/fake0", HERE, libraries=versions.get)
+    (kept,) = current_launches(known, "fakes/fake0", here, libraries=versions.get)
     assert kept.to_dict() == answer["launches"][0]
     assert (kept.values, kept.median_us) == ({"warps": 8}, 8.0)
     assert kept.subject["kind"] == "shares"
@@ -122,14 +99,14 @@ def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file)
     # What the solver decided, and not only what was asked.
     assert job.request.page_size is not None
     assert job.request.kv_dtype == "bfloat16"
-    assert (job.platform, job.device) == (HERE, "cpu")
+    assert (job.platform, job.device) == (here, "cpu")
 
 
-def test_all_that_can_be_tuned_are(installed, file) -> None:
+def test_every_backend_with_a_tuner_is_tuned(installed, file) -> None:
     installed(f"{__name__}:tuner", None, f"{__name__}:tuner")
     answer = json.loads(tune("--json", "--device", "cpu:1").stdout)
     names = [each["backend"] for each in answer["backends"]]
-    assert names == ["of-this-test/fake0", "of-this-test/fake2"]
+    assert names == ["fakes/fake0", "fakes/fake2"]
     assert {job.device for job in jobs} == {"cpu:1"}
 
 
@@ -139,7 +116,7 @@ def test_a_dry_run_keeps_nothing(installed, file) -> None:
     assert not file.exists()
 
 
-def test_people_see_what_was_tried_and_what_won(installed, file) -> None:
+def test_tables_have_trials_and_winners(installed, file) -> None:
     result = tune()
     said = " ".join(result.stdout.split())
     assert "warps=8 8.0 0.800 won" in said
@@ -153,7 +130,7 @@ def test_people_see_what_was_tried_and_what_won(installed, file) -> None:
 def test_a_backend_without_a_tuner(installed, file) -> None:
     result = tune("fake1")
     assert result.exit_code == 2
-    assert "one with a tuner: of-this-test/fake0" in result.stderr
+    assert "one with a tuner: fakes/fake0" in result.stderr
     assert tune("fake7").exit_code == 2
     installed(None)
     result = tune()
@@ -161,7 +138,7 @@ def test_a_backend_without_a_tuner(installed, file) -> None:
     assert "no installed backend has a tuner" in result.stderr
 
 
-def test_where_nothing_fits(installed, file) -> None:
+def test_exit_code_where_no_backend_fits(installed, file) -> None:
     for args in (("fake0",), ()):
         result = tune(*args, "--request", "graph=true")
         assert result.exit_code == 3, result.output
@@ -170,7 +147,7 @@ def test_where_nothing_fits(installed, file) -> None:
     assert not file.exists()
 
 
-def test_a_phase_that_others_serve(installed, file) -> None:
+def test_a_backend_that_serves_no_phase_is_refused(installed, file) -> None:
     installed(None, f"{__name__}:tuner")
     result = tune("fake1", "--request", "phases=encoder")
     assert result.exit_code == 3, result.output
@@ -206,31 +183,31 @@ def test_a_device_of_another_kind(installed, file, device) -> None:
         ("slipping", 2, "trial, values: expected numbers and words by name"),
     ],
 )
-def test_a_tuner_that_fails_says_so(installed, file, tuner, code, said) -> None:
+def test_a_tuner_that_fails_says_so(installed, file, tuner, code, said, here) -> None:
     installed(f"{__name__}:{tuner}")
     result = tune("fake0")
     assert result.exit_code == code
     assert said in result.stderr
     if code == 1:
-        assert f"of-this-test/fake0 cannot run here: {__name__}:{tuner}: " in result.stderr
+        assert f"fakes/fake0 cannot run here: {__name__}:{tuner}: " in result.stderr
     assert not file.exists()
 
 
-def test_of_several_who_fails_is_warned_of(installed, file) -> None:
+def test_one_failing_tuner_of_several_is_a_warning(installed, file) -> None:
     installed(f"{__name__}:broken", f"{__name__}:tuner", f"{__name__}:broken")
     result = tune("--json")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert [each["backend"] for each in answer["backends"]] == ["of-this-test/fake1"]
+    assert [each["backend"] for each in answer["backends"]] == ["fakes/fake1"]
     assert [warning.partition(" ")[0] for warning in answer["warnings"]] == [
-        "of-this-test/fake0",
-        "of-this-test/fake2",
+        "fakes/fake0",
+        "fakes/fake2",
     ]
     installed(f"{__name__}:broken", f"{__name__}:broken")
     assert tune().exit_code == 1
 
 
-def test_what_one_found_is_kept_before_the_next_tries(installed, file) -> None:
+def test_each_tuner_s_launches_are_kept_before_the_next(installed, file) -> None:
     installed(f"{__name__}:tuner", f"{__name__}:interrupted")
     result = tune()
     assert result.exit_code == 130
@@ -238,14 +215,12 @@ def test_what_one_found_is_kept_before_the_next_tries(installed, file) -> None:
     assert len(launch_file(file).read().found) == 1
 
 
-def test_today_s_launch_that_fails_says_why(installed, file) -> None:
+def test_a_failing_current_launch_gives_its_error(installed, file) -> None:
     installed(f"{__name__}:failing_today")
     assert "warps=4 today's: hangs" in " ".join(tune().stdout.split())
 
 
-def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_tried(
-    installed, file
-) -> None:
+def test_an_unwritable_file_is_refused_before_trying(installed, file) -> None:
     file.mkdir()
     result = tune()
     assert result.exit_code == 2
@@ -255,7 +230,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_tried(
     assert tune("--dry-run").exit_code == 0
 
 
-def test_a_file_that_cannot_be_read_is_warned_of_and_set_aside(installed, file) -> None:
+def test_an_unreadable_file_is_a_warning_and_set_aside(installed, file) -> None:
     file.write_text('{"format": 2}')
     answer = json.loads(tune("--json").stdout)
     assert f"{file} holds no launches that can be read" in answer["warnings"][0]
@@ -263,7 +238,7 @@ def test_a_file_that_cannot_be_read_is_warned_of_and_set_aside(installed, file) 
     assert file.with_name(f"{file.name}.damaged").read_text() == '{"format": 2}'
 
 
-def test_what_would_not_be_used_is_not_kept(installed, file, monkeypatch) -> None:
+def test_tuning_is_refused_where_launches_are_off(installed, file, monkeypatch) -> None:
     monkeypatch.setenv("ATTNMUX_NO_LAUNCHES", "1")
     result = tune("fake0")
     assert result.exit_code == 2
@@ -271,7 +246,7 @@ def test_what_would_not_be_used_is_not_kept(installed, file, monkeypatch) -> Non
     assert tune("--dry-run", "fake0").exit_code == 0
 
 
-def test_without_a_home_directory_a_file_has_to_be_named(installed, monkeypatch) -> None:
+def test_without_a_home_directory_a_file_must_be_named(installed, monkeypatch) -> None:
     def homeless(*_: object, **__: object) -> None:
         raise RuntimeError("could not determine the home directory")
 

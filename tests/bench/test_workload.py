@@ -1,4 +1,4 @@
-"""What is timed: how it is written, how large it is, and which steps a device is asked for."""
+"""Workloads: their texts, their sizes, and the default ones of a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU = replace(Platform.parse("nvidia:sm90,cuda=12.8"), memory_bytes=141 * 10**9)
 CPU = Platform.parse("cpu:x86_64")
 
 
-def test_how_it_is_written() -> None:
+def test_text_of_a_workload() -> None:
     decode = Workload.parse("decode:bs=64,ctx=4096")
     assert decode == Workload(phase="decode", batch_size=64, prefix=4095)
     assert (decode.keys, decode.new, str(decode)) == (4096, 1, "decode:bs=64,ctx=4096")
@@ -43,7 +43,7 @@ def test_how_it_is_written() -> None:
         prefix=st.integers(0, 9999),
     )
 )
-def test_it_reads_what_it_writes(workload) -> None:
+def test_texts_round_trip(workload) -> None:
     assert Workload.parse(str(workload)) == workload
 
 
@@ -64,7 +64,7 @@ def test_it_reads_what_it_writes(workload) -> None:
         "decode:bs=100000,ctx=100000",
     ],
 )
-def test_what_cannot_be_read(text) -> None:
+def test_invalid_texts_are_refused(text) -> None:
     with pytest.raises(InvalidInput, match="workload"):
         Workload.parse(text)
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_read(text) -> None:
     "fields", [{}, {"sliding_window": 5}, {"attention_chunk": 6}, {"sliding_window": 1}]
 )
 @pytest.mark.parametrize("workload", ["decode:bs=3,ctx=17", "extend:bs=2,new=9,prefix=8"])
-def test_what_has_to_be_read_and_multiplied(fields, workload) -> None:
+def test_bytes_and_flops(fields, workload) -> None:
     """Counted in the mask of the reference."""
     work = Workload.parse(workload)
     request = Request(num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=32, **fields)
@@ -96,7 +96,7 @@ def test_latents_are_read_once_and_are_both_k_and_v() -> None:
     assert work.flops(request) == 2 * 10 * 16 * 2 * (576 + 512)
 
 
-def test_the_default_grid_is_one_for_the_device() -> None:
+def test_the_default_grid_fits_the_device() -> None:
     request = completed(Request())
     gpu, cpu = (default_grid(request, here, 2) for here in (GPU, CPU))
     assert {each.phase for each in gpu} == {each.phase for each in cpu} == {"decode", "extend"}
@@ -111,7 +111,7 @@ def test_the_default_grid_is_one_for_the_device() -> None:
     assert default_grid(request, replace(GPU, memory_bytes=0), 2) == gpu
 
 
-def test_shapes_that_nobody_asked_for() -> None:
+def test_default_shapes() -> None:
     request = completed(Request.parse("head_dim=64"))
     assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == (32, 8, 64)
     assert request.origins["num_q_heads"] == "default"
@@ -124,6 +124,24 @@ def test_shapes_that_nobody_asked_for() -> None:
 @pytest.mark.parametrize(
     "text", ["kind=linear", "kind=nsa", "cross_attention=yes", "custom_mask=yes", "multi_item=yes"]
 )
-def test_what_no_workload_has(text) -> None:
+def test_untimed_features_are_refused(text) -> None:
     with pytest.raises(InvalidInput, match="request"):
         completed(Request.parse(text))
+
+
+def test_requests_of_different_lengths() -> None:
+    work = Workload.uneven([4, 9, 2])
+    assert (work.phase, work.batch_size, work.keys) == ("decode", 3, 9)
+    assert (work.lengths, work.num_tokens) == ((4, 9, 2), 3)
+    assert str(work) == "decode:bs=3,ctx=2..9"
+    request = completed(Request())
+    even = [Workload(phase="decode", batch_size=1, prefix=length - 1) for length in (4, 9, 2)]
+    assert work.kv_bytes(request, 2) == sum(each.kv_bytes(request, 2) for each in even)
+    assert work.stored_bytes(request, 2) == sum(each.stored_bytes(request, 2) for each in even)
+    assert work.flops(request) == sum(each.flops(request) for each in even)
+
+
+@pytest.mark.parametrize("lens", [(4, 9), (4, 9, 0), (4, 8, 2)])
+def test_lengths_that_do_not_fit_the_step(lens) -> None:
+    with pytest.raises(InvalidInput, match="a length for each of 3 requests"):
+        Workload(phase="decode", batch_size=3, prefix=8, lens=lens)

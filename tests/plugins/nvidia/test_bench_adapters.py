@@ -1,9 +1,11 @@
-"""The benchmark of adapters goes through on a CPU, with what emulates the libraries."""
+"""The benchmark of adapters runs on a CPU, with emulated libraries."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core.errors import BackendFailed
-
 ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
 WAYS = {
     "fa3": {"same calls"},
     "flashinfer": {"same calls", "one call"},
@@ -34,11 +35,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def measuring(benchmark) -> Any:
-    return importlib.import_module("benchmarks.adapter_measuring")
+def emulated(benchmark) -> Iterator[None]:
+    with benchmark.emulated_libraries():
+        yield
 
 
-def test_every_backend_is_asked(benchmark) -> None:
+def test_every_adapter_is_here(benchmark) -> None:
     assert benchmark.ADAPTERS.keys() == WAYS.keys()
 
 
@@ -56,31 +58,39 @@ def test_a_backend_is_compared_with_its_library(benchmark, name, tmp_path) -> No
         assert all(row[figure] is not None for figure in benchmark.FIGURES)
         assert row["graph_raw"] > 0
         assert row["host_ours"] > 0
+        assert row["workload"] in result.output
+
+
+def test_the_emulated_libraries_are_gone_after_a_dry_run(benchmark) -> None:
+    before = set(sys.modules)
+    with benchmark.emulated_libraries():
+        importlib.import_module("sgl_kernel.flash_attn")
+        measured(benchmark, "fa3")
+    left = {name for name in sys.modules if name.split(".")[0] in ("sgl_kernel", "flashinfer")}
+    assert left <= before
+    assert not any(name.startswith("attnmux.nvidia.fa3") for name in set(sys.modules) - before)
 
 
 def measured(benchmark, name: str, **changes: Any) -> list[Any]:
     adapter = replace(benchmark.ADAPTERS[name], **changes)
-    device = torch.device("cpu")
-    return benchmark.measure(name, adapter, adapter.tiny[0], 1, device)
+    return benchmark.measure(name, adapter, adapter.tiny[0], 1, CPU)
 
 
-def test_a_library_that_is_missing_is_a_row_that_says_so(benchmark) -> None:
-    def missing() -> Any:
-        raise ModuleNotFoundError("No module named 'sgl_kernel'")
-
-    (row,) = measured(benchmark, "fa3_mla", emulated=missing)
+def test_a_missing_library_is_a_row(benchmark, emulated, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", None)
+    (row,) = measured(benchmark, "fa3_mla")
     assert "sgl_kernel" in row.failure
     assert row.bars == "MISSED"
-    assert "sgl_kernel" in benchmark.line(row, has_bars=True)
 
 
+@pytest.mark.usefixtures("emulated")
 def test_answers_that_differ_are_not_timed(benchmark) -> None:
     adapter = benchmark.ADAPTERS["flashmla"]
 
-    def wrong(kernels, setup) -> Any:
+    def wrong(*given) -> Any:
         return {
             way: [lambda call=call: call()[0] * 1.5 for call in calls]
-            for way, calls in adapter.ways(kernels, setup).items()
+            for way, calls in adapter.ways(*given).items()
         }
 
     (row,) = measured(benchmark, "flashmla", ways=wrong)
@@ -88,11 +98,12 @@ def test_answers_that_differ_are_not_timed(benchmark) -> None:
     assert row.host_raw is None
 
 
-def test_what_cannot_be_captured_has_figures_of_the_host(benchmark, measuring, monkeypatch) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_host_figures_without_a_graph(benchmark, monkeypatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(measuring, "graph_times", fails)
+    monkeypatch.setattr(benchmark, "in_graph", fails)
     (row,) = measured(benchmark, "fa4")
     assert "in a graph: RuntimeError" in row.failure
     assert row.host_added is not None
@@ -115,14 +126,14 @@ def test_bars(benchmark, raw, ratio, added, bars) -> None:
 
 
 def test_a_package_that_fails_makes_room_for_the_next(benchmark, monkeypatch) -> None:
-    module = importlib.import_module("benchmarks.adapter_flash_mla")
+    def ways(library: Any, step: Any) -> Any:
+        if library == "first":
+            raise RuntimeError("no kernel image")
+        return {library: [lambda: None]}
 
-    def trial(kernels: Any, context: Any) -> None:
-        if kernels == "first":
-            raise BackendFailed("nvidia/flashmla", "no kernel image")
-
-    monkeypatch.setattr("attnmux.nvidia.trial.import_module", lambda name: name)
-    providers = {"first": lambda found: found, "second": lambda found: found}
-    assert module._first("nvidia/flashmla", providers, trial)(None) == "second"
-    with pytest.raises(BackendFailed, match=r"nvidia/flashmla .* first: no kernel image"):
-        module._first("nvidia/flashmla", {"first": lambda found: found}, trial)(None)
+    monkeypatch.setattr(benchmark, "import_module", lambda name: name)
+    adapter = replace(benchmark.ADAPTERS["flashmla"], modules=("first", "second"), ways=ways)
+    step = adapter.tiny[0].step(CPU)
+    assert list(benchmark.call_by_hand(adapter, step)) == ["second"]
+    with pytest.raises(RuntimeError, match=r"first: RuntimeError: no kernel image"):
+        benchmark.call_by_hand(replace(adapter, modules=("first",)), step)

@@ -1,10 +1,11 @@
-"""The benchmark against the libraries runs on a CPU, with emulators of the libraries."""
+"""The benchmark against the libraries runs on a CPU, with emulated libraries."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -19,15 +20,21 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("family", PEERS)
-def test_a_family_is_compared(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    benchmark = importlib.import_module("benchmarks.triton_gpu")
+    return importlib.import_module("benchmarks.triton_gpu")
+
+
+@pytest.mark.parametrize("family", PEERS)
+def test_a_family_is_compared(benchmark, family: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     given = ["--dry-run", "--rounds", "1", "--only", family, "--json", str(path)]
     result = CliRunner().invoke(benchmark.main, given, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "missing: flashmla: ImportError" in result.output
+    # Nothing emulates it
+    assert "missing: flashmla: ModuleNotFoundError" in result.output
+    assert f"{family}: geometric mean" in result.output
     found = json.loads(path.read_text(encoding="utf-8"))
     (row,) = found["rows"]
     timed = {name for name, figure in row["figures"].items() if figure["us"] is not None}
@@ -36,25 +43,28 @@ def test_a_family_is_compared(family: str, tmp_path: Path, monkeypatch: pytest.M
     assert set(found["versions"]) >= {"torch", "triton", "flashinfer-python", "sglang-kernel"}
 
 
-def test_what_answers_wrongly_is_neither_timed_nor_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    sides = importlib.import_module("benchmarks.triton_sides")
-    workloads = importlib.import_module("benchmarks.triton_workloads")
-    measured = importlib.import_module("benchmarks.triton_gpu")
-    benchmark = measured.Benchmark(rounds=1, ours_only=True, dry_run=True)
-    setups = importlib.import_module("benchmarks.triton_setups")
-    setup = setups.make_setup(workloads.TINY[0], benchmark.platform, benchmark.device)
-    run, figure = sides.admitted(lambda: [lambda: setup.q], setup, None)
-    assert run is None
-    assert figure.error > 0.1
-    assert figure.cell == "WRONG"
+def test_a_wrong_answer_is_reported_and_not_timed(benchmark) -> None:
+    measuring = benchmark.Benchmark(rounds=1, ours_only=True, dry_run=True)
+    step = benchmark.TINY["decode"][0].step(measuring.device)
+    found = benchmark.admitted(lambda: [lambda: step.q], step, None, alone=False)
+    assert found.run is None
+    assert found.figure.error > 0.1
+    assert found.figure.cell == "WRONG"
 
     def fails() -> None:
         raise RuntimeError("no kernel image")
 
-    run, figure = sides.admitted(lambda: [fails], setup, None)
-    assert run is None
-    assert figure.cell == "failed"
-    assert "no kernel image" in figure.failure
+    found = benchmark.admitted(lambda: [fails], step, None, alone=False)
+    assert found.run is None
+    assert found.figure.cell == "failed"
+    assert "no kernel image" in found.figure.failure
+
+
+def test_whole_outputs_are_compared(benchmark) -> None:
+    """Also where the sampled queries are right."""
+    measuring = benchmark.Benchmark(rounds=1, ours_only=True, dry_run=True)
+    step = benchmark.TINY["decode"][0].step(measuring.device)
+    whole = benchmark.admitted(lambda: measuring.ours(step), step, None, alone=False).out
+    assert whole is not None
+    found = benchmark.admitted(lambda: measuring.ours(step), step, 2 * whole, alone=False)
+    assert (found.run, found.figure.cell) == (None, "WRONG")

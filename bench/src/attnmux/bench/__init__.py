@@ -1,7 +1,116 @@
-"""Timing every backend on the same steps of one model's attention.
+"""Times attention backends on the same steps. Importing this module imports no torch.
 
-`workload.py`: what is timed. `subjects.py`: who takes part, and who does not, and why. `steps.py`:
-a workload in pools of its own. `answers.py`: whether a backend answers rightly. `timing.py`: how
-long it takes. `measuring.py`: all of it together. `conformance.py`: what has to be passed before
-a measurement may change a choice.
+workload.py     the steps that are timed
+entrants.py     which backends take part, and why the others do not
+steps.py        a workload in pools of its own
+answers.py      whether an answer is right
+timing.py       how long calls take, several sides by turns
+measuring.py    all of these together: rows of results
+conformance.py  the check that a measurement needs before it may change a choice
+report.py       tables of figures, and the facts that they belong to
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.bench.answers import distance, error_of, max_error
+    from attnmux.bench.conformance import Check, check_conformance
+    from attnmux.bench.entrants import Entrant, Field, Refused, find_entrants, make_field
+    from attnmux.bench.measuring import Bench, Row, all_layers, all_layers_in_graph
+    from attnmux.bench.report import Report, facts
+    from attnmux.bench.steps import Step, make_step
+    from attnmux.bench.timing import (
+        Ceilings,
+        Times,
+        ceilings,
+        device_meter,
+        graphs_of,
+        host_meter,
+        in_graph,
+        in_turn,
+        interleave,
+        median_us,
+        wall_meter,
+    )
+    from attnmux.bench.workload import Workload, completed, default_grid
+
+_MODULES = {
+    "Bench": "measuring",
+    "Ceilings": "timing",
+    "Check": "conformance",
+    "Entrant": "entrants",
+    "Field": "entrants",
+    "Refused": "entrants",
+    "Report": "report",
+    "Row": "measuring",
+    "Step": "steps",
+    "Times": "timing",
+    "Workload": "workload",
+    "all_layers": "measuring",
+    "all_layers_in_graph": "measuring",
+    "ceilings": "timing",
+    "check_conformance": "conformance",
+    "completed": "workload",
+    "default_grid": "workload",
+    "device_meter": "timing",
+    "distance": "answers",
+    "error_of": "answers",
+    "facts": "report",
+    "find_entrants": "entrants",
+    "graphs_of": "timing",
+    "host_meter": "timing",
+    "in_graph": "timing",
+    "in_turn": "timing",
+    "interleave": "timing",
+    "make_field": "entrants",
+    "make_step": "steps",
+    "max_error": "answers",
+    "median_us": "timing",
+    "wall_meter": "timing",
+}
+
+__all__ = [
+    "Bench",
+    "Ceilings",
+    "Check",
+    "Entrant",
+    "Field",
+    "Refused",
+    "Report",
+    "Row",
+    "Step",
+    "Times",
+    "Workload",
+    "all_layers",
+    "all_layers_in_graph",
+    "ceilings",
+    "check_conformance",
+    "completed",
+    "default_grid",
+    "device_meter",
+    "distance",
+    "error_of",
+    "facts",
+    "find_entrants",
+    "graphs_of",
+    "host_meter",
+    "in_graph",
+    "in_turn",
+    "interleave",
+    "make_field",
+    "make_step",
+    "max_error",
+    "median_us",
+    "wall_meter",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name when it is first used."""
+    if name in _MODULES:
+        module = importlib.import_module(f"attnmux.bench.{_MODULES[name]}")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

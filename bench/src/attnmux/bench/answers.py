@@ -1,4 +1,4 @@
-"""Whether what a backend answered is right: against float64 on sampled queries."""
+"""Checks a backend's answer against float64 on sampled queries."""
 
 from __future__ import annotations
 
@@ -12,72 +12,75 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing import reference
 
-MOST_ERROR: Mapping[torch.dtype, float] = {
+MAX_ERROR: Mapping[torch.dtype, float] = {
     # Weights and results are rounded to the format, each by 2^-9 at most, and kernels differ in
-    # where; what is wrong is off by far more.
+    # where. A wrong answer is off by far more.
     torch.bfloat16: 1e-2,
     torch.float16: 2e-3,
     torch.float32: 1e-4,
 }
-"""Norm of the difference by the norm of what is expected."""
+"""Norm of the difference divided by the norm of the expected answer."""
 
 HEADS = 4
-"""Sampled of the query heads that share a KV head."""
+"""Query heads that are sampled of those that share a KV head."""
 
 
-def most_error(step: Step, *, fp8_products: bool) -> float:
-    """fp8_products: as on the card."""
-    limit, stored = MOST_ERROR[step.q.dtype], step.pool.dtype
+def max_error(step: Step, *, fp8_products: bool = False) -> float:
+    """The largest relative error of a right answer. fp8_products: as on the card."""
+    limit, stored = MAX_ERROR[step.q.dtype], step.pool.dtype
     if fp8_products and stored in FP8_DTYPES:
         limit += torch.finfo(stored).eps / 2
     return limit
 
 
-def error_of(step: Step) -> float:
-    """How far off `step.out` is, which the last layer wrote; infinite where it is not finite.
-
-    The first, a middle and the last query of the first, a middle and the last request.
-    """
-    work, layer = step.workload, step.layers[-1]
-    requests = sorted({0, work.batch_size // 2, work.batch_size - 1})
-    tokens = sorted({0, work.new // 2, work.new - 1})
-    device = step.q.device
-    rows = torch.tensor([r * work.new + t for r in requests for t in tokens], device=device)
-    cached = torch.tensor([work.prefix + t for _ in requests for t in tokens], device=device).int()
-    ones = torch.ones_like(cached)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=len(rows),
-        req_pool_indices=step.batch.req_pool_indices[rows // work.new],
-        seq_lens=cached + ones,
-        out_cache_loc=step.batch.out_cache_loc[rows],
-        positions=cached.long(),
-        extend_seq_lens=ones,
-        extend_prefix_lens=cached,
-        extend_num_tokens=len(rows),
-    )
-    heads = _sampled_heads(step, device)
-    expected, _ = reference.attention(
-        step.q[rows][:, heads],
-        replace(
-            layer,
-            tp_q_head_num=len(heads),
-            sinks=None if layer.sinks is None else layer.sinks[heads],
-        ),
-        batch,
-        step.table.req_to_token,
-        step.pool,
-        q_rope=None if step.q_rope is None else step.q_rope[rows][:, heads],
-    )
-    found = step.out[rows][:, heads].double()
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference divided by the norm of `expected`; infinite where that is NaN."""
     off = float((found - expected).norm() / expected.norm())
     return off if off == off else float("inf")
 
 
-def _sampled_heads(step: Step, device: torch.device) -> torch.Tensor:
-    """The same number of query heads of each KV head: float64 over all would take long."""
-    layer = step.layers[-1]
-    group = layer.tp_q_head_num // layer.tp_k_head_num
+def error_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -> float:
+    """Relative error of `out` [T, Hq, Dv], a layer's answer; infinite where it is not finite.
+
+    Samples the first, a middle and the last query of the first, a middle and the last request.
+    out: the step's own by default, which the last layer wrote. layer: index of the layer.
+    """
+    work, spec, batch = step.workload, step.layers[layer], step.batch
+    requests = sorted({0, work.batch_size // 2, work.batch_size - 1})
+    tokens = sorted({0, work.new // 2, work.new - 1})
+    device = step.q.device
+    rows = torch.tensor([r * work.new + t for r in requests for t in tokens], device=device)
+    cached = batch.positions[rows].int()
+    ones = torch.ones_like(cached)
+    sampled = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(rows),
+        req_pool_indices=batch.req_pool_indices[rows // work.new],
+        seq_lens=cached + ones,
+        out_cache_loc=batch.out_cache_loc[rows],
+        positions=cached.long(),
+        extend_seq_lens=ones,
+        extend_prefix_lens=cached,
+        extend_num_tokens=len(rows),
+        topk_indices=None if batch.topk_indices is None else batch.topk_indices[rows],
+    )
+    heads = _sampled_heads(spec.tp_q_head_num, spec.tp_k_head_num, device)
+    sinks = None if spec.sinks is None else spec.sinks[heads]
+    expected, _ = reference.attention(
+        step.q[rows][:, heads],
+        replace(spec, tp_q_head_num=len(heads), sinks=sinks),
+        sampled,
+        step.table.req_to_token,
+        step.pool,
+        q_rope=None if step.q_rope is None else step.q_rope[rows][:, heads],
+    )
+    out = step.out if out is None else out
+    return distance(out[rows][:, heads].double(), expected)
+
+
+def _sampled_heads(q_heads: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """As many query heads of each KV head: float64 over all of them would take long."""
+    group = q_heads // kv_heads
     of_group = torch.arange(0, group, max(1, group // HEADS), device=device)
-    starts = torch.arange(layer.tp_k_head_num, device=device) * group
+    starts = torch.arange(kv_heads, device=device) * group
     return (starts[:, None] + of_group).flatten()

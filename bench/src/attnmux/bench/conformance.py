@@ -1,4 +1,4 @@
-"""The shipped suite in the shapes that are asked for, for as long as there is time."""
+"""Runs the conformance suite in a request's shapes, for a bounded time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.bench.subjects import Subject
+from attnmux.bench.entrants import Entrant
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.testing import Candidate, Case, run_case
 
-USUAL_DTYPE = "bfloat16"
-"""Of cases that are not about a dtype."""
+DEFAULT_DTYPE = "bfloat16"
+"""The dtype of cases that do not test a dtype."""
 
 KINDS = ("mha", "mla")
-"""Of cases whose steps are those of any kind."""
+"""Kinds of cases whose steps fit any kind."""
 
 FEATURES = (
     "sliding_window",
@@ -29,21 +29,21 @@ FEATURES = (
     "deterministic",
     "lse",
 )
-"""Of cases that are run only where they are asked for."""
+"""Features whose cases run only where the request asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What a backend came to in one phase."""
+    """How a backend did in one phase."""
 
     backend: str
     """`plugin/name`."""
     phase: str
     passed: int
     cases: int
-    """That are asked for; what was not run for want of time counts too."""
+    """Cases that apply, those that were not run for lack of time included."""
     failure: str = ""
-    """The first one: it ends the check."""
+    """The first failure, which ends the check."""
 
     @property
     def conformant(self) -> bool:
@@ -51,23 +51,23 @@ class Check:
 
 
 def check_conformance(
-    subject: Subject, device: str, seconds: float, launches: tuple[TunedLaunch, ...] = ()
+    entrant: Entrant, device: str, seconds: float, launches: tuple[TunedLaunch, ...] = ()
 ) -> Check:
-    """Run the cases in the suite's order until one fails or the time is over; one at least.
+    """Run the cases in the suite's order until one fails or `seconds` are over, but at least one.
 
-    device: torch's word. launches: as `BackendContext.launches`.
+    device: a torch device, as in "cuda:1". launches: as `BackendContext.launches`.
     """
     candidate = Candidate(
-        card=subject.offer.card,
-        plugin=subject.offer.plugin,
-        platform=subject.decision.platform,
+        card=entrant.offer.card,
+        plugin=entrant.offer.plugin,
+        platform=entrant.decision.platform,
         device=device,
-        options=subject.choice.options,
+        options=entrant.choice.options,
         launches=launches,
     )
-    cases = tuple(asked_cases(candidate, subject))
+    cases = tuple(applicable_cases(candidate, entrant))
     passed, end = 0, time.monotonic() + seconds
-    failure = "" if cases else "no case of the suite is what is asked"
+    failure = "" if cases else "no case of the suite applies to this request"
     for case in cases:
         outcome = run_case(candidate, case)
         passed += outcome.status == "passed"
@@ -76,31 +76,31 @@ def check_conformance(
         if failure or time.monotonic() > end:
             break
     return Check(
-        backend=subject.offer.address,
-        phase=subject.phase,
+        backend=entrant.offer.address,
+        phase=entrant.phase,
         passed=passed,
         cases=len(cases),
         failure=failure or ("" if passed else "every case that was run was refused"),
     )
 
 
-def asked_cases(candidate: Candidate, subject: Subject) -> Iterator[Case]:
-    """Cases of the subject's phase and page size without features that are not asked for, their
-    kind, heads and dtypes replaced by those that are."""
-    request = subject.decision.request
+def applicable_cases(candidate: Candidate, entrant: Entrant) -> Iterator[Case]:
+    """Yield cases of the entrant's phase and page size that need no other feature than the request,
+    with the request's kind, heads and dtypes."""
+    request = entrant.decision.request
     shapes = _shapes(request)
     seen: set[Case] = set()
-    for case in candidate.cases({subject.decision.page_size}):
-        of_case = case.request
+    for case in candidate.cases({entrant.decision.page_size}):
+        needed = case.request
         if (
             case.kind not in KINDS
-            or subject.phase not in case.phases
+            or entrant.phase not in case.phases
             or not {"decode", "extend"}.issuperset(case.phases)
-            or case.dtype not in (USUAL_DTYPE, request.dtype)
+            or case.dtype not in (DEFAULT_DTYPE, request.dtype)
             or case.kv_dtype not in (None, request.kv_dtype)
-            or (case.graph and not subject.in_graph)
+            or (case.graph and not entrant.in_graph)
             or not case.save_kv_cache
-            or any(getattr(of_case, name) and not getattr(request, name) for name in FEATURES)
+            or any(getattr(needed, name) and not getattr(request, name) for name in FEATURES)
         ):
             continue
         shaped = replace(case, **shapes)

@@ -1,25 +1,25 @@
-"""Every backend on every workload: whether it answers rightly, and how long it takes."""
+"""Times every backend on every workload, after checking its answer."""
 
 from __future__ import annotations
 
 import gc
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from attnmux.bench.answers import error_of, most_error
+from attnmux.bench.answers import error_of, max_error
+from attnmux.bench.entrants import Entrant
 from attnmux.bench.steps import Step, make_step
-from attnmux.bench.subjects import Subject
 from attnmux.bench.timing import (
     Ceilings,
     Run,
-    all_layers,
-    all_layers_in_graph,
     current,
+    in_graph,
+    in_turn,
+    interleave,
     median_us,
 )
 from attnmux.bench.workload import Workload
@@ -32,29 +32,30 @@ from attnmux.core.errors import in_brief
 from attnmux.core.graph.devices import DeviceGraphs
 
 ROUNDS = 3
-"""In each, the backends take their turns, so that what slows a device down slows all of them."""
+"""Rounds in which the backends take turns, so that a slower device slows all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What a backend came to on a workload."""
+    """The result of one backend on one workload."""
 
     workload: Workload
     backend: str
     """`plugin/name`."""
     status: Literal["measured", "wrong", "failed"]
-    """A backend that answers wrongly, or fails, is not timed."""
+    """A backend whose answer is wrong, or that fails, is not timed."""
     page_size: int
     execution: Literal["graph", "eager"]
     median_us: float | None = None
-    """Of one layer's call."""
+    """Microseconds of one layer's call."""
     prepare_us: float | None = None
-    """Of what comes before the layers' calls, once a step: metadata, a library's plan. With a graph
-    only what runs outside of it counts."""
+    """Microseconds, once a step, before the layers' calls: metadata, a library's plan. With a graph
+    only the part outside of it counts."""
     share: float | None = None
-    """Of what the device reaches: of its bandwidth in decode, of its matrix products in extend."""
+    """Share of the device's measured rate: of its bandwidth in decode, of its matrix products in
+    extend."""
     error: float | None = None
-    """Norm of the difference from float64 by the norm of what is expected, on sampled queries."""
+    """Relative error against float64 on sampled queries, by norm."""
     why: str = ""
     """What went wrong."""
 
@@ -64,67 +65,74 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """How steps are timed on one device."""
+    """Times steps on one device."""
 
     device: torch.device
     ceilings: Ceilings
     graphs: DeviceGraphs | None = None
-    """None: the device has none, and every step is timed eagerly."""
+    """None for a device without graphs: every step is timed eagerly."""
     seconds: float = 0.3
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
 
-    def rows(self, workloads: Sequence[Workload], subjects: Sequence[Subject]) -> Iterator[Row]:
-        """A row for each workload and each subject that serves its phase, one by one."""
+    def rows(self, workloads: Sequence[Workload], entrants: Sequence[Entrant]) -> Iterator[Row]:
+        """Yield a row for each pair of a workload and a backend that serves its phase."""
         for workload in workloads:
-            alike: dict[tuple[int, str], list[Subject]] = {}
-            for subject in subjects:
-                if subject.phase == workload.phase:
-                    decided = subject.decision
-                    alike.setdefault((decided.page_size, decided.kv_dtype), []).append(subject)
-            for group in alike.values():
+            groups: dict[tuple[int, str], list[Entrant]] = {}
+            for entrant in entrants:
+                if entrant.phase == workload.phase:
+                    decided = entrant.decision
+                    groups.setdefault((decided.page_size, decided.kv_dtype), []).append(entrant)
+            for group in groups.values():
                 with torch.no_grad(), current(self.device):
                     rows = self._group(workload, group)
                 yield from rows
                 gc.collect()
 
-    def _group(self, workload: Workload, subjects: Sequence[Subject]) -> list[Row]:
-        """Those that read the same pool."""
+    def _group(self, workload: Workload, entrants: Sequence[Entrant]) -> list[Row]:
+        """Rows of backends that read the same pool."""
         try:
-            step = make_step(workload, subjects[0].decision.request, self.device)
-        except Exception as error:  # memory, above all: whatever it is belongs into the rows
-            return [_row(workload, each, "failed", why=in_brief(error)) for each in subjects]
-        ready = {each.offer.address: self._ready(step, each) for each in subjects}
-        runs = {name: made for name, made in ready.items() if not isinstance(made, Row)}
-        rows = [made for made in ready.values() if isinstance(made, Row)]
-        times, broken = self._times(runs)
-        for name, made in runs.items():
-            if name in broken:
-                rows.append(_row(workload, made.subject, "failed", why=broken[name]))
+            step = make_step(workload, entrants[0].decision.request, self.device)
+        except Exception as error:  # mostly memory; any failure belongs in the rows
+            return [_row(workload, each, "failed", why=in_brief(error)) for each in entrants]
+        prepared = {each.offer.address: self._prepare(step, each) for each in entrants}
+        ready = {name: made for name, made in prepared.items() if not isinstance(made, Row)}
+        rows = [made for made in prepared.values() if isinstance(made, Row)]
+        times = interleave(
+            {
+                name: partial(median_us, made.run, self.seconds / ROUNDS)
+                for name, made in ready.items()
+            },
+            ROUNDS,
+            keep_going=True,  # a device that fails says so at the next wait
+        )
+        for name, made in ready.items():
+            if name in times.failures:
+                rows.append(_row(workload, made.entrant, "failed", why=times.failures[name]))
                 continue
-            us = statistics.median(times[name]) / len(step.layers)
+            us = times.median(name) / len(step.layers)
             rows.append(
                 _row(
                     workload,
-                    made.subject,
+                    made.entrant,
                     "measured",
                     median_us=us,
                     prepare_us=made.prepare_us,
-                    share=self._share(workload, made.subject.decision.request, us),
+                    share=self._share(workload, made.entrant.decision.request, us),
                     error=made.error,
                 )
             )
         return rows
 
-    def _ready(self, step: Step, subject: Subject) -> _Ready | Row:
-        """The backend, made and asked once; a row where that went wrong."""
+    def _prepare(self, step: Step, entrant: Entrant) -> _Ready | Row:
+        """Build the backend and check its answer. Returns a row where that went wrong."""
         try:
-            decision = subject.decision
-            context = step.context(decision.request, decision.platform, self.launches)
+            decision = entrant.decision
+            context = step.context(decision.platform, decision.request, self.launches)
             backend = build(decision, context)
             step.out.fill_(torch.nan)
-            if subject.in_graph and self.graphs is not None:
+            if entrant.in_graph and self.graphs is not None:
                 run = all_layers_in_graph(backend, step, self.graphs)
                 prepare = partial(backend.init_forward_metadata_out_graph, step.batch)
             else:
@@ -132,32 +140,16 @@ class Bench:
                 prepare = partial(backend.init_forward_metadata, step.batch)
             run()
             error = error_of(step)
-            limit = most_error(step, fp8_products=subject.offer.card.fp8_products)
+            limit = max_error(step, fp8_products=entrant.offer.card.fp8_products)
             if error > limit:
                 why = f"off by {error:.1e} of the norm, {limit:.1e} at most"
-                return _row(step.workload, subject, "wrong", error=error, why=why)
+                return _row(step.workload, entrant, "wrong", error=error, why=why)
             prepare_us = median_us(prepare, self.seconds / ROUNDS)
             return _Ready(
-                run=run, backend=backend, subject=subject, error=error, prepare_us=prepare_us
+                run=run, backend=backend, entrant=entrant, error=error, prepare_us=prepare_us
             )
         except Exception as failure:  # whatever a library, a compiler or a device raises
-            return _row(step.workload, subject, "failed", why=in_brief(failure))
-
-    def _times(
-        self, runs: Mapping[str, _Ready]
-    ) -> tuple[Mapping[str, Sequence[float]], Mapping[str, str]]:
-        """Microseconds of all layers by backend and round; what went wrong meanwhile."""
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        broken: dict[str, str] = {}
-        for _ in range(ROUNDS):
-            for name, made in runs.items():
-                if name in broken:
-                    continue
-                try:
-                    times[name].append(median_us(made.run, self.seconds / ROUNDS))
-                except Exception as failure:  # a device that fails says so at the next wait
-                    broken[name] = in_brief(failure)
-        return times, broken
+            return _row(step.workload, entrant, "failed", why=in_brief(failure))
 
     def _share(self, workload: Workload, request: Request, us: float) -> float:
         if workload.phase == "decode":
@@ -168,27 +160,49 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Ready:
-    """A backend that answered rightly."""
+    """A backend with a right answer, ready to be timed."""
 
     run: Run
     backend: AttentionBackend
-    """Kept: a graph does not keep what it reads."""
-    subject: Subject
+    """Kept alive: a graph does not own the memory that it reads."""
+    entrant: Entrant
     error: float
     prepare_us: float
 
 
+def all_layers(backend: AttentionBackend, step: Step) -> Run:
+    """Every layer's call, one after the other, eagerly. Prepares the step, once."""
+    backend.init_forward_metadata(step.batch)
+    return in_turn(step.calls(backend))
+
+
+def all_layers_in_graph(backend: AttentionBackend, step: Step, graphs: DeviceGraphs) -> Run:
+    """The same calls from one graph. Prepares the step, once, outside of the graph.
+
+    Raises GraphUnsupported for a backend that cannot be captured.
+    """
+    batch = step.batch
+    with torch.inference_mode(False):
+        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
+        replay = in_graph(in_turn(step.calls(backend)), graphs)
+    backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata_in_graph(batch)
+    return replay
+
+
 def _row(
     workload: Workload,
-    subject: Subject,
+    entrant: Entrant,
     status: Literal["measured", "wrong", "failed"],
     **figures: Any,  # noqa: ANN401  # fields of Row by name
 ) -> Row:
     return Row(
         workload=workload,
-        backend=subject.offer.address,
+        backend=entrant.offer.address,
         status=status,
-        page_size=subject.decision.page_size,
-        execution="graph" if subject.in_graph else "eager",
+        page_size=entrant.decision.page_size,
+        execution="graph" if entrant.in_graph else "eager",
         **figures,
     )

@@ -1,4 +1,4 @@
-"""A workload in pools of its own: scattered pages, random values, the same for every backend."""
+"""A workload in pools of its own: scattered pages and random values, the same for every backend."""
 
 from __future__ import annotations
 
@@ -22,42 +22,57 @@ from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTok
 from attnmux.core.layer import LayerSpec
 from attnmux.core.workspace import Workspace
 
-COLD_BYTES, MOST_LAYERS = 256e6, 32
-"""KV of all layers together: several times what an accelerator's cache holds, so that a layer finds
-none of its own there."""
+COLD_BYTES, MAX_LAYERS = 256e6, 32
+"""Bytes of K and V in all layers together, and layers: several times an accelerator's cache, so
+that no layer finds its K and V there."""
 
-COLD_BYTES_CPU, MOST_LAYERS_CPU = 64e6, 6
-"""The same for a CPU, whose steps take long."""
+COLD_BYTES_CPU, MAX_LAYERS_CPU = 64e6, 6
+"""The same for a CPU, whose steps take longer."""
 
 DRAWN_ROWS = 1 << 16
-"""Slots that are filled at once, so that random numbers take no second pool's memory."""
+"""Slots that are filled at once, so that the random numbers need little memory."""
+
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """What every backend of one page size and KV dtype is given."""
+    """A workload's inputs for all backends with one page size and KV dtype."""
 
     workload: Workload
+    request: Request
     batch: ForwardBatch
     layers: tuple[LayerSpec, ...]
     table: ReqToTokenPool
     pool: KVPool
+    max_context_len: int
     q: torch.Tensor
-    """[T, Hq, D], in MLA the latent part."""
+    """[T, Hq, D], for MLA [T, Hq, rank]."""
     k: torch.Tensor
+    """[T, Hkv, D], for MLA [T, 1, rank]."""
     v: torch.Tensor | None
+    """[T, Hkv, Dv]; None for MLA."""
     q_rope: torch.Tensor | None
+    """[T, Hq, rope] of MLA."""
     k_rope: torch.Tensor | None
+    """[T, 1, rope] of MLA."""
     out: torch.Tensor
-    """[T, Hq, Dv]: where each layer in turn writes its result."""
+    """[T, Hq, Dv]: each layer in turn writes its result here."""
     lse: torch.Tensor | None
+    """[T, Hq] float32, where the request asks for it."""
 
     def context(
-        self, request: Request, platform: Platform, launches: tuple[TunedLaunch, ...] = ()
+        self,
+        platform: Platform,
+        request: Request | None = None,
+        launches: tuple[TunedLaunch, ...] = (),
     ) -> BackendContext:
-        """For one backend, with a workspace of its own. launches: as in the context."""
+        """A context for one backend, with its own workspace.
+
+        request: the step's by default. launches: as `BackendContext.launches`.
+        """
         return BackendContext(
-            request=request,
+            request=request or self.request,
             platform=platform,
             device=self.pool.device,
             layers=self.layers,
@@ -65,61 +80,106 @@ class Step:
             token_to_kv_pool=self.pool,
             workspace=Workspace(self.pool.device),
             max_batch_size=self.workload.batch_size,
-            max_context_len=self.workload.keys,
+            max_context_len=self.max_context_len,
             launches=launches,
         )
 
-    def calls(self, backend: AttentionBackend) -> list[Callable[[], object]]:
-        """Each layer's call as a model makes it: the new tokens' K and V are written too."""
+    def calls(self, backend: AttentionBackend) -> list[Run]:
+        """Each layer's call as a model makes it: it also stores the new tokens' K and V."""
         given = {"q_rope": self.q_rope, "k_rope": self.k_rope, "out": self.out, "lse": self.lse}
         return [
             partial(backend.forward, self.q, self.k, self.v, layer, self.batch, **given)  # type: ignore[arg-type]  # tensors by name
             for layer in self.layers
         ]
 
+    def calls_in_pool(self, backend: AttentionBackend) -> list[Run]:
+        """Each layer's call over K and V that are in the pool already. The result is new."""
+        return [
+            partial(backend.forward, self.q, None, None, layer, self.batch, q_rope=self.q_rope)
+            for layer in self.layers
+        ]
 
-def make_step(workload: Workload, request: Request, device: torch.device, *, seed: int = 0) -> Step:
-    """The workload for the shapes of a decided request: page size and KV dtype are set.
+    @property
+    def slots(self) -> torch.Tensor:
+        """[B, keys] int32, each request's slots; 0 after a shorter request's end."""
+        return self.table.req_to_token[self.batch.req_pool_indices, : self.workload.keys]
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """[B, most pages of a request] int32; 0 after a shorter request's end."""
+        page = self.pool.page_size
+        # A single column may keep the strides of a row otherwise, which kernels refuse
+        return (self.slots[:, ::page] // page).clone(memory_format=torch.contiguous_format)
+
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of each layer, views of [pages, page_size, Hkv, D]; the V of MLA is K's latent
+        part."""
+        page = self.pool.page_size
+        buffers = [self.pool.get_kv_buffer(layer.layer_id) for layer in self.layers]
+        return [
+            (k.view(-1, page, *k.shape[1:]), v.view(-1, page, *v.shape[1:])) for k, v in buffers
+        ]
+
+
+def make_step(
+    workload: Workload,
+    request: Request,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    num_layers: int | None = None,
+    max_context_len: int | None = None,
+    topk: int = 0,
+) -> Step:
+    """The workload for the shapes of a decided request, in which page size and KV dtype are set.
+
+    num_layers: as many as it takes to keep caches cold, by default. max_context_len: what the
+    engine allows, the longest request by default. topk: keys that each token picks (kind "nsa").
     Raises PoolExhausted where memory does not suffice.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch_dtype(request.dtype or "")
-    layers = _layers(workload, request, device, generator)
-    num_tokens, first = workload.batch_size * workload.new, layers[0]
+    layers = _layers(workload, request, device, generator, num_layers)
+    num_tokens, first = workload.num_tokens, layers[0]
     rope = first.qk_rope_head_dim
     width = first.qk_head_dim - rope
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    # Before the pool, whose size goes by the pages: the inputs are the same whatever these are
+    # Before the pool, whose size depends on the page size: the inputs are the same for all sizes
     q = draw(num_tokens, first.tp_q_head_num, width + rope)
     k = draw(num_tokens, first.tp_k_head_num, width)
     v = None if rope else draw(num_tokens, first.tp_v_head_num, first.v_head_dim)
-    # MLA's are parts of one row, which spares some kernels a copy.
+    # The parts of MLA's queries share one row, which saves some kernels a copy
     q, q_rope = (q[..., :width], q[..., width:]) if rope else (q, None)
     k_rope = draw(num_tokens, 1, rope) if rope else None
 
     page = request.page_size or 1
-    num_pages = workload.batch_size * -(-workload.keys // page)
-    pool = _pool(request, num_pages * page, layers, device)
+    num_pages = [-(-length // page) for length in workload.lengths]
+    pool = _pool(request, sum(num_pages) * page, layers, device)
     for layer in layers:
         buffers = pool.get_kv_buffer(layer.layer_id)
         for buffer in buffers[:1] if request.latent else buffers:
             for part in torch.split(buffer, DRAWN_ROWS):
                 part.copy_(draw(*part.shape).to(part.dtype))
-    table = ReqToTokenPool(workload.batch_size, workload.keys, device)
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)) + 1
-    slots = order[:, None] * page + torch.arange(page)
-    slots = slots.view(workload.batch_size, -1)[:, : workload.keys].to(device)
+    order = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(seed)) + 1
+    pages = torch.split(order[:, None] * page + torch.arange(page), num_pages)
+    slots = [
+        rows.flatten()[:length].to(device)
+        for rows, length in zip(pages, workload.lengths, strict=True)
+    ]
+    longest = max_context_len or workload.keys
+    table = ReqToTokenPool(workload.batch_size, longest, device)
     rows = num_tokens, first.tp_q_head_num
     return Step(
         workload=workload,
-        batch=_batch(workload, table, slots),
+        request=request,
+        batch=_batch(workload, table, slots, topk),
         layers=layers,
         table=table,
         pool=pool,
+        max_context_len=longest,
         q=q,
         k=k,
         v=v,
@@ -131,20 +191,25 @@ def make_step(workload: Workload, request: Request, device: torch.device, *, see
 
 
 def _layers(
-    workload: Workload, request: Request, device: torch.device, generator: torch.Generator
+    workload: Workload,
+    request: Request,
+    device: torch.device,
+    generator: torch.Generator,
+    count: int | None,
 ) -> tuple[LayerSpec, ...]:
-    """As many as a cold cache needs, each with every feature that the request asks for."""
-    itemsize = torch_dtype(request.kv_dtype or "").itemsize
-    on_cpu = device.type == "cpu"
-    cold, most = (COLD_BYTES_CPU, MOST_LAYERS_CPU) if on_cpu else (COLD_BYTES, MOST_LAYERS)
-    count = math.ceil(cold / workload.stored_bytes(request, itemsize))
+    """Layers with every feature that the request asks for."""
+    if count is None:
+        on_cpu = device.type == "cpu"
+        cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
+        itemsize = torch_dtype(request.kv_dtype or "").itemsize
+        count = min(max(2, math.ceil(cold / workload.stored_bytes(request, itemsize))), most)
     rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
     heads, dim = request.num_q_heads or 0, request.head_dim or 0
     given: dict[str, Any] = {
         "tp_q_head_num": heads,
         "tp_k_head_num": request.num_kv_heads,
         "tp_v_head_num": request.num_kv_heads,
-        "kind": request.kind,
+        "kind": "mla" if request.latent else request.kind,
         "qk_head_dim": rank + rope if request.latent else dim,
         "v_head_dim": rank if request.latent else request.v_head_dim or dim,
         "scaling": dim**-0.5,
@@ -154,8 +219,7 @@ def _layers(
     }
     if request.sinks:
         given["sinks"] = torch.randn(heads, device=device, generator=generator)
-    numbers = range(min(max(2, count), most))
-    return tuple(LayerSpec(layer_id=number, **given) for number in numbers)
+    return tuple(LayerSpec(layer_id=number, **given) for number in range(count))
 
 
 def _pool(
@@ -176,31 +240,45 @@ def _pool(
     return MHATokenToKVPool(**given, num_kv_heads=heads, head_dim=dims[0], v_head_dim=dims[1])
 
 
-def _batch(workload: Workload, table: ReqToTokenPool, slots: torch.Tensor) -> ForwardBatch:
-    """slots: [B, keys] int64, of each request's tokens."""
-    count, new, device = workload.batch_size, workload.new, slots.device
+def _batch(
+    workload: Workload, table: ReqToTokenPool, slots: list[torch.Tensor], topk: int
+) -> ForwardBatch:
+    """slots: [length] int64 of each request."""
+    count, new, device = workload.batch_size, workload.new, slots[0].device
     rows = torch.tensor(table.alloc(count), device=device)
-    lens = torch.full((count,), workload.keys, dtype=torch.int32, device=device)
-    table.write(rows, torch.zeros_like(lens), lens, slots.flatten())
-    news = torch.full_like(lens, new)
-    places = torch.arange(workload.prefix, workload.keys, device=device)
+    lens_cpu = torch.tensor(workload.lengths, dtype=torch.int32)
+    lens = lens_cpu.to(device)
+    table.write(rows, torch.zeros_like(lens), lens, torch.cat(slots))
+    positions = ((lens - new)[:, None] + torch.arange(new, device=device)).flatten().long()
     extends: dict[str, Any] = {}
     if workload.phase == "extend":
         extends = {
-            "extend_seq_lens": news,
-            "extend_seq_lens_cpu": news.cpu(),
-            "extend_prefix_lens": lens - news,
-            "extend_prefix_lens_cpu": (lens - news).cpu(),
-            "extend_num_tokens": new * count,
+            "extend_seq_lens": torch.full_like(lens, new),
+            "extend_seq_lens_cpu": torch.full_like(lens_cpu, new),
+            "extend_prefix_lens": lens - new,
+            "extend_prefix_lens_cpu": lens_cpu - new,
+            "extend_num_tokens": workload.num_tokens,
         }
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
         batch_size=count,
         req_pool_indices=rows,
         seq_lens=lens,
-        seq_lens_cpu=lens.cpu(),
-        seq_lens_sum=workload.keys * count,
-        out_cache_loc=slots[:, workload.prefix :].flatten(),
-        positions=places.repeat(count),
+        seq_lens_cpu=lens_cpu,
+        seq_lens_sum=sum(workload.lengths),
+        out_cache_loc=torch.cat([each[-new:] for each in slots]),
+        positions=positions,
+        topk_indices=_picks(positions, workload.keys, topk) if topk else None,
         **extends,
     )
+
+
+def _picks(positions: torch.Tensor, keys: int, topk: int) -> torch.Tensor:
+    """[T, topk] int32: places up to each token's own, as an indexer picks them, in random order.
+    Every token has at least `topk` of them."""
+    device = positions.device
+    generator = torch.Generator(device).manual_seed(topk)
+    scores = torch.rand(len(positions), keys, device=device, generator=generator)
+    columns = torch.arange(keys, device=device)
+    scores.masked_fill_(columns > positions.unsqueeze(1), -1)
+    return scores.topk(topk, dim=1).indices.int()

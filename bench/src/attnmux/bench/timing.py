@@ -1,60 +1,137 @@
-"""How long a step takes on a device, and what the device reaches where nothing is in the way."""
+"""How long calls take on the host and on a device, the sides of a comparison by turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch.utils.benchmark import Timer
 
-from attnmux.bench.steps import Step
-from attnmux.core.backend import AttentionBackend
+from attnmux.core.errors import GraphUnsupported, InvalidInput, in_brief
 from attnmux.core.graph.config import NUM_WARM_UPS
-from attnmux.core.graph.devices import DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import DeviceGraphs, GraphStep, device_graphs
 
 Run = Callable[[], object]
+Meter = Callable[[], float]
+"""Times one side once, in microseconds."""
+
+CALLS = 20
+"""Eager calls between two waits: fewer than a device queues."""
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes it the device that is waited for."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Microseconds of each side by round, all sides measured in each round."""
+
+    us: Mapping[str, Sequence[float]]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Sides that failed while they were timed, and why."""
+
+    def median(self, side: str) -> float:
+        return statistics.median(self.us[side])
+
+    def ratio(self, side: str, over: str) -> float:
+        """Median of the rounds' own ratios."""
+        pairs = zip(self.us[side], self.us[over], strict=True)
+        return statistics.median(mine / other for mine, other in pairs)
+
+    def added(self, side: str, to: str) -> float:
+        """Median of the rounds' own differences, in microseconds."""
+        pairs = zip(self.us[side], self.us[to], strict=True)
+        return statistics.median(mine - other for mine, other in pairs)
+
+
+def interleave(
+    meters: Mapping[str, Meter], rounds: int, *, warm_up: int = 0, keep_going: bool = False
+) -> Times:
+    """Time each side once a round, so that a disturbance hits all sides.
+
+    Rounds alternate the order of the sides: what one leaves in caches and clocks evens out.
+    warm_up: rounds before the first that counts. keep_going: leave out a side that raises, and
+    keep its error.
+    """
+    us: dict[str, list[float]] = {side: [] for side in meters}
+    failures: dict[str, str] = {}
+    for turn in range(warm_up + rounds):
+        sides = list(meters) if turn % 2 == 0 else list(meters)[::-1]
+        for side in sides:
+            if side in failures:
+                continue
+            try:
+                taken = meters[side]()
+            except Exception as error:
+                if not keep_going:
+                    raise
+                failures[side] = in_brief(error)
+                continue
+            if turn >= warm_up:
+                us[side].append(taken)
+    return Times(us=us, failures=failures)
+
+
+def host_meter(calls: Sequence[Run], device: torch.device, count: int = CALLS) -> Meter:
+    """Wall time of one eager call, without waiting for the device: the mean of `count` calls."""
+
+    def measure() -> float:
+        wait(device)
+        start = time.perf_counter()
+        for index in range(count):
+            calls[index % len(calls)]()
+        return (time.perf_counter() - start) / count * 1e6
+
+    return measure
+
+
+def wall_meter(run: Run, device: torch.device, repeats: int = 1) -> Meter:
+    """Wall time of one run, the device's work included: the mean of `repeats` runs."""
+
+    def measure() -> float:
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        wait(device)
+        return (time.perf_counter() - start) / repeats * 1e6
+
+    return measure
+
+
+def device_meter(run: Run, device: torch.device, repeats: int = 10) -> Meter:
+    """Device time of one run, by CUDA events; wall time on other devices. The mean of `repeats`."""
+    if device.type != "cuda":
+        return wall_meter(run, device, repeats)
+
+    def measure() -> float:
+        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        wait(device)
+        first.record()
+        for _ in range(repeats):
+            run()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / repeats * 1e3
+
+    return measure
 
 
 def median_us(run: Run, seconds: float) -> float:
-    """Median microseconds of one run, over `seconds` at least, and as many runs without a wait in
-    between as make the wait for the device small."""
+    """Median microseconds of one run, the device's work included, over at least `seconds`.
+
+    Runs follow each other without a wait until the wait for the device is short in comparison.
+    """
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).median * 1e6
 
 
-def all_layers(backend: AttentionBackend, step: Step) -> Run:
-    """Every layer's call, one after the other, eagerly. The step is prepared here, once."""
-    backend.init_forward_metadata(step.batch)
-    return _in_turn(step.calls(backend))
+def in_turn(calls: Sequence[Run]) -> Run:
+    """One run of all calls in order."""
 
-
-def all_layers_in_graph(backend: AttentionBackend, step: Step, graphs: DeviceGraphs) -> Run:
-    """The same from one graph, which holds the calls alone: what prepares a step, inside of a graph
-    or not, is run here, once. Raises GraphUnsupported for a backend that cannot be captured."""
-    batch = step.batch
-    captured = GraphStep(prepare=lambda: None, forward=_in_turn(step.calls(backend)))
-    with torch.inference_mode(False):
-        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
-        with graphs.session():
-            backend.init_forward_metadata_out_graph(batch, in_capture=True)
-            backend.init_forward_metadata_in_graph(batch)
-            for _ in range(NUM_WARM_UPS):
-                graphs.warm_up(captured)
-            graph = graphs.capture(captured)
-    backend.init_forward_metadata_out_graph(batch)
-    backend.init_forward_metadata_in_graph(batch)
-    return graph.replay
-
-
-def _in_turn(calls: list[Run]) -> Run:
     def run() -> None:
         for call in calls:
             call()
@@ -62,29 +139,62 @@ def _in_turn(calls: list[Run]) -> Run:
     return run
 
 
+def in_graph(run: Run, graphs: DeviceGraphs | None) -> Run:
+    """The replay of one graph of the run; the run itself for a device without graphs.
+
+    Raises GraphUnsupported for a run that cannot be captured.
+    """
+    if graphs is None:
+        return run
+    step = GraphStep(prepare=lambda: None, forward=run)
+    with torch.inference_mode(False), graphs.session():
+        for _ in range(NUM_WARM_UPS):
+            graphs.warm_up(step)
+        return graphs.capture(step).replay
+
+
+def graphs_of(device: torch.device) -> DeviceGraphs | None:
+    """None for a device without graphs. Raises InvalidInput for one that torch does not have."""
+    try:
+        torch.empty(1, device=device)
+        return device_graphs(device)
+    except GraphUnsupported:
+        return None
+    except (RuntimeError, AssertionError, ImportError) as error:
+        expected = f"a device of this torch: {error}"
+        raise InvalidInput("device", came=str(device), expected=expected) from error
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make the device torch's current one, for which `median_us` waits."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """What this device reaches, measured."""
+    """The largest rates measured on this device."""
 
     read_gbs: float
-    """GB/s of reading, the better of a sum and a copy (which reads and writes)."""
+    """GB/s of a sum or of a copy (which reads and writes), whichever is more."""
     matmul_tflops: float
     """TFLOP/s of a square matrix product in the dtype that is timed."""
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, seconds: float) -> Ceilings:
     """seconds: least time for each figure."""
-    with current(device):
-        return _ceilings(device, dtype, seconds)
-
-
-def _ceilings(device: torch.device, dtype: torch.dtype, seconds: float) -> Ceilings:
     nbytes, side = (1 << 27, 1024) if device.type == "cpu" else (1 << 30, 8192)
-    source = torch.ones(nbytes // 4, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * nbytes / median_us(partial(target.copy_, source), seconds)
-    read = nbytes / median_us(partial(torch.sum, source), seconds)
-    del source, target
-    left, right = torch.randn((2, side, side), device=device).to(dtype)
-    product = 2 * side**3 / median_us(partial(torch.matmul, left, right), seconds)
+    with current(device):
+        source = torch.ones(nbytes // 4, device=device)
+        target = torch.empty_like(source)
+        copied = 2 * nbytes / median_us(partial(target.copy_, source), seconds)
+        read = nbytes / median_us(partial(torch.sum, source), seconds)
+        del source, target
+        left, right = torch.randn((2, side, side), device=device).to(dtype)
+        product = 2 * side**3 / median_us(partial(torch.matmul, left, right), seconds)
     return Ceilings(read_gbs=max(copied, read) / 1e3, matmul_tflops=product / 1e6)

@@ -1,7 +1,8 @@
-"""What is timed: steps whose requests are all alike. Importing this module imports no torch."""
+"""The steps that are timed. Importing this module imports no torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,28 +11,30 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput
 
 FIELDS = {"decode": ("bs", "ctx"), "extend": ("bs", "new", "prefix")}
-"""What says a workload of each phase, in this order."""
+"""The fields of a workload's text, by phase and in this order."""
 
 GRAMMAR = "decode:bs=64,ctx=4096 or extend:bs=4,new=512,prefix=8192"
 
-MOST_TOKENS = 1 << 24
-"""Of a step's requests together: an error in a number must not ask for all memory there is."""
+MAX_TOKENS = 1 << 24
+"""Tokens that the requests of a step may hold together. A typo must not allocate all memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One step of `batch_size` requests.
+    """One step of `batch_size` requests, all of the same length unless `lens` is given.
 
-    Raises InvalidInput for a phase that is not timed and for sizes that cannot be.
+    Raises InvalidInput for a phase other than decode and extend, and for impossible sizes.
     """
 
     phase: str
     """"decode" or "extend"."""
     batch_size: int
     prefix: int
-    """Tokens of each request that are in the cache before the step."""
+    """Tokens of each request that are in the cache before the step; of the longest with `lens`."""
     new: int = 1
     """New tokens of each request; 1 in decode."""
+    lens: tuple[int, ...] = ()
+    """[batch_size] tokens of each request after the step. Empty: `prefix + new` for all."""
 
     def __post_init__(self) -> None:
         if self.phase not in FIELDS:
@@ -40,24 +43,51 @@ class Workload:
             raise _refusal(str(self), "at least one request, and one new token of each")
         if self.phase == "decode" and self.new != 1:
             raise _refusal(f"decode of {self.new} tokens", "1 new token of each request")
-        if self.batch_size * self.keys > MOST_TOKENS:
-            raise _refusal(str(self), f"at most {MOST_TOKENS} tokens in all")
+        if self.lens and (
+            len(self.lens) != self.batch_size
+            or min(self.lens) < self.new
+            or max(self.lens) != self.keys
+        ):
+            expected = f"a length for each of {self.batch_size} requests, {self.keys} at most"
+            raise _refusal(f"lens={self.lens}", expected)
+        if sum(self.lengths) > MAX_TOKENS:
+            raise _refusal(str(self), f"at most {MAX_TOKENS} tokens in all")
+
+    @classmethod
+    def uneven(cls, lens: Iterable[int]) -> Workload:
+        """A decode step of requests with these lengths, the new token included."""
+        lens = tuple(lens)
+        return cls(phase="decode", batch_size=len(lens), prefix=max(lens) - 1, lens=lens)
 
     @property
     def keys(self) -> int:
-        """Of each request, the new tokens included."""
+        """Tokens of each request after the step; of the longest with `lens`."""
         return self.prefix + self.new
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """[batch_size] tokens of each request after the step."""
+        return self.lens or (self.keys,) * self.batch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all requests."""
+        return self.batch_size * self.new
+
     def __str__(self) -> str:
-        """As `parse` reads it, and as a measurement names it."""
+        """The text that `parse` reads, and that names the workload in a measurement.
+
+        `parse` does not read a workload with `lens`: "decode:bs=16,ctx=16..4096".
+        """
         if self.phase == "decode":
-            return f"decode:bs={self.batch_size},ctx={self.keys}"
+            shortest = f"{min(self.lens)}.." if self.lens else ""
+            return f"decode:bs={self.batch_size},ctx={shortest}{self.keys}"
         return f"{self.phase}:bs={self.batch_size},new={self.new},prefix={self.prefix}"
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """From "decode:bs=64,ctx=4096", where `ctx` counts the new token, or
-        "extend:bs=4,new=512,prefix=8192". `bs` is 1 and `prefix` 0 where they are left out.
+        """Read "decode:bs=64,ctx=4096", where `ctx` counts the new token, or
+        "extend:bs=4,new=512,prefix=8192". `bs` defaults to 1 and `prefix` to 0.
 
         Raises InvalidInput for anything else.
         """
@@ -78,34 +108,38 @@ class Workload:
         return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new)
 
     def kv_bytes(self, request: Request, itemsize: int) -> int:
-        """Of one layer: what the step has to read of the cache.
+        """Bytes of K and V that a decode step reads in one layer.
 
         itemsize: bytes of a stored value.
         """
-        width = sum(_widths(request)[:2])
-        seen = self.batch_size * _seen(request, self.keys - 1)
-        return seen * width * (request.num_kv_heads or 1) * itemsize
+        seen = sum(_seen(request, length - 1) for length in self.lengths)
+        return seen * _bytes_of_token(request, itemsize)
 
     def stored_bytes(self, request: Request, itemsize: int) -> int:
-        """Of one layer: what the requests hold, seen or not."""
-        width = sum(_widths(request)[:2])
-        return self.batch_size * self.keys * width * (request.num_kv_heads or 1) * itemsize
+        """Bytes of K and V that the requests hold in one layer, visible or not."""
+        return sum(self.lengths) * _bytes_of_token(request, itemsize)
 
     def flops(self, request: Request) -> int:
-        """Of one layer's two products, over the keys that each new token sees."""
-        seen = sum(_seen(request, place) for place in range(self.prefix, self.keys))
-        width = sum(_widths(request)[2:])
-        return 2 * self.batch_size * seen * (request.num_q_heads or 1) * width
+        """Floating-point operations of one layer's two products, over the visible keys."""
+        seen = sum(
+            count * sum(_seen(request, place) for place in range(length - self.new, length))
+            for length, count in Counter(self.lengths).items()
+        )
+        return 2 * seen * (request.num_q_heads or 1) * sum(_widths(request)[2:])
 
 
 def _widths(request: Request) -> tuple[int, int, int, int]:
-    """What a token stores a KV head as K and as V; the dims of a query and of its result."""
+    """Widths of a stored K and V of one KV head, of a query, and of its result."""
     if request.latent:
         rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
         return rank + rope, 0, rank + rope, rank
     dim = request.head_dim or 0
     v_dim = request.v_head_dim or dim
     return dim, v_dim, dim, v_dim
+
+
+def _bytes_of_token(request: Request, itemsize: int) -> int:
+    return sum(_widths(request)[:2]) * (request.num_kv_heads or 1) * itemsize
 
 
 def _seen(request: Request, place: int) -> int:
@@ -122,11 +156,11 @@ def _refusal(came: str, expected: str) -> InvalidInput:
     return InvalidInput("workload", came=repr(came), expected=expected)
 
 
-ON_CPU = (
+GRID_CPU = (
     *((1, 256), (1, 2048), (4, 512), (16, 256)),
     *((1, 128, 0), (2, 32, 256)),
 )
-ON_ACCELERATOR = (
+GRID_ACCELERATOR = (
     *((1, 1024), (1, 4096), (1, 32768), (8, 4096), (32, 1024), (32, 4096), (32, 16384)),
     *((128, 1024), (128, 4096), (256, 1024)),
     *((1, 2048, 0), (1, 8192, 0), (8, 1024, 0), (4, 512, 8192)),
@@ -134,16 +168,18 @@ ON_ACCELERATOR = (
 """(batch size, context) of decode, (batch size, new, prefix) of extend."""
 
 MEMORY_SHARE = 0.25
-"""Of the device's memory, which a workload of the default grid may take: two layers of KV. The
-rest is for an engine beside it, and for what backends allocate."""
+"""Share of the device's memory that two layers of a default workload may take. Backends allocate
+too, and an engine may be running."""
 
 
 def default_grid(request: Request, platform: Platform, itemsize: int) -> tuple[Workload, ...]:
-    """Decode and extend steps of sizes that such a device serves, as far as its memory goes.
+    """Decode and extend steps of typical sizes that fit the device's memory.
 
     itemsize: bytes of a stored value.
     """
-    sizes: Iterable[tuple[int, ...]] = ON_CPU if platform.device_type == "cpu" else ON_ACCELERATOR
+    sizes: Iterable[tuple[int, ...]] = (
+        GRID_CPU if platform.device_type == "cpu" else GRID_ACCELERATOR
+    )
     room = platform.memory_bytes * MEMORY_SHARE or float("inf")
     grid = (
         Workload(phase="decode", batch_size=size[0], prefix=size[1] - 1)
@@ -154,20 +190,20 @@ def default_grid(request: Request, platform: Platform, itemsize: int) -> tuple[W
     return tuple(each for each in grid if 2 * each.stored_bytes(request, itemsize) <= room)
 
 
-USUAL = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-USUAL_LATENT = {
+DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+LATENT_SHAPES = {
     **{"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
     **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"},
 }
-"""Shapes that are timed where nobody asked for others: a dense model's of 8 billion parameters, and
-those of DeepSeek-V3 on one of eight ranks."""
+"""Defaults for shapes that a request leaves open: a dense model's of 8 billion parameters, and
+DeepSeek-V3's on one of eight ranks."""
 
 UNTIMED = ("cross_attention", "custom_mask", "multi_item")
-"""Features that no workload has."""
+"""Features that no workload exercises."""
 
 
 def completed(request: Request) -> Request:
-    """The request with the usual shapes where it has none, for the phases that are timed.
+    """The request with default shapes where it leaves them open.
 
     Raises InvalidInput for a request whose steps cannot be timed.
     """
@@ -177,18 +213,20 @@ def completed(request: Request) -> Request:
         if getattr(request, name):
             expected = "none of " + ", ".join(UNTIMED) + ": no workload has them"
             raise InvalidInput("request", came=f"{name}=yes", expected=expected)
-    usual = USUAL_LATENT if request.latent else USUAL
-    unset = {name: value for name, value in usual.items() if getattr(request, name) is None}
+    unset = {name: value for name, value in _shapes(request) if getattr(request, name) is None}
     return request.replace(origin="default", **unset) if unset else request
 
 
 def check_stated(request: Request) -> None:
     """Raise InvalidInput, naming them, for shapes that the request leaves open.
 
-    What was measured for the usual ones says nothing of what others will ask.
+    Measurements of default shapes say nothing about other shapes.
     """
-    usual = USUAL_LATENT if request.latent else USUAL
-    missing = [name for name in usual if getattr(request, name) is None]
+    missing = [name for name, _ in _shapes(request) if getattr(request, name) is None]
     if missing:
         came, expected = f"no {', '.join(missing)}", "--model, or all of them in --request"
         raise InvalidInput("request", came=came, expected=expected)
+
+
+def _shapes(request: Request) -> Iterable[tuple[str, object]]:
+    return (LATENT_SHAPES if request.latent else DENSE_SHAPES).items()

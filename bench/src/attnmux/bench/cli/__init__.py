@@ -1,1 +1,1 @@
-"""The verbs `bench` and `tune`."""
+"""The verbs `bench` and `tune`, the run behind `bench`, and their tables."""

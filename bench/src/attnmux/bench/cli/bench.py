@@ -1,14 +1,9 @@
-"""`attnmux bench`: every backend of this machine on the same steps, timed."""
+"""`attnmux bench`: times every backend of this machine on the same steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import click
 
-from attnmux.bench.cli.bench_keep import Keeper
-from attnmux.bench.cli.bench_place import find_place
 from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import requested
@@ -21,15 +16,15 @@ NOTHING_MEASURED = 3
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: num_q_heads=64,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
-@click.option("--backend", "names", multiple=True, help="Only this one; may be repeated.")
+@click.option("--backend", "names", multiple=True, help="Time only this backend; repeatable.")
 @click.option(
     "--workload",
     "texts",
     multiple=True,
-    help=f"{GRAMMAR}; may be repeated. [default: what such a device serves]",
+    help=f"{GRAMMAR}; repeatable. [default: typical sizes for the device]",
 )
-@click.option("--platform", help="A vendor, where several are here.")
-@click.option("--device", default="", help="torch's word: cuda:1, … [default: the first]")
+@click.option("--platform", help="A vendor, if the machine has devices of several.")
+@click.option("--device", default="", help="A torch device, as in cuda:1. [default: the first]")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -40,14 +35,14 @@ NOTHING_MEASURED = 3
 @click.option(
     "--keep",
     is_flag=True,
-    help="Let the choices on this machine go by the figures, after a conformance check.",
+    help="Check conformance, and let choices on this machine follow the figures.",
 )
 @click.option(
     "--check-seconds",
     type=click.FloatRange(min=0),
     default=60,
     show_default=True,
-    help="Most time for the check of one backend in one phase, with --keep.",
+    help="Most time to check one backend in one phase, with --keep.",
 )
 @common_options
 @pass_run
@@ -65,11 +60,11 @@ def bench(
     check_seconds: float,
     as_json: bool,
 ) -> int:
-    """Time every backend that serves a request here, or those that are named.
+    """Time the backends that serve a request here.
 
-    A figure is the median time of one layer's call as a model makes it, the write of the new
-    tokens' K and V included, from a device graph where there is one. All are given the same values
-    on scattered pages, and an answer is checked before it is timed. Exits with 0 when something was
+    A figure is the median time of one layer's call as a model makes it, which also stores the new
+    tokens' K and V; decode runs from a device graph where there is one. All backends get the same
+    values on scattered pages, and their answers are checked first. Exits with 0 when something was
     timed, 3 when nothing was.
     """
     workloads = [Workload.parse(text) for text in texts]
@@ -77,12 +72,18 @@ def bench(
     if keep:
         check_stated(asked)
     request = completed(asked)
+    try:
+        from attnmux.bench.cli.bench_run import Keeper, find_place, measure  # noqa: PLC0415  # torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise NoBackend(
+            "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
+        ) from error
     settings = run.settings()
     place = find_place(run, settings, platform, device)
-    keeper = Keeper.opened(run, settings, asked, place) if keep else None
-    with needing_torch():
-        from attnmux.bench.cli.bench_timing import measured  # noqa: PLC0415  # torch
-    result = measured(
+    keeper = Keeper.open(run, settings, asked, place) if keep else None
+    result = measure(
         place,
         request,
         settings.policy(),
@@ -96,20 +97,7 @@ def bench(
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
     else:
-        from attnmux.bench.cli.bench_report import report  # noqa: PLC0415  # rich, off the JSON path
+        from attnmux.bench.cli.tables import print_bench  # noqa: PLC0415  # rich, off the JSON path
 
-        report(result, kept)
+        print_bench(result, kept)
     return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
-
-
-@contextmanager
-def needing_torch() -> Iterator[None]:
-    """Raises NoBackend instead where torch is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise NoBackend(
-            "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
-        ) from error

@@ -1,26 +1,49 @@
-"""`attnmux tune`: backends try out their launches on this machine, and the fastest are kept."""
+"""`attnmux tune`: lets backends try kernel launches on this machine, and keeps the fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 
-from attnmux.bench.cli.tune_trying import Tuned, job_for, tried
+from attnmux.core.choosing.ask.policy import NAMING, Policy
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
-from attnmux.core.choosing.measured.records import RecordFile
+from attnmux.core.choosing.measured.launches import (
+    Job,
+    Trial,
+    TunedLaunch,
+    Tuner,
+    by_subject,
+    launch_file,
+    winner,
+)
+from attnmux.core.choosing.measured.measurement import versions_of
+from attnmux.core.choosing.measured.records import Device, RecordFile
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import offers_named
+from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import machine, requested
-from attnmux.core.errors import InvalidInput, NoBackend, SettingsError
+from attnmux.core.errors import (
+    AttnmuxError,
+    BackendFailed,
+    InvalidInput,
+    NoBackend,
+    SettingsError,
+    in_brief,
+)
 from attnmux.core.settings import Settings
 
 OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
-"""Where the file cannot be written."""
+"""Advice for a file that cannot be written."""
 
 
 @click.command()
@@ -28,9 +51,9 @@ OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: head_dim=128,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
-@click.option("--platform", help="A vendor, where several are here.")
-@click.option("--device", default="", help="torch's word: cuda:1, … [default: the first]")
-@click.option("--dry-run", is_flag=True, help="Try, and keep nothing.")
+@click.option("--platform", help="A vendor, if the machine has devices of several.")
+@click.option("--device", default="", help="A torch device, as in cuda:1. [default: the first]")
+@click.option("--dry-run", is_flag=True, help="Try launches, and keep nothing.")
 @common_options
 @pass_run
 def tune(
@@ -44,10 +67,11 @@ def tune(
     device: str,
     dry_run: bool,
 ) -> None:
-    """Let BACKEND, or all that can, try out how they launch their kernels for a request's shapes.
+    """Let BACKEND, or every backend that can, try kernel launches for a request's shapes.
 
-    What is faster than today's launch by more than 2 % is kept for this device and these versions,
-    and used whenever the backend is built. Exits with 0 when tried, 3 when nothing fits.
+    A launch that beats today's by more than 2 % is kept for this device and these versions, and
+    used whenever the backend is built. Exits with 0 when launches were tried, 3 when no backend
+    fits.
     """
     request = requested(model, fields, tp, None)
     settings = run.settings()
@@ -55,7 +79,7 @@ def tune(
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
         raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
-    device = _named_device(device, here)
+    device = _check_device(device, here)
     offers, policy, known = plugins.offers(), settings.policy(), run.launches(settings)
     jobs = []
     for offer in tunable(backend, offers):
@@ -69,14 +93,14 @@ def tune(
     if not jobs:
         where = here.name or here
         raise NoBackend(f"no backend that can be tuned serves this on {where}; name one to see why")
-    file = None if dry_run else _opened(settings)
+    file = None if dry_run else _open(settings)
     tuned: list[Tuned] = []
     launches: list[TunedLaunch] = []
-    for each in tried(run, jobs):
+    for each in try_launches(run, jobs):
         if not as_json:
-            from attnmux.bench.cli.tune_report import report  # noqa: PLC0415  # rich, off the JSON path
+            from attnmux.bench.cli.tables import print_trials  # noqa: PLC0415  # rich, off the JSON path
 
-            report(each.offer.address, each.job.platform, each.trials)
+            print_trials(each.offer.address, each.job.platform, each.trials)
         found = each.launches()
         if file is not None and found:
             with writing(file.path, otherwise=OTHERWISE):
@@ -93,10 +117,10 @@ def tune(
 
 
 def tunable(backend: str | None, offers: Sequence[Offer]) -> list[Offer]:
-    """Those that `backend` means; all that have a tuner where it is None.
+    """The offers that `backend` names; all with a tuner where it is None.
 
-    Raises UnknownBackend, InvalidInput for a backend without a tuner, and NoBackend where there is
-    no tuner at all.
+    Raises UnknownBackend, InvalidInput for a backend without a tuner, and NoBackend where no
+    backend has one.
     """
     having = [offer for offer in offers if offer.card.tuner is not None]
     if backend is None:
@@ -112,8 +136,8 @@ def tunable(backend: str | None, offers: Sequence[Offer]) -> list[Offer]:
     return meant
 
 
-def _named_device(device: str, here: Platform) -> str:
-    """Whether the machine has one of that number, torch says."""
+def _check_device(device: str, here: Platform) -> str:
+    """The device's name, the platform's first by default. torch checks its number later."""
     kind, colon, number = device.partition(":")
     if device and (kind != here.device_type or bool(colon) != number.isdecimal()):
         expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
@@ -121,16 +145,16 @@ def _named_device(device: str, here: Platform) -> str:
     return device or here.device_type
 
 
-def _opened(settings: Settings) -> RecordFile[TunedLaunch]:
-    """The file for what will be found. `Run.launches` has warned of what in it cannot be read.
+def _open(settings: Settings) -> RecordFile[TunedLaunch]:
+    """Open the file of launches. `Run.launches` has warned of records that cannot be read.
 
-    Raises SettingsError where nothing could be kept, or would be used: trying takes minutes.
+    Raises SettingsError, before minutes of trying, where launches cannot be kept or are not used.
     """
     path = settings.launches_file()
     if settings.no_launches:
         source = settings.sources.get("no_launches", "")
         raise SettingsError(
-            f"no_launches ({source}) forbids to use what is tuned: unset it, or --dry-run"
+            f"no_launches ({source}) forbids tuned launches: unset it, or --dry-run"
         )
     if path is None:
         raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
@@ -158,3 +182,99 @@ def _as_json(
         "file": None if path is None else str(path),
         "warnings": run.warnings,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """The launches that a backend tried."""
+
+    offer: Offer
+    job: Job
+    trials: tuple[Trial, ...]
+
+    def launches(self) -> list[TunedLaunch]:
+        """The launches to keep: the winner of each subject."""
+        now, versions = datetime.now(timezone.utc), versions_of(self.offer)
+        won = [winner(trials) for trials in by_subject(self.trials).values()]
+        return [
+            TunedLaunch(
+                backend=self.offer.address,
+                device=Device.of(self.job.platform),
+                versions=versions,
+                subject=trial.subject,
+                values=trial.values,
+                median_us=trial.median_us,
+                date=now,
+            )
+            for trial in won
+            if trial is not None and trial.median_us is not None
+        ]
+
+
+def job_for(
+    offer: Offer,
+    request: Request,
+    here: Platform,
+    offers: Sequence[Offer],
+    policy: Policy,
+    *,
+    device: str,
+    launches: tuple[TunedLaunch, ...] = (),
+) -> Job:
+    """The job of a decision in which this backend alone is named.
+
+    Raises NoBackend where it does not serve the request, or where others serve all of the phases,
+    as an encoder's; otherwise like `solve`.
+    """
+    named: Mapping[str, Any] = {**dict.fromkeys(NAMING), "backend": offer.address, "origins": {}}
+    decision = solve(request, here, offers, replace(policy, **named))
+    name = (offer.plugin, offer.card.name)
+    chosen = decision.phases.values()
+    choice = next((each for each in chosen if (each.plugin, each.backend) == name), None)
+    if choice is None:
+        phases = ", ".join(decision.phases)
+        raise NoBackend(f"{offer.address} is tuned for extend and decode; others serve {phases}")
+    request = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
+    return Job(
+        request=request,
+        platform=decision.platform,
+        device=device,
+        options=choice.options,
+        launches=launches,
+    )
+
+
+def try_launches(run: Run, jobs: Sequence[tuple[Offer, Job]]) -> Iterator[Tuned]:
+    """Run the jobs in order, with a warning for each that fails. Raises BackendFailed if all do."""
+    left = len(jobs)
+    for offer, job in jobs:
+        try:
+            trials = _trials(offer, job)
+        except BackendFailed as failure:
+            left -= 1
+            if not left:
+                raise
+            run.warn(str(failure))
+        else:
+            yield Tuned(offer=offer, job=job, trials=trials)
+
+
+def _trials(offer: Offer, job: Job) -> tuple[Trial, ...]:
+    """Raises BackendFailed for a tuner that cannot be imported, or that fails.
+
+    Redirects what libraries print to stderr: stdout is for the answer.
+    """
+    from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the path of refusals
+
+    try:
+        with redirect_stdout(sys.stderr):
+            tuner: Tuner = pkgutil.resolve_name(offer.card.tuner or "")
+            trials = tuple(track(tuner(job), f"{offer.address} tries"))
+        for trial in trials:
+            if not isinstance(trial, Trial):
+                raise TypeError(f"it yields {trial!r}, which is no Trial")
+    except AttnmuxError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a library or a device raises
+        raise BackendFailed(offer.address, f"{offer.card.tuner}: {in_brief(error)}") from error
+    return trials

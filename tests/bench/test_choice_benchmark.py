@@ -1,103 +1,28 @@
-"""The benchmark of the solver's choice: whom it compares, and when a bar is missed."""
+"""The benchmark of the solver's choice: the backends that it compares, and its bars."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from attnmux.bench import Workload
 from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.cli import run as shared
-
-torch = pytest.importorskip("torch", reason="timing runs the backends")
-
-from attnmux.bench.cli import bench_timing  # noqa: E402
-from attnmux.bench.timing import Ceilings  # noqa: E402
-from attnmux.bench.workload import Workload  # noqa: E402
-from attnmux.testing import FakeBackend, fake_card, fake_platform  # noqa: E402
+from attnmux.testing import FakeBackend
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+def choice(monkeypatch: pytest.MonkeyPatch, known_ceilings) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    # Hundreds of MB and of megaflops, for each model
-    reached = Ceilings(read_gbs=10.0, matmul_tflops=0.5)
-    monkeypatch.setattr(bench_timing, "ceilings", lambda *_: reached)
     return importlib.import_module("benchmarks.choice")
-
-
-class Slow(FakeBackend):
-    """Many times the work where it decodes more than one request."""
-
-    def forward_decode(self, call, batch):
-        for _ in range(20 if batch.batch_size > 1 else 0):
-            super().forward_decode(call, batch)
-        return super().forward_decode(call, batch)
-
-
-class SlowAlone(FakeBackend):
-    """The same for one request alone."""
-
-    def forward_decode(self, call, batch):
-        for _ in range(20 if batch.batch_size == 1 else 0):
-            super().forward_decode(call, batch)
-        return super().forward_decode(call, batch)
-
-
-class Wrong(FakeBackend):
-    def attend(self, *args, **kwargs):
-        out, lse = super().attend(*args, **kwargs)
-        return out * 1.1, lse
-
-
-class Installed:
-    """Plugins with cards of this test's."""
-
-    failures: tuple[PluginFailure, ...] = ()
-    loaded = ("of-this-test",)
-
-    def __init__(self, offers: tuple[Offer, ...]) -> None:
-        self._offers = offers
-
-    def offers(self) -> tuple[Offer, ...]:
-        return self._offers
-
-
-@pytest.fixture
-def installed(monkeypatch, request):
-    monkeypatch.setitem(sys.modules, __name__, request.module)
-    here = replace(fake_platform(), name="a machine")
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(here,)))
-
-    def put(*factories: type) -> None:
-        offers = tuple(
-            Offer(
-                card=replace(
-                    fake_card(),
-                    name=factory.__name__,
-                    factory=f"{factory.__module__}:{factory.__name__}",
-                ),
-                plugin="fakes",
-                distribution="attnmux-fake",
-                version="1.0",
-            )
-            for factory in factories
-        )
-        monkeypatch.setattr(shared, "load_plugins", lambda *_: Installed(offers))
-
-    return put
 
 
 def called(choice, *args: str) -> str:
@@ -115,9 +40,8 @@ def test_the_backends_of_a_cpu(choice, tmp_path) -> None:
     given = ("--tiny", "--without", "flex_attention", "--json", str(path))
     output = called(choice, *given, *QUICK)
     figures = json.loads(path.read_text(encoding="utf-8"))
-    assert len(figures["choice"]) == 3
-    assert len(figures["sizes"]) == 2
-    for step in (*figures["choice"], *figures["sizes"]):
+    assert [row["part"] for row in figures["rows"]] == ["choice"] * 3 + ["sizes"] * 2
+    for step in figures["rows"]:
         assert step["times"][step["chosen"]] > 0
         assert "cpu/flex_attention" not in step["times"]
     assert [text.split(":")[0] for text in figures["said"]] == [
@@ -129,26 +53,28 @@ def test_the_backends_of_a_cpu(choice, tmp_path) -> None:
     assert all(text in output for text in figures["said"])
 
 
-def test_each_size_is_decoded_by_its_backend(choice, installed, monkeypatch, tmp_path) -> None:
-    """Of two of which each is slow at a size, the machine's own measurements being left alone."""
+def test_each_size_is_decoded_by_its_backend(
+    choice, installed, monkeypatch, tmp_path, fakes
+) -> None:
+    """Each of two backends is slow at one size. The machine's own measurements are left alone."""
     kept = tmp_path / "measurements.json"
     monkeypatch.setenv("ATTNMUX_MEASUREMENTS", str(kept))
-    installed(Slow, SlowAlone, Wrong)
+    installed(fakes.Slow, fakes.SlowAlone, fakes.Wrong)
     measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
         seconds=0.003, check_seconds=0.05
     )
-    served, told = measuring.serve(choice.TINY_SIZES)
+    served, notes = measuring.serve(choice.TINY_SIZES)
     assert [each.chosen for each in served] == ["fakes/Slow", "fakes/SlowAlone"]
     assert [each.best for each in served] == ["fakes/Slow", "fakes/SlowAlone"]
     assert all("fakes/Wrong" not in each.times for each in served)
-    assert any(text.startswith("fakes/Wrong, decode:bs=1,ctx=9: wrong") for text in told)
+    assert any(text.startswith("fakes/Wrong, decode:bs=1,ctx=9: wrong") for text in notes)
     assert choice.sizes_bar(served).is_kept
     assert choice.sizes_bar(served).found < 1.01
     assert not kept.exists()
 
 
-def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
-    installed(FakeBackend, Slow)
+def test_a_backend_that_is_left_out_is_not_chosen(choice, installed, fakes) -> None:
+    installed(FakeBackend, fakes.Slow)
     measuring = importlib.import_module("benchmarks.choice_measuring").Measuring(
         without=("FakeBackend",), seconds=0.003, check_seconds=0.05
     )
@@ -158,11 +84,11 @@ def test_a_backend_that_is_left_out_is_not_chosen(choice, installed) -> None:
     ] * 2
 
 
-def test_a_backend_that_another_stands_in_for_has_no_time(choice) -> None:
+def test_a_backend_replaced_by_its_companion_has_no_time(choice) -> None:
     pytest.importorskip("attnmux.nvidia.plugin", reason="it has backends with companions")
-    subjects = importlib.import_module("attnmux.bench.subjects")
+    entrants = importlib.import_module("attnmux.bench.entrants")
     run = shared.Run()
-    found, _ = subjects.find_subjects(
+    found, _ = entrants.find_entrants(
         choice.MODELS[-1].request,
         Platform.parse("nvidia:sm90,cuda=13.0"),
         run.plugins(run.settings()).offers(),
@@ -223,7 +149,7 @@ def test_sizes_are_compared_with_the_one_backend_that_is_best_over_all(choice) -
     assert "batch size 1, against b alone" in str(choice.sizes_bar(served))
 
 
-def test_what_always_one_costs(choice) -> None:
+def test_the_cost_of_one_backend_for_all(choice) -> None:
     served = [
         choice.Served(model="m", workload=Workload.parse(text), chosen="x", times=times)
         for text, times in (
@@ -236,7 +162,7 @@ def test_what_always_one_costs(choice) -> None:
     assert "geometric mean 1.4142, worst 2.0000 (of 2 steps out of 3)" in said
 
 
-def test_the_steps_are_those_that_kernels_are_compared_on(choice) -> None:
+def test_the_steps_match_those_of_triton_gpu(choice) -> None:
     workloads = [each for model in choice.MODELS for each in model.workloads]
     kinds = [
         (each.phase, model.request.kind) for model in choice.MODELS for each in model.workloads

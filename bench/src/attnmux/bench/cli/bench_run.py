@@ -1,0 +1,265 @@
+"""One run of `attnmux bench`: where it times, what it measures, and what `--keep` stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnmux.bench.conformance import Check, check_conformance
+from attnmux.bench.entrants import Field, make_field
+from attnmux.bench.measuring import Bench, Row
+from attnmux.bench.timing import Ceilings, ceilings
+from attnmux.bench.workload import Workload
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core.choosing.measured.measurement import (
+    Measurement,
+    measurement_file,
+    shape_of,
+    versions_of,
+)
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cli.run import Run, writing
+from attnmux.core.cli.select import decided, machine
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import InvalidInput, SettingsError
+from attnmux.core.settings import Settings
+
+OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
+"""Advice for a file that cannot be written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A device of this machine, and the backends that the plugins offer."""
+
+    platform: Platform
+    device: str
+    """A torch device."""
+    offers: tuple[Offer, ...]
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
+
+    def __str__(self) -> str:
+        return self.platform.name or str(self.platform)
+
+
+def find_place(run: Run, settings: Settings, platform: str | None, device: str) -> Place:
+    """Raises InvalidInput for a machine that is not here, and for another platform's device."""
+    plugins = run.plugins(settings)
+    here, hypothetical = machine(run, settings, plugins, platform)
+    if hypothetical:
+        raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
+    if device and device.partition(":")[0] != here.device_type:
+        expected = f"{here.device_type}, as torch calls {here}, or {here.device_type}:NUMBER"
+        raise InvalidInput("--device", came=repr(device), expected=expected)
+    return Place(
+        platform=here,
+        device=device or here.device_type,
+        offers=plugins.offers(),
+        launches=run.launches(settings),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The figures, and the backends without figures."""
+
+    place: Place
+    request: Request
+    ceilings: Ceilings
+    field: Field
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "platform": self.place.platform.to_dict(),
+            "device": self.place.device,
+            "request": self.request.to_dict(),
+            "ceilings": asdict(self.ceilings),
+            "rows": [row.to_dict() for row in self.rows],
+            "refused": [
+                {
+                    "backend": each.offer.address,
+                    "phase": each.phase,
+                    "reasons": [reason.to_dict() for reason in each.reasons],
+                }
+                for each in self.field.refused
+            ],
+        }
+
+
+def measure(
+    place: Place,
+    request: Request,
+    policy: Policy,
+    *,
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    seconds: float,
+    show: bool,
+) -> Result:
+    """Time all backends on all workloads. show: with a progress bar. Raises like `make_field`."""
+    device = torch.device(place.device)
+    field = make_field(
+        request,
+        place.platform,
+        device,
+        place.offers,
+        policy,
+        workloads=workloads,
+        names=names,
+    )
+    reached = ceilings(device, torch_dtype(request.dtype or ""), seconds)
+    bench = Bench(
+        device=device,
+        ceilings=reached,
+        graphs=field.graphs,
+        seconds=seconds,
+        launches=place.launches,
+    )
+    rows = bench.rows(field.workloads, field.entrants)
+    if show:
+        from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the JSON path
+
+        rows = track(rows, f"timing on {place}", field.size)
+    return Result(place=place, request=request, ceilings=reached, field=field, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What `--keep` stored, and how it changes the choice."""
+
+    path: Path
+    checks: tuple[Check, ...]
+    measurements: tuple[Measurement, ...]
+    before: Decision
+    after: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": str(self.path),
+            "checks": [{**asdict(each), "conformant": each.conformant} for each in self.checks],
+            "measurements": [each.to_dict() for each in self.measurements],
+            "before": _summary(self.before),
+            "after": _summary(self.after),
+        }
+
+
+def _summary(decision: Decision) -> dict[str, Any]:
+    whole = decision.to_dict()
+    return {name: whole[name] for name in ("hash", "page_size", "phases", "decode_sizes")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keeper:
+    """The file of measurements, and the decision before anything is stored there."""
+
+    path: Path
+    request: Request
+    """As asked: a choice follows measurements of the same shapes."""
+    place: Place
+    policy: Policy
+    before: Decision
+
+    @classmethod
+    def open(cls, run: Run, settings: Settings, request: Request, place: Place) -> Keeper:
+        """Check, before minutes of timing, that measurements can be stored and will be used.
+
+        Raises SettingsError where they cannot, and NoBackend where nothing serves the request.
+        """
+        path = settings.measurements_file()
+        if path is None:
+            source = settings.sources.get("no_measurements", "no home directory")
+            raise SettingsError(
+                f"measurements are not used here ({source}): allow them, or leave out --keep"
+            )
+        with writing(path, otherwise=OTHERWISE):
+            measurement_file(path).prepare()
+        policy, measurements = settings.policy(), run.measurements(settings)
+        before = decided(request, place.platform, place.offers, policy, measurements)
+        return cls(path=path, request=request, place=place, policy=policy, before=before)
+
+    def keep(self, result: Result, seconds: float, *, show: bool) -> Kept:
+        """Check every backend in each phase in which it was timed, and store its figures.
+
+        A backend with a wrong answer on one workload is not conformant in that phase, whatever the
+        suite says. show: with a progress bar.
+        """
+        checks = tuple(self._checks(result, seconds, show=show))
+        measurements = self._measurements(result, checks)
+        file = measurement_file(self.path)
+        if measurements:
+            with writing(self.path, otherwise=OTHERWISE):
+                file.add(measurements)
+        place, known = self.place, file.read().found
+        after = decided(self.request, place.platform, place.offers, self.policy, known)
+        return Kept(
+            path=self.path,
+            checks=checks,
+            measurements=measurements,
+            before=self.before,
+            after=after,
+        )
+
+    def _checks(self, result: Result, seconds: float, *, show: bool) -> Iterable[Check]:
+        timed = {
+            (row.backend, row.workload.phase) for row in result.rows if row.status == "measured"
+        }
+        entrants = [
+            each for each in result.field.entrants if (each.offer.address, each.phase) in timed
+        ]
+        place = self.place
+        checks = (
+            check_conformance(each, place.device, seconds, place.launches) for each in entrants
+        )
+        if not show:
+            return checks
+        from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the JSON path
+
+        return track(checks, "checking", len(entrants))
+
+    def _measurements(self, result: Result, checks: Iterable[Check]) -> tuple[Measurement, ...]:
+        platform = self.place.platform
+        conformant = {(each.backend, each.phase) for each in checks if each.conformant}
+        conformant -= {
+            (row.backend, row.workload.phase) for row in result.rows if row.status == "wrong"
+        }
+        offers = {offer.address: offer for offer in self.place.offers}
+        now, device = datetime.now(timezone.utc), Device.of(platform)
+        return tuple(
+            Measurement(
+                backend=row.backend,
+                phase=row.workload.phase,
+                shape=shape,
+                workload=str(row.workload),
+                batch_size=row.workload.batch_size if row.workload.phase == "decode" else None,
+                device=device,
+                versions=versions_of(offers[row.backend]),
+                median_us=row.median_us,
+                conformant=(row.backend, row.workload.phase) in conformant,
+                date=now,
+            )
+            for row in result.rows
+            if row.median_us is not None
+            for shape in self._shapes(row)
+        )
+
+    def _shapes(self, row: Row) -> Iterator[str]:
+        """Yield the request's shape, and the same with graphs where the row was timed in one."""
+        requests = [self.request]
+        if row.execution == "graph" and not self.request.graph:
+            requests.append(self.request.replace(graph=True))
+        for request in requests:
+            phase = row.workload.phase
+            yield shape_of(Question(request=request, platform=self.place.platform, phase=phase))

@@ -1,0 +1,146 @@
+"""Progress bars and tables of `attnmux bench` and `attnmux tune`. `--json` never imports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.progress import track as rich_track
+from rich.table import Table
+from rich.text import Text
+
+from attnmux.bench.workload import Workload
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import Trial, Value, by_subject, winner
+from attnmux.core.cli.render import WIDTH, plain_table
+
+if TYPE_CHECKING:  # torch, which a table does not need
+    from attnmux.bench.cli.bench_run import Kept, Result
+    from attnmux.bench.conformance import Check
+    from attnmux.bench.entrants import Refused
+    from attnmux.bench.measuring import Row
+
+NEVER = float("inf")
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Yield the items, with a progress bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    yield from rich_track(
+        items,
+        total=total,
+        description=what,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _console() -> Console:
+    console = Console()
+    width = console.width if console.is_terminal else WIDTH  # a pipe has no width of its own
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_bench(result: Result, kept: Kept | None) -> None:
+    """Print a table for each workload, fastest first, the refusals, and how the choice changes."""
+    console, reached = _console(), result.ceilings
+    console.print(
+        f"{result.place}: {reached.read_gbs:.3g} GB/s, {reached.matmul_tflops:.3g} TFLOP/s "
+        f"measured; {_shapes(result.request)}; us of one layer's call"
+    )
+    for workload in dict.fromkeys(row.workload for row in result.rows):
+        console.print()
+        console.print(_times(workload, [row for row in result.rows if row.workload == workload]))
+    if result.field.refused:
+        console.print()
+        console.print(_refusals(result.field.refused))
+    if kept is not None:
+        console.print()
+        console.print(_checks(kept.checks))
+        console.print()
+        _print_changes(console, kept)
+
+
+def _shapes(request: Request) -> str:
+    """The heads and dtypes that were timed: "32/8 heads of 128, bfloat16"."""
+    heads = f"{request.num_q_heads}/{request.num_kv_heads} heads of {request.head_dim}"
+    if request.latent:
+        heads = f"{request.num_q_heads} heads over a latent of {request.kv_lora_rank}"
+    stored = f", KV in {request.kv_dtype}" if request.kv_dtype not in (None, request.dtype) else ""
+    return f"{heads}, {request.dtype}{stored}"
+
+
+def _times(workload: Workload, rows: Sequence[Row]) -> Table:
+    limit = "of bandwidth" if workload.phase == "decode" else "of matmul"
+    table = plain_table(str(workload), "us", "of the best", limit, "a step's plan, us", "page", "")
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    times = [row.median_us for row in rows if row.median_us is not None]
+    for row in sorted(rows, key=lambda row: row.median_us or NEVER):
+        time, of_best, share, plan = "", "", "", ""
+        if row.median_us is not None:
+            time, of_best = f"{row.median_us:.1f}", f"{row.median_us / min(times):.2f}"
+            share, plan = f"{row.share or 0:.0%}", f"{row.prepare_us or 0:.0f}"
+        note = row.execution if row.status == "measured" else f"{row.status}: {row.why}"
+        table.add_row(row.backend, time, of_best, share, plan, str(row.page_size), Text(note))
+    return table
+
+
+def _refusals(refused: Sequence[Refused]) -> Table:
+    """One row for the phases that a backend refuses for the same reason."""
+    phases: dict[tuple[str, str], list[str]] = {}
+    for each in refused:
+        phases.setdefault((each.offer.address, each.why), []).append(each.phase)
+    table = plain_table("not timed", "for", "because")
+    for (backend, why), refusals in phases.items():
+        table.add_row(backend, ", ".join(refusals), Text(why))
+    return table
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    table = plain_table("checked", "for", "cases", "")
+    for each in checks:
+        note = "conformant" if each.conformant else f"not conformant: {each.failure}"
+        table.add_row(each.backend, each.phase, f"{each.passed} of {each.cases}", Text(note))
+    return table
+
+
+def _print_changes(console: Console, kept: Kept) -> None:
+    if kept.before.hash == kept.after.hash:
+        console.print(f"the choice stays: {kept.after.summary()}")
+    else:
+        console.print(f"before: {kept.before.summary()}")
+        console.print(f"now: {kept.after.summary()}")
+    console.print(f"{len(kept.measurements)} figures are kept in {kept.path}", soft_wrap=True)
+
+
+def print_trials(name: str, platform: Platform, trials: Sequence[Trial]) -> None:
+    """Print the launches that a backend tried, fastest first."""
+    console = _console()
+    for subject, tried in by_subject(trials).items():
+        console.print(Text(f"{name} on {platform.name or platform}: {_assignments(subject)}"))
+        console.print(_trials(tried))
+
+
+def _trials(trials: Sequence[Trial]) -> Table:
+    table = plain_table("launch", "us", "of today's", "")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    today = [trial.median_us for trial in trials if trial.is_current and trial.median_us]
+    best = winner(trials)
+    for trial in sorted(trials, key=lambda trial: trial.median_us or NEVER):
+        time, share = "", ""
+        if trial.median_us is not None:
+            time = f"{trial.median_us:.1f}"
+            share = f"{trial.median_us / today[0]:.3f}" if today else ""
+        word = "won" if trial is best else "today's" if trial.is_current else ""
+        note = ": ".join(filter(None, (word, trial.error)))
+        table.add_row(Text(_assignments(trial.values)), time, share, Text(note))
+    return table
+
+
+def _assignments(values: Mapping[str, Value]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
