@@ -1,8 +1,9 @@
-"""Dense attention over padded batches in float64, which every emulator computes in the end.
+"""What every emulator computes in the end: dense attention over padded batches, in float64.
 
 Shapes are static and nothing is read on the host, so that a recorded step can be replayed. Results
-are rounded to float32: that hides that batches of different sizes split a matrix product
-differently. It shares no code with `attnmux.testing.reference`, the oracle of emulated backends.
+are rounded to float32, which hides how a matrix product was split up: a batch of another size may
+be split otherwise. It shares no code with `attnmux.testing.reference`, which emulated backends are
+compared with.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of B padded requests.
 
-    q: [B, Tq, Hq, D]. k: [B, S, Hkv, D]. v: [B, S, Hkv, Dv]. keep: [B, Tq, S] bool; where it is
+    q: [B, Tq, Hq, D]. k: [B, S, Hkv, D]. v: [B, S, Hkv, Dv]. keep: [B, Tq, S] bool. Where keep is
     False, K may hold anything and V anything finite.
     scale: a number, or a tensor that broadcasts to the logits [B, Hkv, G, Tq, S].
-    sinks: [Hq], logits that count in the denominator only.
-    rounded_weights: the dtype that weights are rounded to before they multiply V, and what the
-    largest of a row is scaled to before that. The denominator counts the unrounded weights.
+    sinks: [Hq], a logit each that takes part in the denominator alone.
+    rounded_weights: what the weights are rounded to before they meet V, and what a row's largest
+    is then. The denominator is of those before.
     Returns out [B, Tq, Hq, Dv] and lse [B, Tq, Hq], natural logarithm, float32; a row without keys
     has out 0 and lse -inf, with sinks the sink.
     """
@@ -69,7 +70,7 @@ def token_places(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tenso
 
 
 def padded(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """Packed [total, …] as [B, longest, …]; after a request's end come other rows."""
+    """[B, longest, …] of packed [total, …]; after a request's end come other rows."""
     columns = torch.arange(longest, device=packed.device)
     rows = cu_seqlens[:-1].long().unsqueeze(1) + columns
     if not packed.shape[0]:
@@ -78,9 +79,9 @@ def padded(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torc
 
 
 def unpadded(batched: torch.Tensor, cu_seqlens: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """The rows of batched [B, longest, …] in packed order.
+    """The rows of batched [B, longest, …] back in packed order, and `into`'s where there are none.
 
-    into: [total, …]: the values of rows after the last request's.
+    into: [total, …]; rows after the last request's keep their values.
     """
     request, place = token_places(cu_seqlens, into.shape[0])
     num_requests, longest = batched.shape[:2]

@@ -186,14 +186,7 @@ def fixed_regions(
     group: ChunkGroup, max_batch_size: int, context: BackendContext
 ) -> tuple[Keys, ...]:
     """What graphs of decode steps of up to `max_batch_size` requests replay with."""
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=context.device)
-
     return tuple(
-        Keys(
-            page_table=zeros(max_batch_size, -(-width // group.keys.page_size)),
-            lens=zeros(max_batch_size),
-        )
+        Keys.zeros(max_batch_size, -(-width // group.keys.page_size), context.device)
         for width in longest_keys(group.chunk_len, context.max_context_len)
     )

@@ -291,10 +291,8 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     def _reserve_drafts(self, buffers: FA3Buffers, drafts: int) -> None:
         for group in self._groups:
             if (group, drafts) not in buffers.drafts:
-                room = buffers.max_num_tokens, drafts
-                table = torch.zeros(room, dtype=torch.int32, device=self.context.device)
-                lens = torch.zeros_like(table[:, 0])
-                buffers.drafts[group, drafts] = Keys(page_table=table, lens=lens)
+                keys = Keys.zeros(buffers.max_num_tokens, drafts, self.context.device)
+                buffers.drafts[group, drafts] = keys
 
 
 def _store_lse(source: torch.Tensor, call: AttentionCall, each: int | None) -> None:

@@ -60,6 +60,13 @@ class Keys:
     lens: torch.Tensor
     """[at least B] int32."""
 
+    @classmethod
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> Keys:
+        """Buffers for keys of up to as many rows."""
+        table = torch.zeros((rows, columns), dtype=torch.int32, device=device)
+        lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        return cls(page_table=table, lens=lens)
+
     def copied_to(self, buffers: Keys) -> Keys:
         """These keys at the front of larger buffers, where graphs read them."""
         rows, columns = self.page_table.shape
@@ -200,15 +207,9 @@ def fixed_buffers(
     groups: tuple[KeyGroup, ...], max_batch_size: int, context: BackendContext
 ) -> dict[KeyGroup, Keys]:
     """What graphs of up to `max_batch_size` requests replay with."""
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=context.device)
-
+    longest, device = context.max_context_len, context.device
     return {
-        group: Keys(
-            page_table=zeros(max_batch_size, -(-context.max_context_len // group.page_size)),
-            lens=zeros(max_batch_size),
-        )
+        group: Keys.zeros(max_batch_size, -(-longest // group.page_size), device)
         for group in groups
     }
 

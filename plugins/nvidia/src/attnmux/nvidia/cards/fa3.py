@@ -17,6 +17,12 @@ from attnmux.core.choosing.offer.conditions import (
 )
 from attnmux.nvidia.cards.runs import on_h200
 
+NUM_SPLITS = Option(
+    name="num_splits",
+    type=int,
+    default=0,
+    summary="parts that the keys of a request are split into; 0 lets the library choose",
+)
 TREE_SOURCES = {
     "page_size": (
         "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
@@ -74,14 +80,7 @@ FA3 = BackendCard(
     extra="fa3",
     # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
-    options=(
-        Option(
-            name="num_splits",
-            type=int,
-            default=0,
-            summary="parts that the keys of a request are split into; 0 lets the library choose",
-        ),
-    ),
+    options=(NUM_SPLITS,),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "the library is built for SM80 to SM89 too; the backend was run on SM90 only",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, one_of, runtimes, versions
-from attnmux.nvidia.cards.fa3 import TREE_SOURCES
+from attnmux.nvidia.cards.fa3 import NUM_SPLITS, TREE_SOURCES
 from attnmux.nvidia.cards.runs import on_h200
 
 _PHASES = one_of("extend", "decode", "verify", "draft")
@@ -48,14 +48,7 @@ FA3_MLA = BackendCard(
     # Before 0.4, under the name sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
-    options=(
-        Option(
-            name="num_splits",
-            type=int,
-            default=0,
-            summary="parts that the keys of a request are split into; 0 lets the library choose",
-        ),
-    ),
+    options=(NUM_SPLITS,),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
         "version": "kernels with `qv` are built for SM90 only",
