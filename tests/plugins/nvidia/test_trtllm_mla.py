@@ -123,6 +123,10 @@ def test_tables_are_whole_tiles(page_size, multiple, longest):
     assert calls[0].args[6].shape[1] == -(-longest // 128) * multiple
 
 
+def test_graphs_of_a_context_that_is_no_whole_tile():
+    passes("sm100", decode(9, 200), graph=True, max_context_len=250)
+
+
 def test_scales_by_kernel():
     """XQA multiplies logits by the scale of the keys itself."""
     factors = {}

@@ -69,20 +69,18 @@ class XQADecode(Decode):
     ) -> None:
         """Raises InvalidInput for layers of more heads a group than there are kernels for."""
         super().__init__(kernels, context, layers, workspace)
-        groups = [(_group_size(each.layer), each.layer) for each in layers]
-        self._groups_with_sinks = {group for group, layer in groups if layer.sinks is not None}
-        self._has_windows = any(layer.sliding_window_size >= 0 for _, layer in groups)
+        groups = [(_group_size(each.layer), each.layer.sinks is not None) for each in layers]
+        self._groups_with_sinks = {group for group, has_sinks in groups if has_sinks}
+        self._has_windows = any(each.layer.sliding_window_size >= 0 for each in layers)
         self._sinks_zero_rows = not any(each.kv[0].dtype == FP8 for each in layers)
-        self._arguments = {each.layer.layer_id: each.arguments for each in layers}
-        if self._sinks_zero_rows:
-            most = max(layer.tp_q_head_num for _, layer in groups)
-            floor = torch.full((most,), FLOOR, dtype=torch.float32, device=context.device)
-            for _, layer in groups:
-                if layer.sinks is None:
-                    sinks = floor[: layer.tp_q_head_num]
-                    self._arguments[layer.layer_id] = {
-                        **self._arguments[layer.layer_id], "sinks": sinks
-                    }  # fmt: skip
+        most = max(each.layer.tp_q_head_num for each in layers)
+        floor = torch.full((most,), FLOOR, dtype=torch.float32, device=context.device)
+        self._arguments = {}
+        for each in layers:
+            sinks = each.layer.sinks
+            if sinks is None and self._sinks_zero_rows:
+                sinks = floor[: each.layer.tp_q_head_num]
+            self._arguments[each.layer.layer_id] = {**each.arguments, "sinks": sinks}
         # Kept, since graphs read them.
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
