@@ -136,7 +136,7 @@ def seen(wrapper) -> list[list[int]]:
 
 
 def test_items_begin_with_a_delimiter_that_they_do_not_see() -> None:
-    """Two items of a delimiter and a token behind a prefix of two; their places count from 0."""
+    """Two items of a delimiter and a token after a prefix of two; their places count from 0."""
     wrapper = PAGED(workspace(), backend="fa2")
     plan_items(wrapper, (0, 1, 0, 1))
     assert seen(wrapper) == [[0], [0, 1], [0, 1], [0, 1, 3], [0, 1], [0, 1, 5]]
@@ -406,7 +406,7 @@ class Latents:
         return torch.stack(outs), torch.stack(lses)
 
 
-def test_rows_behind_the_plan_are_left_alone() -> None:
+def test_rows_after_the_plan_are_unchanged() -> None:
     setup = Latents((5, 2), (9, 3))
     setup.plan(qo_indptr=torch.tensor([0, 2], dtype=torch.int32), kv_indptr=setup.kv_indptr[:2],
                kv_len_arr=setup.kv_lens[:1])  # fmt: skip
@@ -433,7 +433,7 @@ def test_causal_tiles_that_end_within_a_token_miss_its_key(lens, heads, wrong_ro
     assert wrong.nonzero().flatten().tolist() == [wrong_row]
 
 
-def test_an_indptr_may_begin_anywhere_and_indices_go_on_behind() -> None:
+def test_an_indptr_may_begin_anywhere_and_indices_go_on_after_it() -> None:
     setup = Latents((9, 2), (70, 3))
     setup.plan(
         qo_indptr=setup.qo_indptr[1:] - setup.qo_indptr[1],

@@ -126,7 +126,7 @@ def test_the_pools_pages_are_the_kernels(page_size) -> None:
 
 @pytest.mark.parametrize("page_size", [3, 48])
 def test_pages_of_any_size(page_size) -> None:
-    """No powers of two; requests end within a page, with one and behind one."""
+    """No powers of two; requests end within a page, with one and after one."""
     ends = (page_size - 1, page_size, page_size + 1, 100)
     steps = decode(*ends), extend(*((end, 5) for end in ends))
     assert_agrees(*steps, page_size=page_size, lse=True)
@@ -139,7 +139,7 @@ def test_only_steps_of_several_rows_are_causal() -> None:
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(20, 32), (48, 64), (96, 128), (64, 64), (128, 128)])
-def test_heads_are_padded_for_causal_kernels_alone(heads, padded) -> None:
+def test_heads_are_padded_only_for_causal_kernels(heads, padded) -> None:
     calls = run_steps(decode(5), extend((3, 4)), num_q_heads=heads)
     assert arguments(calls, "plan", "num_heads") == [heads, padded]
     assert {q.shape[1] for q in arguments(calls, "run", 0)} == {heads, padded}
@@ -288,7 +288,7 @@ def test_the_steps_rows_alone_are_widened() -> None:
     assert shapes == [(35, 1, 512)] * 2 + [(30, 1, 512)] * 2
 
 
-def test_a_length_of_0_and_rows_behind_the_requests() -> None:
+def test_a_length_of_0_and_rows_after_the_requests() -> None:
     assert_agrees(decode(0, 5, 1), decode(0, 0), lse=True)
     assert_agrees(extend((9, 3), (0, 5), padding=2, trailing=3), lse=True)
 

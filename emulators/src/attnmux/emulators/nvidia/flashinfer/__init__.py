@@ -11,8 +11,8 @@ Signatures, layouts and rules are the library's:
   with `disable_split_kv` they read what no plan set.
 - LSE is in base 2; a row without keys has output 0 and LSE -5e4 (`math::inf` in math.cuh).
 - Lengths of prefixes in a plan mask by items, whatever else it says: see `item_keep`.
-- `jit_args` stand for the softmax with sinks, which takes sinks and scale of each run by position
-  and looks at no scale, cap or factor of K beside them; LSE has the sinks in it.
+- `jit_args` select the softmax with sinks, which takes sinks and scale of each run by position and
+  looks at no other scale, cap or factor of K; LSE has the sinks in it.
 - A grid of no blocks cannot be launched.
 """
 

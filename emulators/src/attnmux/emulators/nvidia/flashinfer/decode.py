@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, dtype_of, refuse
-from attnmux.emulators.nvidia.flashinfer.paged import Paged
+from attnmux.emulators.nvidia.flashinfer.wrapper import Paged
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Paged):

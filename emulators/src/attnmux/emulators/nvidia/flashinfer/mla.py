@@ -178,13 +178,13 @@ class BatchMLAPagedAttentionWrapper:
     def _visible(
         self, table: torch.Tensor, request: torch.Tensor, place: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys that each row's heads attend to, [T, H, S], and those that anybody loads, [S],
+        """The keys that each row's heads attend to, [T, H, S], and those that any row loads, [S],
         of all pages end to end."""
         row_counts, first_key, key_counts = table[1:]
         num_keys = len(buffer_of(self._kv_indices_buf)) * self._page_size
         key = torch.arange(num_keys, device=self.device)
-        behind = key - first_key.unsqueeze(1)
-        is_read = ((behind >= 0) & (behind < key_counts.unsqueeze(1))).any(0)
+        offset_in_request = key - first_key.unsqueeze(1)
+        is_read = ((offset_in_request >= 0) & (offset_in_request < key_counts.unsqueeze(1))).any(0)
         offset = (key - first_key[request].unsqueeze(1)).unsqueeze(1)
         end = key_counts[request].view(-1, 1)
         if self._causal:

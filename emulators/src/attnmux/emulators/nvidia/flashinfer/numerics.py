@@ -61,7 +61,7 @@ def dense(
     logits = torch.einsum("thgd,shd->thgs", grouped, k) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
-    # A hidden key stands at -5e4 before the scale, in a row with a visible one: the softmax then
+    # A hidden key's logit is -5e4 before the scale, in a row with a visible one: the softmax then
     # leaves it out by its weight alone.
     hidden = EMPTY_LSE if softcap > 0 else EMPTY_LSE * scale
     keep = keep[:, None, None]
@@ -110,7 +110,7 @@ def item_keep(
     """[rows, keys] bool: what a token sees of a prefix and its own item. items: [B] lengths of the
     prefix, [B, width] places in an item and [B] the largest of these.
 
-    As `logits_mask_multi_item_scoring`: behind the prefix a token at place p sees p keys, of which
+    As `logits_mask_multi_item_scoring`: after the prefix a token at place p sees p keys, of which
     its own is the last. Keys further back than the largest place are skipped, counted from a tile's
     first token, which is rounded up.
     """
@@ -122,19 +122,19 @@ def item_keep(
     return (key_place <= token) & ((token < prefix) | (key_place < prefix) | own)
 
 
-def loaded_behind(
+def loaded_past_the_end(
     items: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     request: torch.Tensor,
     position: torch.Tensor,
     kv_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows]: the place where the V that is loaded for a row ends, where that is behind its keys;
+    """[rows]: the place where the V that is loaded for a row ends, where that is after its keys;
     else 0.
 
     From the prefix on the paged kernel of fa2 skips to the tile that begins the largest place
     before the row. It looks for the end of the keys as though it had skipped nothing
     (`page_produce_kv` is given `(iter + 1) * CTA_TILE_KV`), so where that tile is the last one it
-    loads all of it, and multiplies V behind the end by 0.
+    loads all of it, and multiplies V after the end by 0.
     """
     prefix_lens, _, longest = (values.long() for values in items)
     first = (position + 1 - longest[request]).clamp(min=0) // KEY_TILE

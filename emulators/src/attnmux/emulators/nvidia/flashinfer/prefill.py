@@ -13,8 +13,8 @@ from attnmux.emulators.nvidia.flashinfer.arguments import (
     refuse,
 )
 from attnmux.emulators.nvidia.flashinfer.numerics import pack_bits
-from attnmux.emulators.nvidia.flashinfer.paged import Paged
 from attnmux.emulators.nvidia.flashinfer.variants import variant_of
+from attnmux.emulators.nvidia.flashinfer.wrapper import Paged
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Paged):

@@ -213,8 +213,8 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
     Raises InvalidInput where they are not of the dtype of Q.
     """
     if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
-        came = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"
-        raise InvalidInput("k", came=came, expected=f"k and k_rope of {dtype}, as q is")
+        dtypes = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"
+        raise InvalidInput("k", came=dtypes, expected=f"k and k_rope of {dtype}, as q is")
     return aligned(k), aligned(k_rope)
 
 
