@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,8 +21,6 @@ from attnmux.triton.shapes import Shape
 from attnmux.triton.slots import SlotGroup
 
 LOG2_E = math.log2(math.e)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,11 +89,15 @@ class TritonLayer:
 
     def required_group(self) -> SlotGroup:
         """Raises AttnmuxError for a layer that the pool does not store."""
-        return _stored(self.slot_group, self.spec)
+        if self.slot_group is None:
+            raise _not_stored(self.spec)
+        return self.slot_group
 
     def required_keys(self) -> Keys:
         """Raises AttnmuxError for a layer that the pool does not store."""
-        return _stored(self.keys, self.spec)
+        if self.keys is None:
+            raise _not_stored(self.spec)
+        return self.keys
 
     def tail(self, rows: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor | None:
         """The second part of Q or K: the rotary part of MLA, or the columns after a power of 2."""
@@ -133,10 +135,8 @@ class TritonLayer:
         }
 
 
-def _stored(value: T | None, spec: LayerSpec) -> T:
-    if value is None:
-        raise AttnmuxError(
-            f"layer {spec.layer_id} is not in the KV pool: call it with its own k and v and "
-            "save_kv_cache=False"
-        )
-    return value
+def _not_stored(spec: LayerSpec) -> AttnmuxError:
+    return AttnmuxError(
+        f"layer {spec.layer_id} is not in the KV pool: call it with its own k and v and "
+        "save_kv_cache=False"
+    )

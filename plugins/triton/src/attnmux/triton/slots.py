@@ -179,7 +179,7 @@ class SlotTables:
 
     def of(self, group: SlotGroup) -> Slots:
         """For the step that was filled last. Raises AttnmuxError where none was."""
-        slots = self._own[group] if group.has_own_table else self._request_table
+        slots = self._own[group] if group.pool_group else self._request_table
         if slots is None:
             raise AttnmuxError(NO_STEP)
         return slots
