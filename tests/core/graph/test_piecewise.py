@@ -138,7 +138,9 @@ def test_refuses_inputs_that_do_not_fit(setup) -> None:
         FakeBackend(setup.context), Model(setup), [4], inputs=INPUTS, compiler=Compiler()
     )
     batch = prepare_step(setup, extend((0, 4))).batch
-    with pytest.raises(InvalidInput, match=r"input_ids: expected torch.int64 of \(4,\), got None"):
+    with pytest.raises(
+        InvalidInput, match=r"input_ids: expected torch\.int64 of shape \(4,\), got None"
+    ):
         runner.run(batch)
     unknown = {**inputs_of(batch), "lora_ids": batch.positions}
     with pytest.raises(InvalidInput, match=r"inputs: expected .*'places', .* got 'lora_ids'"):
