@@ -22,8 +22,8 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.detokenize import TextStream
 from attnmux.transformers.sampling import NOT_A_NUMBER, sample
+from attnmux.transformers.tokenization import TextStream
 
 PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 

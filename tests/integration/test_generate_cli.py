@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import asking, cli, recall
+from attnmux.transformers import cli, cli_prompts, recall
 
 ASK = ["k417, x90 ?k", "--max-new-tokens", "8"]
 COPY_WITHOUT_CODE = shutil.ignore_patterns("*.py", "__*")
@@ -63,7 +63,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr():
 
 def test_no_prompt_asks_the_shipped_model_a_question():
     result = attnmux()
-    prompt, answer = recall.make_prompt(random.Random(0), asking.SAMPLE_BYTES)
+    prompt, answer = recall.make_prompt(random.Random(0), cli_prompts.SAMPLE_BYTES)
     assert result.exit_code == 0
     assert result.stdout == f"{answer}\n"
     assert prompt in result.stderr
@@ -85,7 +85,7 @@ def test_prompts_that_are_not_utf8(monkeypatch):
     assert refused(attnmux("caf\udce9 k417 ?k"), "prompt 1", "UTF-8")
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UsageError, match="closed"):
-        asking.read_asked(["-"], None, model=None, seed=0)
+        cli_prompts.read_prompts(["-"], None, model=None, seed=0)
 
 
 STEM = "the key is k417, and others are x90, b52, zz, lorem ipsum "

@@ -11,8 +11,7 @@ from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.transformers import Engine, SequenceState, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.encoder_decoder import PackedDecoder
-from attnmux.transformers.encoder_decoder_layers import record_decoder
+from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.engine import scheduler
 
 SHARED = {

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def test_what_its_card_does_not_say_is_refused(attnmux, platform, request_, axis
     assert all(axis in [reason["axis"] for reason in row["reasons"]] for row in own)
 
 
-def test_it_imports_core_and_no_other_member() -> None:
+def test_it_imports_core_and_its_suite_alone() -> None:
     """What is done for the members of this repository can be done from outside."""
     modules = {
         module
@@ -162,7 +161,9 @@ def test_it_imports_core_and_no_other_member() -> None:
         )
     }
     assert modules
-    assert all(module.startswith("attnmux.core") for module in modules), modules
+    assert all(module.startswith(("attnmux.core", "attnmux.testing")) for module in modules), (
+        modules
+    )
 
 
 def test_the_plugin_module_imports_no_torch(installed, tmp_path) -> None:
@@ -187,9 +188,29 @@ def test_the_wheel_holds_the_package_alone(installed, tmp_path) -> None:
 def test_the_page_shows_the_example_s_own_code() -> None:
     assert len(QUOTED) >= 6
     for name, block in QUOTED:
-        text = (EXAMPLE / name).read_text()
-        # Methods stand on the page without the class's indentation
-        assert block in text or textwrap.indent(block, "    ") in text, f"{name}:\n{block}"
+        # The page's code is formatted without the class's indentation
+        code, text = ("".join(each.split()) for each in (block, (EXAMPLE / name).read_text()))
+        assert code in text, f"{name}:\n{block}"
+
+
+def test_the_diff_of_the_page_adds_a_backend(tmp_path) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    source = shutil.copytree(EXAMPLE, tmp_path / "plugin", ignore=shutil.ignore_patterns(".*"))
+    subprocess.run(["git", "apply", "-"], input=diff, cwd=source, text=True, check=True)
+    code = """
+from acme_attnmux.plugin import attnmux_cards
+from attnmux.core import Platform
+from attnmux.testing import Candidate, run_case
+
+m2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1")
+candidate = Candidate(card=attnmux_cards()[-1], platform=m2)
+cases = [case for case in candidate.cases(page_sizes=[16]) if not candidate.refusals(case.request)]
+outcomes = {case.name: run_case(candidate, case) for case in cases}
+assert len(outcomes) > 20
+assert all(outcome.status == "passed" for outcome in outcomes.values()), outcomes
+"""
+    site = {**os.environ, "PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=site, check=True)
 
 
 def test_the_page_has_its_commands() -> None:

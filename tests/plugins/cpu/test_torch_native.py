@@ -15,8 +15,7 @@ from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.spec import SpecInput
 from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.cpu.torch_native.metadata import TileSize
-from attnmux.cpu.torch_native.visibility import visibility
+from attnmux.cpu.torch_native.plan import TileSize, visibility
 from attnmux.testing import (
     AttentionBackendTests,
     Case,

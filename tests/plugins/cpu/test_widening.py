@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.cpu.torch_native.widening import Widening
+from attnmux.cpu.torch_native.attend import Widening
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The adapter: it prepares what the library reads, calls it, and converts its conventions.
+"""The adapter: it prepares the library's inputs, calls it, and converts between conventions.
 
-The library's and ours: its LSE is in base 2 and lies as [Hq, T]; its window counts the query's own
-key, and 0 is off; its scales are factors, and always given.
+The library's LSE is in base 2 with shape [Hq, T]. Its window counts the query's own key, and 0
+means none. Its scales are factors and always given.
 """
 
 from __future__ import annotations

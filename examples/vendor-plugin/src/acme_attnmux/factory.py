@@ -1,4 +1,4 @@
-"""Where the card's factory stands: the one module that imports the kernel library."""
+"""The card's factory, the only module that imports the kernel library."""
 
 from __future__ import annotations
 

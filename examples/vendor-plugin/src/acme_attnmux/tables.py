@@ -1,4 +1,4 @@
-"""Where a step's keys and queries are, as the library wants to be told."""
+"""Tables of a step's keys and queries, in the library's layout."""
 
 from __future__ import annotations
 

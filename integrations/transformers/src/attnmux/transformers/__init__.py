@@ -6,17 +6,16 @@ Importing this package registers the attention implementation "attnmux" with tra
 from attnmux.transformers.attention import IMPLEMENTATION
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpoint
+from attnmux.transformers.decision import RunnerOptions, request_of
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult, TokenOutput
 from attnmux.transformers.generate import Generation, Prompt, Timings, run_prompts
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.load import load_runner
-from attnmux.transformers.memory import MemoryBudget
-from attnmux.transformers.options import RunnerOptions
-from attnmux.transformers.prompts import encode_prompts
-from attnmux.transformers.request import request_of
+from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import Sampler, SamplingParams
 from attnmux.transformers.sequence import SequenceState, Step
+from attnmux.transformers.tokenization import encode_prompts
 
 __all__ = [
     "IMPLEMENTATION",

@@ -24,7 +24,7 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.op import attention_with_output, current_forward_context
 from attnmux.transformers.attention import (
     IMPLEMENTATION,
-    AttentionCall,
+    ModelCall,
     check_recorded,
     read_call,
     refuse_mask,
@@ -71,7 +71,7 @@ class UpProjection:
         """[H, v, rank], a view of the weight."""
         return self._by_head()[:, self.nope_dim :]
 
-    def latent_of(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def latent_of(self, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """(latent [T, 1, rank], rotary K [T, 1, rope]) of a call whose latent was passed on."""
         rows = torch.cat([call.k[..., : self.nope_dim], call.v], dim=-1).flatten(1)
         return rows[:, None, : self.rank], call.k[:, :1, self.nope_dim :]
@@ -212,7 +212,7 @@ def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
     return pad(latent, (0, fill)) if fill else latent
 
 
-def _calls(probe: Probe) -> list[AttentionCall]:
+def _calls(probe: Probe) -> list[ModelCall]:
     """What the layers ask for when three tokens run, in the order of the layers."""
     _, recorder = probe.run([0, 1, 2], [0, 1, 2])
     return sorted(recorder.calls, key=lambda call: call.layer_id)
@@ -224,7 +224,7 @@ class _LatentRecorder(Recorder):
 
     projections: Mapping[int, UpProjection]
 
-    def read(self, call: AttentionCall) -> AttentionCall:
+    def read(self, call: ModelCall) -> ModelCall:
         projection = self.projections[call.layer_id]
         latent, k_rope = projection.latent_of(call)
         heads = linear(latent.squeeze(1), projection.weight)
@@ -234,7 +234,7 @@ class _LatentRecorder(Recorder):
         return replace(call, k=k, v=v)
 
 
-def _agree(expanded: AttentionCall, absorbed: AttentionCall) -> bool:
+def _agree(expanded: ModelCall, absorbed: ModelCall) -> bool:
     pairs = ((expanded.q, absorbed.q), (expanded.k, absorbed.k), (expanded.v, absorbed.v))
     return all(
         ours.shape == theirs.shape

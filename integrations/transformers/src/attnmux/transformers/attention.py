@@ -43,7 +43,7 @@ NOT_ATTENTION = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AttentionCall:
+class ModelCall:
     """What a model's layer asks for, checked and in the contract's terms."""
 
     layer_id: int
@@ -70,7 +70,7 @@ def read_call(
     *,
     is_causal: bool | None = None,
     **kwargs: object,
-) -> AttentionCall:
+) -> ModelCall:
     """Read what transformers passes to an attention function for a decoder's self-attention.
 
     query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
@@ -103,7 +103,7 @@ def read_arguments(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
-) -> AttentionCall:
+) -> ModelCall:
     """Read what transformers passes for any layer: K and V of as many tokens as they come with.
 
     Raises InvalidInput as `read_call` does.
@@ -123,7 +123,7 @@ def read_arguments(
             came=f"query {tuple(query.shape)}",
             expected="[1, heads, T, dim]: the tokens of all requests in one row",
         )
-    return AttentionCall(
+    return ModelCall(
         layer_id=layer_id,
         q=query[0].transpose(0, 1).contiguous(),
         k=key[0].transpose(0, 1).contiguous(),
@@ -189,7 +189,7 @@ def attention_forward(
     return out.unsqueeze(0), None
 
 
-def refuse_mask(call: AttentionCall) -> None:
+def refuse_mask(call: ModelCall) -> None:
     """Raise InvalidInput for a call that brings a mask."""
     if call.mask is not None:
         raise InvalidInput(
@@ -199,7 +199,7 @@ def refuse_mask(call: AttentionCall) -> None:
         )
 
 
-def check_recorded(call: AttentionCall, layer: LayerSpec) -> None:
+def check_recorded(call: ModelCall, layer: LayerSpec) -> None:
     """Raise InvalidInput for a layer that is not as it was when it was recorded."""
     # A window that only the model's mask imposes is not passed here.
     window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size

@@ -10,8 +10,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import PagedAllocator, PrefixTree, ReqToTokenPool
 from attnmux.transformers.decode_batch import DecodeBatch
-from attnmux.transformers.encoder_slots import check_encoder_len, split_encoder
-from attnmux.transformers.sequence import SequenceState, Step
+from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
 
 
 class StepBuilder:

@@ -1,4 +1,4 @@
-"""`attnmux generate`: text from a model, served by the backend that was chosen."""
+"""`attnmux generate`: text from a model, on the backend that was chosen."""
 
 from __future__ import annotations
 
@@ -7,28 +7,55 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import click
+import torch
 
+from attnmux.core.choosing.find.devices import Detection, pick_platform
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.settings import Settings
 from attnmux.transformers import recall
-from attnmux.transformers.asking import Asked, read_asked
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.cli_output import Printer, as_dict, closing_line
+from attnmux.transformers.cli_prompts import UserPrompt, read_prompts
+from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.engine import PREFILL_TOKENS, Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_runner
-from attnmux.transformers.memory import MemoryBudget
-from attnmux.transformers.options import RunnerOptions
-from attnmux.transformers.placing import platform_for
-from attnmux.transformers.printing import Printer
-from attnmux.transformers.prompts import encode_prompts
-from attnmux.transformers.reporting import as_dict, closing_line
+from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling import SamplingParams
+from attnmux.transformers.tokenization import encode_prompts
+
+
+def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
+    """The platform of a torch device; without one the configured or the only accelerator's.
+
+    Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
+    """
+    platform = pick_platform(detection, settings.platform) if device is None else None
+    name = device or (platform.device_type if platform is not None else "cpu")
+    try:
+        kind = torch.device(name).type
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            "--device", came=f"{name} ({reason})", expected="a device that torch can use here"
+        ) from error
+    if platform is not None:
+        return platform
+    found = tuple(one for one in detection.platforms if one.device_type == kind)
+    if not found:
+        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
+        raise InvalidInput("--device", came=name, expected=f"one of {present}")
+    return pick_platform(replace(detection, platforms=found))
+
 
 AT_LEAST_1 = click.IntRange(min=1)
 
@@ -39,56 +66,69 @@ AT_LEAST_1 = click.IntRange(min=1)
     "--prompts",
     "file",
     metavar="FILE",
-    help="More prompts, one a line, or one JSON object a line with the keys prompt, "
-    "max_new_tokens, temperature, top_p, seed; - is stdin.",
+    help="Read more prompts from a file, one per line. A line may be a JSON object with the keys "
+    "prompt, max_new_tokens, temperature, top_p and seed. - reads stdin.",
 )
-@click.option("--model", help="A folder or a Hugging Face hub id; default: the shipped model.")
+@click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
 @click.option(
-    "--max-new-tokens", type=AT_LEAST_1, default=128, show_default=True, help="For each prompt."
+    "--max-new-tokens",
+    type=AT_LEAST_1,
+    default=128,
+    show_default=True,
+    help="Limit for each prompt.",
 )
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", default=1.0, show_default=True, help="Draw from the likeliest tokens.")
-@click.option("--seed", default=0, show_default=True, help="Of the draws.")
-@click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 decodes greedily.")
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    help="Sample from the likeliest tokens that reach this probability.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--chat", is_flag=True, help="Apply the model's chat template to each prompt.")
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
 @click.option(
-    "--page-size", type=AT_LEAST_1, help="Tokens of a KV page; default: the solver's choice."
+    "--page-size", type=AT_LEAST_1, help="Tokens per KV page. Default: chosen with the backend."
 )
-@click.option("--kv-dtype", help="Of the KV cache; default: as the model.")
-@click.option("--dtype", help="Of the model; default: the checkpoint's.")
+@click.option("--kv-dtype", help="Dtype of the KV cache. Default: the model's.")
+@click.option("--dtype", help="Dtype of the model. Default: the checkpoint's.")
 @click.option(
     "--mla",
     type=click.Choice(["absorbed", "expanded"]),
-    help="What the KV cache of a DeepSeek model holds, the latent or every head's K and V; "
-    "default: absorbed where a backend serves it as more than a last resort.",
+    help="Whether the KV cache of a DeepSeek model holds the latent or the K and V of every head. "
+    "Default: absorbed, unless only a last-resort backend serves it.",
 )
 @click.option(
-    "--context", type=AT_LEAST_1, help="Most tokens of a request; default: the model's limit."
+    "--context", type=AT_LEAST_1, help="Maximum tokens of a request. Default: the model's limit."
 )
 @click.option(
     "--memory",
-    help="Of the KV cache, such as 2GB, 512MiB or 80% of what is free; default: what the prompts "
-    "that run at a time can need.",
+    help="Size of the KV cache: 2GB, 512MiB, or 80% of the free memory. Default: enough for the "
+    "prompts that run at a time.",
 )
 @click.option(
-    "--max-running", type=AT_LEAST_1, default=64, show_default=True, help="Prompts at a time."
+    "--max-running",
+    type=AT_LEAST_1,
+    default=64,
+    show_default=True,
+    help="Maximum prompts that run at a time.",
 )
 @click.option(
     "--prefill-tokens",
     type=AT_LEAST_1,
     default=PREFILL_TOKENS,
     show_default=True,
-    help="Prompt tokens of one step; longer prompts come in chunks.",
+    help="Prompt tokens per step. Longer prompts are split into chunks.",
 )
 @click.option(
     "--graph/--no-graph",
     default=None,
-    help="Replay decode steps from device graphs; default: where device and backend can.",
+    help="Replay decode steps from device graphs. Default: if device and backend support them.",
 )
-@click.option("--device", help="torch's name, such as cpu or cuda:1; default: the accelerator.")
-@click.option("--no-stream", is_flag=True, help="Print the text when all of it is there.")
+@click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
+@click.option("--no-stream", is_flag=True, help="Print each text once it is complete.")
 @common_options
 @pass_run
 def generate(
@@ -118,13 +158,13 @@ def generate(
 ) -> None:
     """Continue each PROMPT with the shipped model or with any Hugging Face decoder model.
 
-    PROMPT "-" reads one from stdin. Without any, the shipped model is asked a made-up question.
+    PROMPT "-" reads stdin. Without a prompt, the shipped model answers a random question.
     Text goes to stdout; the chosen backend, progress and speed go to stderr.
     """
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     budget = None if memory is None else MemoryBudget.parse(memory)
     settings = run.settings()
-    asked = read_asked(prompts, file, model=model, seed=seed)
+    asked = read_prompts(prompts, file, model=model, seed=seed)
     with _quiet(run.debug):
         began = time.perf_counter()
         source = recall.PATH if model is None else model
@@ -169,7 +209,7 @@ def generate(
 
 def _encode(
     checkpoint: Checkpoint,
-    asked: Sequence[Asked],
+    asked: Sequence[UserPrompt],
     max_new_tokens: int,
     sampling: SamplingParams,
     context: int,
@@ -194,8 +234,8 @@ def _refuse_encoders(checkpoint: Checkpoint) -> None:
         raise InvalidInput(
             "model",
             came=f"{checkpoint.source}, an encoder-decoder model",
-            expected="a model that continues its prompt; others run from Python: Engine.add with "
-            "encoder_states",
+            expected="a decoder-only model; an encoder-decoder model runs from Python, with "
+            "Engine.add(encoder_states=…)",
         )
 
 
@@ -203,7 +243,9 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
     """Tokens of the longest request. Raises InvalidInput for more than the model's positions."""
     limit = checkpoint.max_context_len
     if wanted is None and limit is None:
-        raise InvalidInput("--context", came="nothing", expected="a number: the model states none")
+        raise InvalidInput(
+            "--context", came="nothing", expected="a number, since the model states no limit"
+        )
     if wanted is None or limit is None:
         return wanted or limit or 0
     if wanted > limit:
@@ -225,8 +267,8 @@ def _load(
             error.what,
             wanted=error.wanted,
             available=error.available,
-            hint="lower --max-running, --max-new-tokens or --context, set --memory (what does not "
-            "fit waits), or take a smaller --kv-dtype",
+            hint="lower --max-running, --max-new-tokens or --context, use a smaller --kv-dtype, or "
+            "set --memory, so that prompts wait for room",
         ) from error
 
 

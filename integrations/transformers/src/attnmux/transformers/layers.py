@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
-from attnmux.transformers.attention import AttentionCall
-from attnmux.transformers.masks import Reach
-from attnmux.transformers.probe import Probe
+from attnmux.transformers.attention import ModelCall
+from attnmux.transformers.probe import Probe, Reach
 
 POSITION_TOLERANCE = 0.02
 """Share of the largest value: far above rounding in any dtype, far below one position's turn."""
@@ -70,7 +69,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         )
 
 
-def check_independence(probe: Probe, logits: torch.Tensor, calls: list[AttentionCall]) -> None:
+def check_independence(probe: Probe, logits: torch.Tensor, calls: list[ModelCall]) -> None:
     """Refuse a model in which requests of one row would not be what each is alone.
 
     logits, calls: of a run of the probe. Raises InvalidInput, saying what is wrong.
@@ -143,7 +142,7 @@ def _poison_first(
     return poisoned
 
 
-def layer_of(call: AttentionCall, reach: Reach) -> LayerSpec:
+def layer_of(call: ModelCall, reach: Reach) -> LayerSpec:
     return LayerSpec(
         layer_id=call.layer_id,
         tp_q_head_num=call.q.shape[1],

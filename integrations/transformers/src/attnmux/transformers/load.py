@@ -17,19 +17,20 @@ from attnmux.core.layer import LayerSpec
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
-from attnmux.transformers.deciding import (
+from attnmux.transformers.decision import (
+    RunnerOptions,
+    check_against_config,
     decide,
     decide_first,
+    latent_request,
+    request_of,
     stated_request,
     stated_ways,
     without,
 )
-from attnmux.transformers.encoder_decoder import PackedDecoder
-from attnmux.transformers.encoder_decoder_layers import record_decoder
+from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.layers import record_layers
-from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import bytes_per_token
-from attnmux.transformers.request import check_against_config, latent_request, request_of
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
 

@@ -25,13 +25,11 @@ from attnmux.core.op import forward_context
 from attnmux.core.workspace import Workspace
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
-from attnmux.transformers.encoder_slots import check_encoder_len
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.memory import MemoryBudget
-from attnmux.transformers.pools import bytes_per_token, make_pool
-from attnmux.transformers.prompts import check_prompt
+from attnmux.transformers.pools import MemoryBudget, bytes_per_token, make_pool
 from attnmux.transformers.rotary import fixed_row_len
-from attnmux.transformers.sequence import SequenceState, Step
+from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
+from attnmux.transformers.tokenization import check_prompt
 
 
 class ModelRunner:

@@ -21,8 +21,8 @@ LOCAL_HEAPS = (1, 2)
 """heap_type of a bank of the device's own memory, seen by the CPU or not (kfd_crat.h)."""
 
 DISPLAY_UNITS = 2
-"""Compute units of the graphics that desktop processors carry to draw a screen. Listed, they would
-make every such machine with a GPU ambiguous."""
+"""Display-only GPUs of desktop processors have at most so many compute units. They are ignored:
+listed, they would make every such machine with a GPU ambiguous."""
 
 
 class Device(NamedTuple):
@@ -65,9 +65,9 @@ def probe(root: Path = Path("/")) -> list[Platform]:
 
 
 def _of_amdsmi() -> list[Device] | None:
-    """What AMD SMI says; None where it is absent, fails, or says less than is needed.
+    """The devices that AMD SMI reports; None if it is absent, fails or reports too little.
 
-    Whatever goes wrong in it is no failure of the probe: the kernel knows the same.
+    Its errors are not the probe's: the kernel's topology has the same facts.
     """
     try:
         import amdsmi  # type: ignore[import-not-found]  # noqa: PLC0415  # comes with ROCm, absent elsewhere

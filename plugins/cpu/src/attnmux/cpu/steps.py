@@ -1,4 +1,4 @@
-"""What both backends of this plugin ask of a step: its lengths, and a layer's rule for its keys."""
+"""What both backends of this plugin read off a step: its lengths, its keys, and who sees which."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.kv import KVPool
     from attnmux.core.layer import LayerSpec
 
     Read = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """A length as it is on the device, and its host mirror, as it is wanted."""
+    """Converts a length, given on the device and, if the batch has it, on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +30,11 @@ class KeyRule:
     chunk: int
     """As `LayerSpec.attention_chunk_size`."""
     is_causal: bool
-    """False: every query sees all of its request's keys, or all of its chunk."""
+    """False: a query sees all keys of its request, or of its chunk."""
     is_cross: bool
-    """Every query sees all of the encoder's keys, and no other."""
+    """A query sees all of the encoder's keys and no others."""
     in_call: bool
-    """The keys are the call's own k and v; there is no prefix."""
+    """The keys are the call's own k and v, without a prefix."""
 
     @classmethod
     def of(cls, layer: LayerSpec, *, in_call: bool) -> KeyRule:
@@ -47,10 +49,10 @@ class KeyRule:
     def bounds(
         self, position: torch.Tensor, num_keys: torch.Tensor, *, masked: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first key that each query sees and one past the last, of any shape, int64.
+        """The first key that each query sees and one past the last, int64, in any shape.
 
-        position: the query's place in its sequence. num_keys: of its request, of `position`'s
-        shape. masked: a custom mask says what causality would.
+        position: the query's position in its sequence. num_keys: keys of the query's request, in
+        the shape of `position`. masked: a custom mask replaces causality.
         """
         first, end = torch.zeros_like(position), num_keys
         if self.is_cross:
@@ -73,18 +75,18 @@ class StepLens:
     new: torch.Tensor
     """New tokens."""
     cached: torch.Tensor
-    """Tokens before them; -1 for a decoding request of length 0."""
+    """Tokens before the new ones; -1 for a decoding request of length 0."""
     encoder: torch.Tensor
-    """Encoder tokens, which come first in the request's row; 0 without an encoder."""
+    """Encoder tokens, whose slots come first in the request's row; 0 without an encoder."""
 
     @classmethod
     def on_device(cls, batch: ForwardBatch) -> StepLens:
-        """In int64. Raises InvalidInput for an extend step without its lengths."""
+        """The lengths as int64. Raises InvalidInput for an extend step without its lengths."""
         return cls._read(batch, lambda values, mirror: values.long())
 
     @classmethod
     def on_host(cls, batch: ForwardBatch) -> StepLens:
-        """Synchronises once for each length without a host mirror on the batch.
+        """The lengths on the host: one synchronisation for each that the batch has no mirror of.
 
         Raises InvalidInput for an extend step without its lengths.
         """
@@ -103,8 +105,38 @@ class StepLens:
             new = read(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
             cached = read(batch.extend_prefix_lens, batch.extend_prefix_lens_cpu)
         lens = batch.encoder_lens
-        return cls(
-            new=new,
-            cached=cached,
-            encoder=torch.zeros_like(new) if lens is None else read(lens, None),
+        encoder = torch.zeros_like(new) if lens is None else read(lens, None)
+        return cls(new=new, cached=cached, encoder=encoder)
+
+
+def keys_and_values(
+    call: AttentionCall, pool: KVPool, *, in_call: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K [n, Hkv, D] and V [n, Hkv, Dv]: the call's own, or the layer's buffers in the pool.
+
+    V is None for MLA, where it is the front of K.
+    """
+    layer = call.layer
+    if not in_call or call.k is None:
+        values = None if layer.kind == "mla" else pool.get_value_buffer(layer.layer_id)
+        return pool.get_key_buffer(layer.layer_id), values
+    if call.k_rope is not None:
+        return torch.cat([call.k, call.k_rope], dim=-1), None
+    return call.k, call.v
+
+
+def mask_starts(keep: torch.Tensor, new: torch.Tensor, num_keys: torch.Tensor) -> torch.Tensor:
+    """[B] int64: where each request's part of the flat custom mask begins, maybe past 2**31.
+
+    new, num_keys: [B]. Raises InvalidInput for a mask whose size is not that of the step.
+    """
+    sizes = new.long() * num_keys
+    ends = sizes.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    if keep.dtype != torch.bool or keep.shape != (total,):
+        raise InvalidInput(
+            "custom_mask",
+            came=f"{keep.dtype} of shape {tuple(keep.shape)}",
+            expected=f"bool of shape ({total},): new tokens * keys, summed over the requests",
         )
+    return ends - sizes

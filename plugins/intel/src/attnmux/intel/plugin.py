@@ -1,6 +1,6 @@
 """What attnmux-intel offers, as data: the probe of Intel devices, and its backends.
 
-A card stands in a module of its own, `cards/<backend>.py`. Importing this module imports no torch.
+Each card has its own module, `cards/<backend>.py`. Importing this module imports no torch.
 """
 
 from __future__ import annotations

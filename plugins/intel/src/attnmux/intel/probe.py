@@ -15,7 +15,7 @@ from attnmux.core.choosing.offer.libraries import installed_version
 CARDS = "sys/class/drm"
 INTEL = "0x8086"
 DRIVERS = ("xe", "i915")
-"""A device under another driver, such as vfio-pci, belongs to somebody else."""
+"""A device with another driver, such as vfio-pci, is not for this machine to use."""
 ONEAPI_COMPILER = "opt/intel/oneapi/compiler/latest"
 
 
@@ -41,8 +41,8 @@ FAMILIES = (
     Family("xe3", "Panther Lake", _ids("b080-b087 b08f b090 b0a0 b0b0")),
     Family("xe3", "Wildcat Lake", _ids("fd80 fd81")),
 )
-"""From the first generation with matrix units; the graphics of older processors is no accelerator,
-and would make every laptop with a second GPU ambiguous."""
+"""Generations with matrix units. Older integrated GPUs are ignored: listed, they would make every
+laptop with a second GPU ambiguous."""
 
 BY_ID: Mapping[int, Family] = {number: family for family in FAMILIES for number in family.ids}
 

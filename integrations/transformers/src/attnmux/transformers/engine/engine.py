@@ -8,8 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import InvalidInput
-from attnmux.transformers.detokenize import TextStream
-from attnmux.transformers.engine.checking import check_request
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -17,14 +15,15 @@ from attnmux.transformers.engine.request import (
     GenerationResult,
     LiveRequest,
     OnText,
+    OutputQueue,
     TokenOutput,
+    check_request,
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
 from attnmux.transformers.engine.stats import EngineStats, Laps
-from attnmux.transformers.engine.teller import Teller
-from attnmux.transformers.prompts import read_ids
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.tokenization import TextStream, read_ids
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step: longer prompts come in chunks, which bounds the activations and the
@@ -70,12 +69,12 @@ class Engine:
         """The step that is in flight."""
         self._to_free: list[tuple[LiveRequest, bool]] = []
         """Requests that have ended, and whether the cache may keep what they computed."""
-        self._teller = Teller()
+        self._outputs = OutputQueue()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._live or self._teller)
+        return bool(self._live or self._outputs)
 
     @property
     def memory(self) -> MemoryUse:
@@ -183,7 +182,7 @@ class Engine:
         if plan is not None:
             self._run(plan, laps)
         try:
-            return self._teller.tell()
+            return self._outputs.deliver()
         finally:
             laps.lap("stream")
             if plan is not None:
@@ -223,7 +222,7 @@ class Engine:
                 self._end(request, "length")
         is_last = request.finish_reason is not None
         self.stats.finished += is_last
-        self._teller.add(request, token, is_last)
+        self._outputs.add(request, token, is_last)
 
     def _end(self, request: LiveRequest, reason: FinishReason, *, keep: bool = True) -> None:
         """Its memory is freed by `_free_ended`. keep: what it computed is of use to others."""
@@ -234,7 +233,7 @@ class Engine:
     def _abort(self, request: LiveRequest) -> None:
         self.stats.aborted += 1
         self._end(request, "abort")
-        self._teller.forget(request)
+        self._outputs.forget(request)
 
     def _fail(self, plan: Plan) -> None:
         """The step has not run to its end: what it should have written is not there."""

@@ -1,15 +1,19 @@
-"""A request on its way through the engine, and what became of it."""
+"""A request in the engine: its checks, its state, its output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from attnmux.core.arguments import check_positive
+from attnmux.core.errors import PoolExhausted
 from attnmux.core.kv.prefix_node import PrefixNode
-from attnmux.transformers.detokenize import TextStream
+from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sampling import Sampler
-from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.sequence import SequenceState, check_encoder_len
+from attnmux.transformers.tokenization import TextStream, check_prompt
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -100,3 +104,78 @@ class LiveRequest:
             finish_reason=self.finish_reason,
             reused_tokens=self.reused_tokens or 0,
         )
+
+
+def check_request(
+    name: str,
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    encoder_len: int,
+    vocabulary_size: int,
+    steps: StepBuilder,
+) -> None:
+    """Raise InvalidInput for a prompt that the model cannot read, and PoolExhausted for a request
+    that does not fit into the pool even when it is alone there."""
+    check_positive("max_new_tokens", max_new_tokens)
+    check_prompt(name, token_ids, vocabulary_size, steps.max_context_len)
+    check_encoder_len(encoder_len, steps.max_encoder_len)
+    # The last token is never run, so it needs no slot.
+    longest = encoder_len + min(len(token_ids) + max_new_tokens - 1, steps.max_context_len)
+    page_size, size = steps.allocator.page_size, steps.allocator.size
+    wanted = -(-longest // page_size) * page_size
+    if wanted > size:
+        raise PoolExhausted(
+            f"KV slots for {name}",
+            wanted=wanted,
+            available=size,
+            hint="ask for fewer new tokens, shorten the prompt, or make the KV pool larger",
+        )
+
+
+class OutputQueue:
+    """New tokens that were not yet reported, in order.
+
+    If a tokenizer or a listener raises, the token that it was given counts as reported. The next
+    call reports all others, including outputs that the caller has not received.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[LiveRequest, int, bool]] = deque()
+        self._outputs: list[TokenOutput] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pending or self._outputs)
+
+    def add(self, request: LiveRequest, token: int, is_last: bool) -> None:
+        """Note a request's new token."""
+        self._pending.append((request, token, is_last))
+
+    def forget(self, request: LiveRequest) -> None:
+        """Report nothing more about a request."""
+        self._pending = deque(one for one in self._pending if one[0] is not request)
+        self._outputs = [one for one in self._outputs if one.request_id != request.id]
+
+    def deliver(self) -> list[TokenOutput]:
+        """Call the listeners. Returns the outputs for the engine's caller."""
+        while self._pending:
+            request, token, is_last = self._pending.popleft()
+            if is_last:
+                self._deliver_last(request, token)
+                continue
+            self._outputs.append(TokenOutput(request.id, token, None))
+            # The text of a request that has ended is reported once, with its last token.
+            if request.on_text is None or request.ended:
+                continue
+            if piece := request.new_text():
+                request.on_text(piece, False)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _deliver_last(self, request: LiveRequest, token: int) -> None:
+        try:
+            piece = request.new_text()
+        finally:
+            self._outputs.append(TokenOutput(request.id, token, request.result()))
+        if request.on_text is not None:
+            request.on_text(piece, True)

@@ -1,13 +1,9 @@
-"""Attention by torch's compiled `flex_attention`, over pages where they lie.
+"""Attention by torch's compiled `flex_attention`, which reads pages in place.
 
 backend.py   the contract's methods; read it first
-tiles.py     a step's queries, cut into tiles of one request each
-keys.py      where keys are: blocks of the pool, or of scratch that they are gathered to
-ranges.py    which keys each query sees, and so which blocks each tile reads
-plan.py      these three put together, for the layers that share them
-fixed.py     the same in buffers that captured graphs point at
-spec.py      the shapes that a kernel is compiled for
-kernel.py    the kernel
+plan.py      once a step: what the kernel is given, also in buffers that captured graphs read
+blocks.py    queries in tiles, keys in blocks, and the blocks that each tile reads
+kernel.py    the kernel, and the shapes that it is compiled for
 """
 
 from attnmux.cpu.flex_attention.backend import FlexAttentionBackend

@@ -1,8 +1,8 @@
-"""The contract, served by torch's compiled `flex_attention`.
+"""Attention by torch's compiled `flex_attention`, which reads pages in place.
 
-A step's queries are cut into tiles of one request each, the kernel's batch dimension; what a tile
-reads and sees is worked out on the device (`tiles.py`, `keys.py`, `ranges.py`), and each layer is
-one call of a kernel that was compiled once for its shape (`kernel.py`).
+A step's queries are cut into tiles of one request each, the kernel's batch dimension. The device
+works out what each tile reads and sees (`plan.py`, `blocks.py`). Each layer is one call of a kernel
+that is compiled once for its shape (`kernel.py`).
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, GraphUnsupported
-from attnmux.cpu.flex_attention.fixed import FixedPlan, first_of
-from attnmux.cpu.flex_attention.kernel import kernel, plain_tensors
-from attnmux.cpu.flex_attention.keys import block_of_page
+from attnmux.cpu.flex_attention.blocks import Tiles, block_of_page, make_tiles
+from attnmux.cpu.flex_attention.kernel import heads_first, kernel, plain_tensors
 from attnmux.cpu.flex_attention.plan import (
+    FixedPlan,
     Plan,
+    first_of,
     first_specs,
     make_plan,
     spec_of,
     tile_size,
 )
-from attnmux.cpu.flex_attention.spec import heads_first
-from attnmux.cpu.flex_attention.tiles import Tiles, make_tiles
-from attnmux.cpu.steps import KeyRule, StepLens
+from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.layer import LayerSpec
-    from attnmux.cpu.flex_attention.kernel import Kernel
-    from attnmux.cpu.flex_attention.spec import KernelSpec
+    from attnmux.cpu.flex_attention.kernel import Kernel, KernelSpec
 
 
 class FlexAttentionBackend(AttentionBackend):
-    """Any feature that a mask can say, over pages where they lie; a GPU gives LSE and sinks too."""
+    """Every feature that a mask can express; on a GPU also LSE and sinks."""
 
     def __init__(
         self,
@@ -47,10 +45,9 @@ class FlexAttentionBackend(AttentionBackend):
         options: Mapping[str, object] = NO_OPTIONS,
         kernels: Callable[[KernelSpec], Kernel] = kernel,
     ) -> None:
-        """Compile for the request's phases, for the smallest steps; longer ones when they come.
+        """Compile the kernels of the smallest steps of the request's phases, others when needed.
 
-        kernels: makes, or has, the kernel of each shape.
-        Raises BackendFailed where that cannot be done here.
+        kernels: returns the kernel of a shape. Raises BackendFailed if one does not compile.
         """
         super().__init__(context, options)
         self._kernels = kernels
@@ -75,7 +72,7 @@ class FlexAttentionBackend(AttentionBackend):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of the step that is prepared, one for each group of layers."""
+        """The prepared step's plans, one for each group of layers."""
         return tuple(self._plans.values())
 
     def init_forward_metadata_out_graph(
@@ -83,7 +80,7 @@ class FlexAttentionBackend(AttentionBackend):
     ) -> None:
         """Plan the step for every layer whose K and V are in the pool.
 
-        A step that graphs were announced for is planned in their buffers, without synchronising.
+        A step that fits the buffers of graphs is planned there, without synchronising.
         """
         buffers = list(self._fixed.values())
         if in_capture and not (buffers and all(first_of(fixed, batch) for fixed in buffers)):
@@ -105,10 +102,10 @@ class FlexAttentionBackend(AttentionBackend):
                     self._plan(layer, batch, in_call=False)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers for DECODE and TARGET_VERIFY.
+        """Allocate buffers for DECODE and TARGET_VERIFY.
 
-        Raises GraphUnsupported for pages whose keys are gathered: how many there are is not known
-        before a replay.
+        Raises GraphUnsupported for pages whose keys are gathered, because the number of keys is
+        known only at replay.
         """
         page_size = self.context.token_to_kv_pool.page_size
         if not block_of_page(page_size):
@@ -132,32 +129,19 @@ class FlexAttentionBackend(AttentionBackend):
                         )
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._attend(call, self._from_pool(call.layer), batch)
+        return self._attend(call, batch, in_call=False)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        if call.k is None or call.save_kv_cache:
-            return self.forward_decode(call, batch)
-        if call.k_rope is not None:
-            return self._attend(call, (torch.cat([call.k, call.k_rope], dim=-1), None), batch)
-        return self._attend(call, (call.k, call.v), batch)
+        return self._attend(call, batch, in_call=call.has_own_kv)
 
-    def _from_pool(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-        pool = self.context.token_to_kv_pool
-        keys = pool.get_key_buffer(layer.layer_id)
-        return keys, None if layer.kind == "mla" else pool.get_value_buffer(layer.layer_id)
-
-    def _attend(
-        self,
-        call: AttentionCall,
-        keys_and_values: tuple[torch.Tensor, torch.Tensor | None],
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def _attend(self, call: AttentionCall, batch: ForwardBatch, *, in_call: bool) -> torch.Tensor:
         q, q_rope, layer, lse = call.q, call.q_rope, call.layer, call.lse
+        pool = self.context.token_to_kv_pool
         if not q.shape[0]:
             return q.new_empty((0, layer.tp_q_head_num, layer.v_head_dim))
         with plain_tensors():
-            plan = self._plan(layer, batch, in_call=call.has_own_kv)
-            keys, values = self._blocks(plan, keys_and_values)
+            plan = self._plan(layer, batch, in_call=in_call)
+            keys, values = self._blocks(plan, *keys_and_values(call, pool, in_call=in_call))
             needs_lse = lse is not None or layer.sinks is not None
             spec = spec_of(plan, layer, q.dtype, lse=needs_lse)
             queries = _rows(q if q_rope is None else torch.cat([q, q_rope], dim=-1), plan, layer)
@@ -176,15 +160,13 @@ class FlexAttentionBackend(AttentionBackend):
                     of_tokens = torch.logaddexp(of_tokens, layer.sinks)
                 if lse is not None:
                     lse.copy_(of_tokens)
-            pool = self.context.token_to_kv_pool
-            v_scale = 1.0 if call.has_own_kv else pool.read_scales(layer.k_scale, layer.v_scale)[1]
+            v_scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[1]
             return out if v_scale == 1 else out * v_scale
 
     def _blocks(
-        self, plan: Plan, keys_and_values: tuple[torch.Tensor, torch.Tensor | None]
+        self, plan: Plan, keys: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, Hkv, D] each, whole blocks: the pool's buffers, or scratch with what is gathered."""
-        keys, values = keys_and_values
+        """K and V in whole blocks, [S, Hkv, D] each: the pool's buffers, or gathered scratch."""
         slots = plan.slots
         if slots is None:
             return keys.detach(), None if values is None else values.detach()
@@ -197,7 +179,7 @@ class FlexAttentionBackend(AttentionBackend):
         return gathered("keys", keys), None if values is None else gathered("values", values)
 
     def _plan(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Plan:
-        """The step's plan for the layer, made by the first of the layers that share it."""
+        """The step's plan for a layer. The first of the layers that share it makes it."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
         size = 1 if batch.forward_mode.is_decode() else tile_size(layer, self.context.device)
@@ -215,7 +197,7 @@ class FlexAttentionBackend(AttentionBackend):
         return plan
 
     def _shared_by(self, layer: LayerSpec, size: int, *, in_call: bool) -> tuple[KeyRule, int, int]:
-        """What layers have in common that share a plan: rule, tile size, and group of the pool."""
+        """The key of a plan: its rule, tile size and group of the pool."""
         group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
         return KeyRule.of(layer, in_call=in_call), size, group
 

@@ -1,10 +1,8 @@
 """Attention in plain torch operations: every feature of the contract, on any device.
 
-backend.py      the contract's methods; read it first
-metadata.py     once a step: which queries and keys are multiplied together, in tiles
-visibility.py   which keys each query sees, by the rule in `attnmux.cpu.steps`
-attend.py       every layer: one tile, keys gathered block by block
-widening.py     8-bit K and V as what is multiplied
+backend.py   the contract's methods; read it first
+plan.py      once a step: which keys each query sees, and the tiles that the work is cut into
+attend.py    every layer: the attention of one tile
 """
 
 from attnmux.cpu.torch_native.backend import TorchNativeBackend

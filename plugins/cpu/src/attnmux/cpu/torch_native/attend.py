@@ -1,7 +1,7 @@
-"""Attention of one tile: its keys are gathered and met block by block.
+"""Attention of one tile, whose keys are gathered block by block.
 
-All query heads that share a KV head are rows of one matrix, [R * Hkv, G * Tq, D] against
-[R * Hkv, S, D], so that K and V are gathered once and never repeated.
+The query heads that share a KV head are rows of one matrix, [R * Hkv, G * Tq, D] against
+[R * Hkv, S, D], so K and V are gathered once and never repeated.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
-    from attnmux.cpu.torch_native.metadata import Tile
-    from attnmux.cpu.torch_native.visibility import Visibility
-    from attnmux.cpu.torch_native.widening import Widening
+    from attnmux.cpu.torch_native.plan import Tile, Visibility
+
 
 _NO_LOGIT = torch.finfo(torch.float32).min
-"""The maximum of no logits: finite, since -inf - -inf is NaN."""
+"""The maximum of no logits. It is finite, since -inf - -inf is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,22 +29,22 @@ class Operands:
 
     layer: LayerSpec
     q: torch.Tensor
-    """[T, Hq, D], in MLA the latent part."""
+    """[T, Hq, D], for MLA the latent part."""
     q_rope: torch.Tensor | None
     keys: torch.Tensor
     """[slots * Hkv, D]: a row for each head of each slot."""
     values: torch.Tensor | None
-    """[slots * Hkv, Dv]; None in MLA, where V is the front of K."""
+    """[slots * Hkv, Dv]; None for MLA, where V is the front of K."""
     scales: tuple[float, float]
-    """What K and V are multiplied by."""
+    """The factors of K and V."""
     dtype: torch.dtype
-    """Of the factors in matrix products."""
+    """The dtype that matrices are multiplied in."""
     widening: Widening | None
-    """How K and V come to that dtype where they are 8-bit floats."""
+    """Converts 8-bit K and V to `dtype`; None for other dtypes."""
     workspace: Workspace
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory, the same for every tile and every layer."""
+        """Uninitialised memory, shared by all tiles and layers."""
         return self.workspace.tensor(f"torch_native.{name}", shape, dtype)
 
     def fold(self, tile: Tile, per_head: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ class Operands:
 def attend(
     operands: Operands, tile: Tile, visibility: Visibility
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [R * Tq, Hq, Dv] and LSE [R * Tq, Hq] of a tile, fp32, in the order of its tokens."""
+    """The tile's out [R * Tq, Hq, Dv] and LSE [R * Tq, Hq], float32, in the order of its tokens."""
     queries = _queries(operands, tile)
     softmax = _OnlineSoftmax(operands, tile, queries.shape[:2])
     for start in range(0, tile.slots.shape[1], tile.step):
@@ -89,7 +90,7 @@ def attend(
 
 
 def _queries(operands: Operands, tile: Tile) -> torch.Tensor:
-    """[R * Hkv, G * Tq, D] of the product's dtype, in MLA with the rotary part behind."""
+    """[R * Hkv, G * Tq, D] in the product's dtype; for MLA the rotary part follows the latent."""
     latent = operands.fold(tile, operands.q[tile.tokens])
     width = operands.layer.qk_head_dim
     queries = operands.scratch("queries", (*latent.shape[:-1], width), operands.dtype)
@@ -103,8 +104,8 @@ def _queries(operands: Operands, tile: Tile) -> torch.Tensor:
 def _rows(operands: Operands, slots: torch.Tensor) -> torch.Tensor:
     """[R, Hkv, S] int64: rows of the flat K and V, slot * Hkv + head.
 
-    Gathering head by head, rather than token by token, lays out each head's keys as one matrix,
-    and has a CPU core gather the heads that it multiplies afterwards.
+    Gathering by head rather than by token makes each head's keys one matrix, and a CPU core gathers
+    the heads that it multiplies afterwards.
     """
     num_heads = operands.layer.tp_k_head_num
     heads = torch.arange(num_heads, device=slots.device).unsqueeze(1)
@@ -113,10 +114,10 @@ def _rows(operands: Operands, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(operands: Operands, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[R * Hkv, S, width] of the product's dtype."""
+    """[R * Hkv, S, width] in the product's dtype."""
     shape = (rows.shape[0] * rows.shape[1], rows.shape[2], source.shape[1])
     gathered = operands.scratch("gathered", shape, source.dtype)
-    # As bytes where it is 8-bit floats, which torch does not gather everywhere.
+    # torch does not gather 8-bit floats on every device.
     raw = torch.uint8 if source.itemsize == 1 else source.dtype
     into = gathered.view(-1, source.shape[1]).view(raw)
     torch.index_select(source.view(raw), 0, rows.view(-1), out=into)
@@ -129,7 +130,7 @@ def _gather(operands: Operands, source: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[R * Hkv, G * Tq, S] fp32, scaled and capped."""
+    """[R * Hkv, G * Tq, S] float32, scaled and capped."""
     layer = operands.layer
     shape = (*queries.shape[:2], keys.shape[1])
     logits = operands.scratch("logits", shape, torch.float32)
@@ -137,8 +138,8 @@ def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> to
     if operands.dtype == torch.float32:
         torch.bmm(queries, keys, out=logits)
     else:
-        # A product of 16-bit matrices is rounded to 16 bits, which is too coarse for an
-        # exponent. The second product is what the first one's rounding left out.
+        # A product of 16-bit matrices is rounded to 16 bits, too coarse for an exponent. The second
+        # product is the first one's rounding error.
         rounded = torch.bmm(queries, keys, out=operands.scratch("rounded", shape, operands.dtype))
         rest = operands.scratch("rest", shape, operands.dtype)
         torch.baddbmm(rounded, queries, keys, beta=-1, out=rest)
@@ -150,7 +151,7 @@ def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> to
 
 
 def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) -> None:
-    """Set the logits of a block's hidden keys to -inf; the block begins at key `start`."""
+    """Set the logits of hidden keys to -inf in the block that begins at key `start`."""
     stop = start + logits.shape[-1]
     seen_from, seen_to = tile.seen_by_all
     for left, right in ((start, min(seen_from, stop)), (max(seen_to, start), stop)):
@@ -163,9 +164,9 @@ def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) 
 
 
 class _OnlineSoftmax:
-    """The softmax of a tile's queries over the keys that came in so far.
+    """The softmax of a tile's queries over the keys added so far.
 
-    A sink is a key without a value that came first.
+    A sink counts as a first key without a value.
     """
 
     def __init__(self, operands: Operands, tile: Tile, shape: torch.Size) -> None:
@@ -186,7 +187,7 @@ class _OnlineSoftmax:
         self._of_block = operands.scratch("out_of_block", (*shape, width), operands.dtype)
 
     def weigh(self, logits: torch.Tensor) -> torch.Tensor:
-        """Weights of a block's values, in place of its logits."""
+        """The weights of a block's values, in the memory of its logits."""
         highest = torch.maximum(self._max, logits.amax(-1, keepdim=True))
         weights = logits.sub_(highest).exp_()
         decay = self._max.sub_(highest).exp_()
@@ -212,3 +213,36 @@ class _OnlineSoftmax:
     def lse(self) -> torch.Tensor:
         """[R * Hkv, G * Tq, 1]; -inf for a query without keys."""
         return self._max + self._sum.log()
+
+
+_WORD_OF_TWO = {2: torch.int32, 4: torch.int64}
+"""An integer dtype as large as two values of so many bytes."""
+
+
+class Widening:
+    """Converts one 8-bit float dtype to a wider one, exactly.
+
+    On a CPU torch converts value by value. There are only 65536 pairs of 8-bit values, so looking
+    up pairs in a table is several times as fast.
+    """
+
+    def __init__(self, source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
+        """target: a dtype that represents every value of source."""
+        self._word = _WORD_OF_TWO[target.itemsize]
+        # Made on the host, where bytes and pairs are in the order that views of memory have.
+        pairs = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source)
+        self._table = pairs.to(target).view(self._word).to(device)
+
+    def __call__(
+        self,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
+    ) -> torch.Tensor:
+        """Write contiguous `values` to contiguous `out` of the same shape, and return `out`."""
+        if values.numel() % 2 or values.device.type != "cpu":
+            return out.copy_(values)
+        pairs = values.view(-1).view(torch.uint16)
+        places = scratch("pairs", (pairs.numel(),), torch.int32).copy_(pairs)
+        torch.index_select(self._table, 0, places, out=out.view(-1).view(self._word))
+        return out

@@ -24,7 +24,8 @@ from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.errors import AttnmuxError, BackendFailed
-from attnmux.transformers import cli, deciding, recall
+from attnmux.transformers import cli, recall
+from attnmux.transformers.decision import decide, without
 
 HERE = replace(probe_cpu(), features=frozenset({"avx2", "cxx_compiler"}))
 
@@ -56,8 +57,8 @@ def generated(monkeypatch):
             CliRunner().invoke(verbs, given, standalone_mode=False, catch_exceptions=False)
         platform, offers, options = caught.value.args
         reasons = {address: BackendFailed(address, "broken") for address in failed}
-        options = deciding.without(reasons, options) if reasons else options
-        return deciding.decide(Request.from_model(recall.PATH), platform, offers, options)
+        options = without(reasons, options) if reasons else options
+        return decide(Request.from_model(recall.PATH), platform, offers, options)
 
     return choose
 

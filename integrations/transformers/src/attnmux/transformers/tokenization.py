@@ -1,15 +1,19 @@
-"""From prompts to token ids, and the refusal of those that cannot run."""
+"""From prompts to token ids, and from generated tokens to text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import index
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core.errors import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 TextOrIds = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
@@ -88,3 +92,68 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[i
     shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     # The template writes the special tokens itself.
     return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+
+
+UNFINISHED = "\ufffd"
+"""What decoders write for bytes that are no whole character."""
+
+CONTEXT = 8
+"""Tokens of the prompt that are decoded with the first piece, because some decoders treat the
+first token of a text differently (a leading space is dropped)."""
+
+LONGEST = 4
+"""Bytes, and so at most tokens, of a character in UTF-8."""
+
+
+class TextStream:
+    """Detokenises one request as it grows; the pieces joined are the whole text.
+
+    Each piece is decoded together with the one before it, which begins and ends with a character:
+    a decoder that falls back to bytes gives up on all bytes of a run where one is cut off.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids, self._done = self._whole_end(list(prompt_ids[-CONTEXT - LONGEST :]))
+
+    def put(self, *token_ids: int) -> str:
+        """The text that these next tokens complete; "" inside a character of several tokens."""
+        self._ids += token_ids
+        piece = self._new_text()
+        if not piece or piece.endswith(UNFINISHED):
+            return ""
+        self._advance()
+        return piece
+
+    def end(self) -> str:
+        """What is left: bytes that never became a whole character, as replacement characters."""
+        piece = self._new_text()
+        self._advance()
+        return piece
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[: self._done])
+        return self._decode(self._ids)[len(before) :]
+
+    def _advance(self) -> None:
+        self._ids = self._ids[self._done :]
+        self._done = len(self._ids)
+
+    def _whole_end(self, ids: list[int]) -> tuple[list[int], int]:
+        """Some last tokens, from the start of a character on, and how many end with one.
+
+        A prompt of token ids may end inside a character, which the first piece then completes.
+        """
+        first = max(0, len(ids) - CONTEXT)
+        for end in range(len(ids), max(-1, len(ids) - LONGEST), -1):
+            for start in range(first, max(-1, first - LONGEST), -1):
+                text = self._decode(ids[start:end])
+                if not text.startswith(UNFINISHED) and not text.endswith(UNFINISHED):
+                    return ids[start:], end - start
+        return ids[first:], len(ids) - first  # no characters: nothing to complete
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return cast("str", text)  # a list of texts comes only from a list of lists

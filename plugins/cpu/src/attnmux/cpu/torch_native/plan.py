@@ -1,8 +1,8 @@
-"""Once a step: the work of a layer, cut into tiles of bounded size.
+"""Once a step: which keys each query sees, and the work of a layer cut into tiles of bounded size.
 
-A tile is a few requests' queries against a stretch of each one's keys: many short requests
-together, or a block of a long one's queries with just the keys that they can see. What is
-hidden from a whole tile is never read.
+A tile holds queries of a few requests, each with a stretch of its request's keys: many short
+requests together, or a block of a long request's queries with just the keys that they can see. Keys
+hidden from the whole tile are never read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attnmux.core.indices import cu_seqlens, extend_positions, kv_indices
-from attnmux.cpu.torch_native.visibility import Visibility, visibility
+from attnmux.cpu.steps import mask_starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,89 @@ if TYPE_CHECKING:
     from attnmux.cpu.steps import KeyRule, StepLens
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Visibility:
+    """The keys that each query sees: a range, minus those that an item or a mask hides.
+
+    Of the step's T rows, the first T' <= T are tokens of requests; the rest is padding.
+    """
+
+    first: torch.Tensor
+    """[T'] int64: the first key in range."""
+    end: torch.Tensor
+    """[T'] int64: one past the last key. Neither it nor `first` falls within a request."""
+    item: tuple[torch.Tensor, torch.Tensor] | None
+    """Keys from the first to the second [T'] int64 are hidden: the end of the shared prefix, the
+    start of the query's own item."""
+    mask: tuple[torch.Tensor, torch.Tensor] | None
+    """The flat custom mask, and [T'] int64: the place of the query's key 0 in it."""
+
+    def to(self, device: torch.device) -> Visibility:
+        """A copy on a device; the flat mask is there already."""
+        item, mask = self.item, self.mask
+        return Visibility(
+            first=self.first.to(device),
+            end=self.end.to(device),
+            item=None if item is None else (item[0].to(device), item[1].to(device)),
+            mask=None if mask is None else (mask[0], mask[1].to(device)),
+        )
+
+    @property
+    def is_range(self) -> bool:
+        """Whether no key in range is hidden."""
+        return self.item is None and self.mask is None
+
+    def hidden(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which keys the queries do not see, [R, Tq, S] bool.
+
+        tokens: R * Tq rows of the step, request by request. keys: positions, [R, S] int64.
+        """
+        num_requests = keys.shape[0]
+
+        def of_tokens(values: torch.Tensor) -> torch.Tensor:
+            return values[tokens].view(num_requests, -1, 1)
+
+        keys = keys.unsqueeze(1)
+        hidden = (keys < of_tokens(self.first)) | (keys >= of_tokens(self.end))
+        if self.item is not None:
+            prefix_end, item_start = self.item
+            hidden |= (keys >= of_tokens(prefix_end)) & (keys < of_tokens(item_start))
+        if self.mask is not None:
+            keep, row_start = self.mask
+            # Keys past the request's last are hidden already, but may lie outside the mask.
+            places = (of_tokens(row_start) + keys).clamp_(max=keep.numel() - 1)
+            hidden |= ~keep[places]
+        return hidden
+
+
+def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility:
+    """What each query sees under a rule. Everything is on the host, except the flat mask.
+
+    Raises InvalidInput for a custom mask whose size is not that of the step.
+    """
+    new = lens.new
+    cached = torch.zeros_like(lens.cached) if rule.in_call else lens.cached
+    num_tokens = int(new.sum())
+    num_keys = lens.encoder if rule.is_cross else cached + new
+
+    def of_requests(values: torch.Tensor) -> torch.Tensor:
+        return values.long().repeat_interleave(new, output_size=num_tokens)
+
+    position, widths = extend_positions(cached, new, total=num_tokens), of_requests(num_keys)
+    keep = None if batch.spec_info is None else batch.spec_info.custom_mask
+    first, end = rule.bounds(position, widths, masked=keep is not None)
+    if rule.is_cross:
+        return Visibility(first=first, end=end, item=None, mask=None)
+    item = mask = None
+    if batch.multi_item is not None:
+        in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
+        item = of_requests(batch.multi_item.prefix_lens.cpu()), position - in_item
+    if keep is not None:
+        row = of_requests(mask_starts(keep, new, num_keys))
+        mask = keep, row + (position - of_requests(cached)) * widths
+    return Visibility(first=first, end=end, item=item, mask=mask)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileSize:
     """The largest tile of a layer."""
@@ -32,16 +115,16 @@ class TileSize:
     queries: int
     """Queries of one request."""
     keys: int
-    """Keys of all requests together that are gathered at once."""
+    """Keys gathered at once, of all requests together."""
     logits: int
-    """Queries times keys that are multiplied at once, for one head."""
+    """Logits computed at once for one head: queries times keys."""
 
     @classmethod
     def of(cls, layer: LayerSpec, device: torch.device) -> TileSize:
-        """A tile for so many CPU threads; any other device gets one for sixteen.
+        """The size for this number of CPU threads; other devices get that for sixteen.
 
-        A larger tile costs fewer launches, a smaller one stays in the caches. The figures are
-        the best of powers of two at 2 threads (32 MiB of L3) and 16 threads (300 MiB).
+        A larger tile costs fewer launches, a smaller one stays in the caches. The figures are the
+        fastest powers of two with 2 threads (32 MiB of L3) and 16 threads (300 MiB).
         """
         threads = min(torch.get_num_threads(), 16) if device.type == "cpu" else 16
         queries = max(1, min(128, 4096 // layer.tp_q_head_num))
@@ -57,56 +140,56 @@ class TileSize:
 class Tile:
     """R stretches of queries, each with its own stretch of keys.
 
-    Shorter stretches are padded by repeating their last query or key: a repeated query computes
-    its result twice, a repeated key is hidden.
+    Shorter stretches are padded with their last query or key: the result of a repeated query is
+    computed twice, a repeated key is hidden.
     """
 
     tokens: slice | torch.Tensor
     """R * Tq rows of q and out."""
     num_requests: int
     slots: torch.Tensor
-    """[R, S] int: where the keys are."""
+    """[R, S] int: the keys' slots, or their rows in the call's k."""
     first_key: torch.Tensor
-    """[R, 1] int64: position of the first key."""
+    """[R, 1] int64: the position of the first key."""
     step: int
-    """Keys a request to gather at once."""
+    """Keys of each request that are gathered at once."""
     seen_by_all: tuple[int, int]
-    """A range of the S keys that every query sees all of; nothing else about them is known."""
+    """A range of the S keys that every query sees; whether it sees the others is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """One step of the layers that share a rule, a pool and a tile size."""
+    """A step of the layers that share a rule, a tile size and a group of the pool."""
 
     tiles: tuple[Tile, ...]
     visibility: Visibility
     keyless: torch.Tensor
-    """Rows of q without keys, padding included: their output is known."""
+    """Rows of q that see no key, padding included."""
 
 
 class _Work(NamedTuple):
-    """Consecutive queries of one request, and the keys that any of them sees."""
+    """Consecutive queries of one request, and the stretch of keys that they see."""
 
     num_queries: int
     num_keys: int
     token: int
-    """Row of the first query in q."""
+    """The first query's row in q."""
     first_key: int
-    """Position of the first key."""
+    """The first key's position."""
     place: int
-    """Where that key's slot is among all slots of the step."""
+    """The first key's place among the step's slots."""
     seen_by_all: tuple[int, int]
     """As on `Tile`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Spans:
-    """The keys that any query of a request sees, for each request, on the host."""
+    """For each request, the stretch of keys that its queries see. On the host."""
 
     start: torch.Tensor
-    """[B] int32: position of the first key."""
+    """[B] int32: the position of the first key."""
     indptr: torch.Tensor
-    """[B + 1] int32: where the request's keys begin among all keys of the step."""
+    """[B + 1] int32: where each request's keys begin among the step's slots."""
 
 
 def make_plan(
@@ -117,14 +200,14 @@ def make_plan(
     lens: StepLens,
     context: BackendContext,
 ) -> Plan:
-    """Cut the step into tiles, for all layers that share the rule, the size and a pool."""
+    """Cut the step into tiles, for all layers that share the rule, the size and the group."""
     visible = visibility(rule, batch, lens)
     qo_indptr = cu_seqlens(lens.new)
     spans = _spans(visible, qo_indptr)
     slots = _slots(spans, rule, layer, batch, lens, context)
     work, keyless = _work(visible, spans, qo_indptr, size)
     keyless += range(visible.first.numel(), batch.num_tokens)
-    # What a tile's products round depends on its shape, so each request gets its own.
+    # How products are rounded depends on the tile's shape, so no two requests share a tile.
     groups = [[one] for one in work] if context.request.deterministic else _groups(work, size)
     return Plan(
         tiles=tuple(_tile(group, size, slots) for group in groups),
@@ -152,7 +235,7 @@ def _slots(
     lens: StepLens,
     context: BackendContext,
 ) -> torch.Tensor:
-    """Where the keys of all spans are, one request after another: slots, or rows of k."""
+    """The slots, or the rows of the call's k, of all spans' keys, one request after another."""
     total = int(spans.indptr[-1])
     if rule.in_call:
         rows = cu_seqlens(lens.encoder if rule.is_cross else lens.new)[:-1] + spans.start
@@ -171,7 +254,7 @@ def _slots(
 def _work(
     visible: Visibility, spans: _Spans, qo_indptr: torch.Tensor, size: TileSize
 ) -> tuple[list[_Work], list[int]]:
-    """All queries but those without keys, and these queries' rows."""
+    """The work of all queries that see keys, and the rows of those that see none."""
     first, end = visible.first.tolist(), visible.end.tolist()
     places = (spans.indptr[:-1] - spans.start).tolist()
     work: list[_Work] = []
@@ -183,7 +266,7 @@ def _work(
             if num_keys <= 0:
                 keyless += range(token, last + 1)
                 continue
-            # The range of a later query neither begins nor ends before an earlier one's.
+            # No query's range begins or ends before that of an earlier query.
             seen_by_all = (first[last] - first_key, end[token] - first_key)
             work.append(
                 _Work(
@@ -199,7 +282,7 @@ def _work(
 
 
 def _groups(work: list[_Work], size: TileSize) -> Iterator[list[_Work]]:
-    """Work of like size, as much as fits a tile. What does not fit stands alone."""
+    """Groups of work of similar size that fit a tile. Larger work is a group of its own."""
     group: list[_Work] = []
     most_keys = 0
     for item in sorted(work, key=lambda item: (item.num_queries, item.num_keys)):
@@ -234,14 +317,14 @@ def _tile(group: list[_Work], size: TileSize, slots: torch.Tensor) -> Tile:
 
 
 def _padded(starts: list[int], lens: list[int]) -> torch.Tensor:
-    """[R * max(lens)] int64: ranges, drawn out to one length by repeating their last value."""
+    """[R * max(lens)] int64: ranges, padded to one length with their last value."""
     steps = torch.arange(max(lens)).unsqueeze(0)
     last = torch.tensor(lens).unsqueeze(1) - 1
     return (torch.tensor(starts).unsqueeze(1) + torch.minimum(steps, last)).view(-1)
 
 
 def _slice_or_index(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """Rows as a slice where they follow each other, since that is a view and copies nothing."""
+    """Consecutive rows as a slice, which indexes without a copy; others as a tensor."""
     start, count = int(rows[0]), rows.numel()
     if torch.equal(rows, torch.arange(start, start + count)):
         return slice(start, start + count)

@@ -1,4 +1,4 @@
-"""What a user asks for: prompts from the command line, from stdin and from files."""
+"""The prompts of `attnmux generate`: from the command line, stdin and files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import click
 from attnmux.core.errors import InvalidInput
 from attnmux.transformers import recall
 from attnmux.transformers.generate import Prompt
-from attnmux.transformers.prompts import TextOrIds
 from attnmux.transformers.sampling import SamplingParams
+from attnmux.transformers.tokenization import TextOrIds
 
 SAMPLE_BYTES = 240
 
@@ -30,15 +30,15 @@ KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "seed": (int,),
     }
 )
-"""What a line of JSON may hold."""
+"""The keys of a JSON line and their types."""
 
 JSON_LINES = (".jsonl", ".ndjson")
-"""Names of files that hold nothing else end so."""
+"""Endings of files in which every line is JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """One prompt, with what is said about it alone."""
+class UserPrompt:
+    """One prompt, and the options that it overrides."""
 
     prompt: TextOrIds
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class Asked:
         return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
 
 
-def read_asked(
+def read_prompts(
     prompts: Sequence[str], file: str | None, *, model: str | None, seed: int
-) -> list[Asked]:
+) -> list[UserPrompt]:
     """The prompts of the command line, then those of the file; "-" is stdin in both.
 
     For the shipped model one is made up where there is none. Raises UsageError for no prompts and
@@ -61,7 +61,7 @@ def read_asked(
     """
     if [*prompts, file].count("-") > 1:
         raise click.UsageError("- reads stdin, which can be read only once.")
-    asked = [Asked(prompt=_stdin("stdin") if one == "-" else one) for one in prompts]
+    asked = [UserPrompt(prompt=_stdin("stdin") if one == "-" else one) for one in prompts]
     if file is not None:
         asked += _from_file(file)
     if asked:
@@ -69,8 +69,10 @@ def read_asked(
     if model is not None:
         raise click.UsageError("Give a PROMPT, - to read one from stdin, or --prompts FILE.")
     prompt, answer = recall.make_prompt(random.Random(seed), SAMPLE_BYTES)
-    click.echo(f"no prompt given; a made-up one, to which {answer} is right:\n{prompt}", err=True)
-    return [Asked(prompt=prompt)]
+    click.echo(
+        f"no prompt given; asking a random question whose answer is {answer}:\n{prompt}", err=True
+    )
+    return [UserPrompt(prompt=prompt)]
 
 
 def _stdin(name: str) -> str:
@@ -88,7 +90,7 @@ def _decode(name: str, data: bytes) -> str:
         raise InvalidInput(name, came=str(error), expected="text in UTF-8") from error
 
 
-def _from_file(file: str) -> list[Asked]:
+def _from_file(file: str) -> list[UserPrompt]:
     """One prompt a line, or one JSON object a line; blank lines do not count.
 
     JSON it is by the file's name, or as soon as one line is an object with a prompt: a typo in
@@ -111,7 +113,7 @@ def _from_file(file: str) -> list[Asked]:
         raise InvalidInput("--prompts", came=f"{file}, which is empty", expected="prompts")
     values = [_object(line) for _, line in lines]
     if not file.endswith(JSON_LINES) and all(value is None for value in values):
-        return [Asked(prompt=line) for _, line in lines]
+        return [UserPrompt(prompt=line) for _, line in lines]
     return [_from_json(*line, value) for line, value in zip(lines, values, strict=True)]
 
 
@@ -124,9 +126,9 @@ def _object(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and "prompt" in value else None
 
 
-def _from_json(name: str, line: str, value: dict[str, Any] | None) -> Asked:
+def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt:
     if value is None:
-        expected = 'a JSON object with "prompt", as each of JSON lines is'
+        expected = 'a JSON object with "prompt" on every line'
         raise InvalidInput(name, came=f"{line[:60]!r}", expected=expected)
     for key, given in value.items():
         if key not in KEYS:
@@ -138,7 +140,7 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> Asked:
     if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
         raise InvalidInput(f"{name}, prompt", came="a list", expected="text or token ids")
     _check_ranges(name, value)
-    return Asked(prompt=prompt, overrides=value)
+    return UserPrompt(prompt=prompt, overrides=value)
 
 
 def _check_ranges(name: str, overrides: Mapping[str, Any]) -> None:

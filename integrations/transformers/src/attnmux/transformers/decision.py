@@ -1,0 +1,203 @@
+"""The backend for a model: what its user and its layers ask for, and the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers.utils.hub import cached_file
+
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.batch_sizes import solve_measured
+from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core.choosing.measured.measurement import Measurement
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.dtypes import dtype_name
+from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
+from attnmux.core.layer import LayerSpec
+from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.pools import MemoryBudget, alike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOptions:
+    """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
+
+    max_batch_size: int
+    """Requests at a time."""
+    max_context_len: int
+    """Tokens of one request, prompt and answer."""
+    max_encoder_len: int | None = None
+    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
+    takes the model's limit."""
+    max_total_tokens: int | None = None
+    """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
+    memory: MemoryBudget | None = None
+    """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
+    counts."""
+    graph: bool | None = None
+    """Whether decode steps are replayed from device graphs; None: where device, backend and model
+    can."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    mla: Literal["absorbed", "expanded"] | None = None
+    """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
+    K and V. None: absorbed where a backend serves it, unless only as a last resort (see
+    `LAST_RESORT`) while expanded has a better one."""
+    page_size: int | None = None
+    device: str | None = None
+    """torch's name, such as "cuda:1"; None takes the platform's current device."""
+    policy: Policy = field(default_factory=Policy)
+    measurements: tuple[Measurement, ...] = ()
+    """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`: everything that was tuned on this machine."""
+    debug: bool = False
+    """Check every batch's values, at the cost of synchronising."""
+
+
+def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
+    """What the layers need, every value with the origin "model".
+
+    Where windows or chunks differ between layers, the largest is asked for.
+    Raises InvalidInput where heads or dims differ: one KV pool holds all layers.
+    """
+    first = alike(layers, "tp_q_head_num")
+    windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+    given: dict[str, object] = {
+        "kind": first.kind,
+        "num_q_heads": first.tp_q_head_num,
+        "num_kv_heads": first.tp_k_head_num,
+        "head_dim": first.qk_head_dim,
+        "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
+        "dtype": dtype_name(dtype),
+        "sliding_window": max(windows, default=None),
+        "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
+        "logit_cap": max(layer.logit_cap for layer in layers) or None,
+        "sinks": any(layer.sinks is not None for layer in layers),
+        "cross_attention": any(layer.is_cross_attention for layer in layers),
+    }
+    return Request().replace(origin="model", **given)
+
+
+def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
+    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them."""
+    first = alike(layers)
+    return expanded.replace(
+        origin="model",
+        kind="mla",
+        num_kv_heads=1,
+        v_head_dim=expanded.v_head_dim or expanded.head_dim,
+        kv_lora_rank=first.v_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
+    )
+
+
+def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
+    """Refuse a model that does not do what its config.json says.
+
+    recorded: from `request_of`. config: from `Request.from_model`; a latent model is recorded
+    expanded and compared as such. A feature that config.json does not mention is no contradiction
+    (what runs is what was recorded), nor is a window or chunk that the context never fills.
+    Raises InvalidInput naming the field.
+    """
+    stated = config.expanded() if config.latent else config
+    for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+        _compare(name, getattr(recorded, name), getattr(stated, name))
+    _compare(
+        "v_head_dim",
+        recorded.v_head_dim or recorded.head_dim,
+        stated.v_head_dim or stated.head_dim,
+    )
+    for name in ("sliding_window", "attention_chunk", "logit_cap", "sinks"):
+        reach = getattr(stated, name) if name in ("sliding_window", "attention_chunk") else None
+        if getattr(stated, name) and (reach is None or reach < max_context_len):
+            _compare(name, getattr(recorded, name), getattr(stated, name))
+
+
+def _compare(name: str, recorded: object, stated: object) -> None:
+    if recorded != stated:
+        raise InvalidInput(
+            name, came=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
+        )
+
+
+def decide_first(
+    requests: Sequence[Request],
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+) -> Decision:
+    """The decision for the first of the requests that is served by more than a last resort, else
+    for the first that is served.
+
+    Raises what `decide` raises for the first of them where none is.
+    """
+    last_resorts: list[Decision] = []
+    refusals: list[NoBackend] = []
+    for request in requests:
+        try:
+            decision = decide(request, platform, offers, options)
+        except NoBackend as refusal:
+            refusals.append(refusal)
+            continue
+        if not decision.is_last_resort:
+            return decision
+        last_resorts.append(decision)
+    if last_resorts:
+        return last_resorts[0]
+    raise refusals[0]
+
+
+def decide(
+    request: Request, platform: Platform, offers: Sequence[Offer], options: RunnerOptions
+) -> Decision:
+    """Solve for a request with what the options insist on, and with what was measured."""
+    asked = {
+        "page_size": options.page_size,
+        "kv_dtype": options.kv_dtype,
+        "graph": options.graph or None,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            request = request.replace(origin="user", **{name: value})
+    # Text alone runs here, whatever else the model can read.
+    request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
+    return solve_measured(
+        request, platform, offers, options.policy, measurements=options.measurements
+    )
+
+
+def stated_request(checkpoint: Checkpoint) -> Request | None:
+    """What config.json says of the model's attention; None where it says it in words of its own.
+
+    Such models (GPT-2's `n_head`) are known only once they run.
+    """
+    file = cached_file(checkpoint.source, "config.json")
+    if file is None:
+        return None
+    try:
+        return Request.from_model(Path(file))
+    except InvalidInput:
+        return None
+
+
+def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
+    """How the model may run by its config.json, the way that is preferred first."""
+    if stated.kind == "dual_chunk":
+        # transformers runs Qwen2.5-1M as a Qwen2, without its chunks.
+        return [stated.replace(origin="model", kind="mha")]
+    if stated.kind != "mla" or options.mla == "expanded":
+        return [stated.expanded() if stated.latent else stated]
+    return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]
+
+
+def without(failed: Mapping[str, BackendFailed], options: RunnerOptions) -> RunnerOptions:
+    """The options, without the backends that failed to be made."""
+    return replace(options, policy=replace(options.policy, failed=failed))
