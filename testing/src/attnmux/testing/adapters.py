@@ -24,11 +24,11 @@ from attnmux.core.layer import LayerSpec
 from attnmux.core.library import KernelLibrary
 from attnmux.core.rehearsal import rehearse
 from attnmux.testing import reference
-from attnmux.testing.builders import PreparedStep, prepare_step
+from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case, Step, decode, extend
 from attnmux.testing.placement import buffers
+from attnmux.testing.prepared import PreparedStep, prepare_step
 from attnmux.testing.recording import RecordingGraphs
-from attnmux.testing.world import World, make_world
 
 K = TypeVar("K")
 
@@ -99,9 +99,9 @@ class AdapterWorld:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Case` that hold unless a test gives others."""
 
-    def world(self, *steps: Step, **settings: Any) -> World:  # noqa: ANN401  # fields of Case
+    def world(self, *steps: Step, **settings: Any) -> CaseSetup:  # noqa: ANN401  # fields of Case
         case = Case(name="adapter", steps=steps, **{**self.settings, **settings})
-        return make_world(case, self.platform, "cpu")
+        return make_setup(case, self.platform, "cpu")
 
     def backend(
         self,
@@ -112,7 +112,7 @@ class AdapterWorld:
         """The adapter itself, without the trial of its library."""
         return self.library.backend(context, options or {}, kernels or self.kernels)
 
-    def prepare(self, world: World, step: Step) -> PreparedStep:
+    def prepare(self, world: CaseSetup, step: Step) -> PreparedStep:
         """The step, with host mirrors where the adapter needs them."""
         return prepare_step(world, step, host_lens=self.host_lens)
 

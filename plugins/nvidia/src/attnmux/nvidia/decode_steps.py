@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.nvidia.page_tables import Keys, Step, fixed_buffers
+from attnmux.nvidia.page_tables import Keys, PageTables, fixed_buffers
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -79,7 +79,7 @@ class DecodeBuffers:
 class DecodeStep:
     """Page tables and lengths of a step."""
 
-    tables: Step
+    tables: PageTables
     buffers: DecodeBuffers | None
     may_be_empty: bool
     """Whether a request may be without keys, as far as the host knows."""
@@ -92,10 +92,10 @@ class DecodeStep:
     def of(
         cls: type[S], batch: ForwardBatch, context: BackendContext, buffers: DecodeBuffers | None
     ) -> S:
-        """The step's shape, known on the host. Raises InvalidInput as `Step.of`."""
+        """The step's shape, known on the host. Raises InvalidInput as `PageTables.of`."""
         known = None if buffers else batch.seq_lens_cpu
         return cls(
-            tables=Step.of(batch, context, buffers.keys if buffers else {}),
+            tables=PageTables.of(batch, context, buffers.keys if buffers else {}),
             buffers=buffers,
             # A draft is a key of its own.
             may_be_empty=batch.forward_mode.is_decode()

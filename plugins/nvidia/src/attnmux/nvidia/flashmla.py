@@ -28,9 +28,9 @@ from attnmux.core.library import KernelLibrary, filled
 from attnmux.core.rehearsal import rehearse
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, KeyLens, with_lens
 from attnmux.nvidia.latent import RANK, LatentDecodeBackend, check_plain, joined, latent_pages
-from attnmux.nvidia.page_tables import KeyGroup, Keys, Step
+from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables
 from attnmux.nvidia.pools import FP8, check_own_or_fp8, check_page_size
-from attnmux.nvidia.results import store_lse
+from attnmux.nvidia.rows import store_lse
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -235,14 +235,14 @@ class FlashMLABackend(
         return min(FP8_QUERIES, 64 * len(tiles) // max(self._heads))
 
 
-def _by_token(tables: Step, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
+def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     """Each new token as a request of its own, with the keys that it sees.
 
     A call takes the same number of queries of each request, and drafts have different numbers.
     Tokens of no request see no key.
     """
     new = batch.extend_seq_lens
-    assert new is not None  # which Step.of has checked
+    assert new is not None  # which PageTables.of has checked
     bounds = tables.query_bounds(new.device)
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
     request = segment_of_place(bounds, batch.num_tokens)

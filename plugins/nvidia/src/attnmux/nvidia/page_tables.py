@@ -258,6 +258,3 @@ def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:
 
 def _largest(lens: torch.Tensor) -> int:
     return int(lens.max()) if lens.numel() else 0
-
-
-Step = PageTables

@@ -16,7 +16,7 @@ import torch
 
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
-from attnmux.nvidia.page_tables import KeyGroup, Step
+from attnmux.nvidia.page_tables import KeyGroup, PageTables
 from attnmux.nvidia.rows import aligned, is_writable
 from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
@@ -33,7 +33,7 @@ _TILE_COUNTER_BYTES = 1 << 20
 class Prefill(Half):
     """Rows of no request become 0."""
 
-    _tables: Step
+    _tables: PageTables
     _is_whole: bool
     """Whether every row is a request's, as far as the host knows."""
 
@@ -43,7 +43,7 @@ class Prefill(Half):
                 f"{batch.forward_mode.name} runs without a graph: only steps with the same number "
                 "of tokens for each request are captured"
             )
-        self._tables = Step.of(batch, self._context, {})
+        self._tables = PageTables.of(batch, self._context, {})
         lens = batch.extend_seq_lens_cpu
         self._is_whole = lens is not None and int(lens.sum()) == batch.num_tokens
 
