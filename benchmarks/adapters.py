@@ -60,8 +60,7 @@ from attnmux.bench import (
     interleave,
 )
 from attnmux.bench.timing import CALLS, Run, wait
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.errors import in_brief
+from attnmux.core import AttentionBackend, in_brief
 from attnmux.testing import find_candidate
 
 MAX_RATIO, MAX_HOST_US = 1.02, 15.0

@@ -11,9 +11,7 @@ import click
 import torch
 
 from attnmux.bench import Step, Workload, make_step
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core import Platform, Request, torch_dtype
 
 DIM, RANK, ROPE = 128, 512, 64
 """Width of a dense head, of a latent, and of its rotary part."""

@@ -11,14 +11,9 @@ import torch
 
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.measured.measurement import read_measurements
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core import Decision, Request, Settings, graph_batch_sizes, in_brief, read_measurements
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided, requested
-from attnmux.core.errors import in_brief
-from attnmux.core.graph.config import graph_batch_sizes
-from attnmux.core.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

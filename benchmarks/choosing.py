@@ -24,14 +24,17 @@ import importlib_metadata
 from rich.console import Console
 from rich.table import Table
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Prior,
+    Request,
     at_most,
     between,
     emulated,
@@ -39,10 +42,11 @@ from attnmux.core.choosing.offer.conditions import (
     multiple_of,
     one_of,
     runtimes,
+    solve,
     versions,
+    when,
 )
-from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import NoBackend
+from attnmux.core.choosing.judge.checking import check
 
 SMALL, LARGE = 40, 1000
 MACHINES = {

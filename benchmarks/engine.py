@@ -26,11 +26,15 @@ import click
 from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, Times, facts, interleave
-from attnmux.core import detect, load_plugins, pick_platform
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.errors import GraphUnsupported
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core import (
+    ForwardBatch,
+    GraphRunner,
+    GraphUnsupported,
+    Policy,
+    detect,
+    load_plugins,
+    pick_platform,
+)
 from attnmux.transformers import (
     Checkpoint,
     Engine,

@@ -26,7 +26,7 @@ from benchmarks.cases import (
 from benchmarks.torch_native import CPU, PLATFORM, UNEVEN
 
 from attnmux.bench import Report, facts, in_turn, interleave, wall_meter
-from attnmux.core.backend import AttentionBackend
+from attnmux.core import AttentionBackend
 from attnmux.testing import find_candidate
 
 SIDES = ("torch_native", "flex_attention")

@@ -13,7 +13,7 @@ from benchmarks.libraries import Cache, Library, bounds, is_decode, new_kv, scal
 
 from attnmux.bench import Step
 from attnmux.bench.timing import Run
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core import torch_dtype
 
 WORKSPACE_BYTES = 512 << 20
 

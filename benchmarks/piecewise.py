@@ -26,14 +26,18 @@ from benchmarks.cases import dry_run_option, json_option, rounds_option
 from torch._inductor.utils import run_and_get_code
 
 from attnmux.bench import Report, Workload, facts, interleave, make_step, wall_meter
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.graph.config import Forward, ModelInput
+from attnmux.core import (
+    AttentionBackend,
+    ForwardBatch,
+    ForwardMode,
+    LayerSpec,
+    ModelInput,
+    RadixAttention,
+    Request,
+    forward_context,
+)
+from attnmux.core.graph.config import Forward
 from attnmux.core.graph.piecewise import PiecewiseRunner, compile_in_pieces
-from attnmux.core.layer import LayerSpec
-from attnmux.core.op import forward_context
-from attnmux.core.radix_attention import RadixAttention
 from attnmux.testing import find_candidate
 
 PAGE_SIZE = 16

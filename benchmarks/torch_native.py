@@ -26,8 +26,7 @@ from benchmarks.cases import (
 )
 
 from attnmux.bench import Report, Step, Workload, ceilings, facts, in_turn, interleave, wall_meter
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.layer import LayerSpec
+from attnmux.core import LayerSpec, Platform
 from attnmux.testing import find_candidate
 
 CPU = torch.device("cpu")

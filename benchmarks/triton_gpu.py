@@ -63,9 +63,7 @@ from attnmux.bench import (
     wall_meter,
 )
 from attnmux.bench.timing import Meter, Run
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import in_brief
+from attnmux.core import AttentionCall, Platform, in_brief
 from attnmux.testing import find_candidate
 
 

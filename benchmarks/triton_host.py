@@ -40,8 +40,7 @@ from triton.runtime import driver
 
 from attnmux.bench import Report, Step, facts, host_meter, in_turn, interleave, wall_meter
 from attnmux.bench.timing import Run
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.call import AttentionCall
+from attnmux.core import AttentionBackend, AttentionCall
 from attnmux.testing import find_candidate
 
 MAX_METADATA_US = 40.0

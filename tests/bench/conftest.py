@@ -10,9 +10,8 @@ import pytest
 
 from attnmux.bench import Ceilings
 from attnmux.bench.cli import bench_run
-from attnmux.core.choosing.find.devices import Detection
+from attnmux.core import Detection, Offer
 from attnmux.core.choosing.find.plugins import PluginFailure
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.cli import run as shared
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 

@@ -13,12 +13,8 @@ from click.testing import CliRunner, Result
 from attnmux.bench import cli as bench_cli
 from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
-from attnmux.core.choosing.measured.measurement import read_measurements
+from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, launch_file, read_measurements
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.conditions import ANY, NONE
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 

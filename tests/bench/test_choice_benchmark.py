@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench import Workload
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import Platform, Policy
 from attnmux.core.cli import run as shared
 from attnmux.testing import FakeBackend
 

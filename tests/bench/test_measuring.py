@@ -18,11 +18,17 @@ from attnmux.bench.measuring import Bench
 from attnmux.bench.steps import make_step
 from attnmux.bench.timing import Ceilings, ceilings, median_us
 from attnmux.bench.workload import Workload, completed
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.conditions import NONE, one_of
-from attnmux.core.errors import GraphViolation, InvalidInput, NoBackend, UnknownBackend
+from attnmux.core import (
+    NONE,
+    GraphViolation,
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Policy,
+    Request,
+    UnknownBackend,
+    one_of,
+)
 from attnmux.testing import (
     Candidate,
     FakeBackend,

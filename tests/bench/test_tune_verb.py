@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.measured.launches import Job, Trial, current_launches, launch_file
+from attnmux.core import Job, Trial, current_launches, launch_file
 from attnmux.core.cli.verbs import verbs
 
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"

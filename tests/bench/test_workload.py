@@ -15,9 +15,7 @@ from attnmux.bench.workload import (
     completed,
     default_grid,
 )
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput, Platform, Request
 from attnmux.testing.reference import visibility
 
 GPU = replace(Platform.parse("nvidia:sm90,cuda=12.8"), memory_bytes=141 * 10**9)

@@ -10,9 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core import Offer, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.testing import fake_card, fake_platform
 from attnmux.transformers import ModelRunner, RunnerOptions, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers

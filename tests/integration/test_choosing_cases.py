@@ -17,20 +17,25 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Decision,
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    detect,
+    load_plugins,
+    solve,
+)
 from attnmux.core.choosing.find import devices as probe
-from attnmux.core.choosing.find.devices import detect
-from attnmux.core.choosing.find.plugins import load_plugins
 from attnmux.core.choosing.judge import axes
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
-from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.errors import InvalidInput, NoBackend
 
 ASKED = Policy(hypothetical=True)
 DENSE = "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8"

@@ -11,15 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import NAMING, Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core.choosing.ask.policy import NAMING
+from attnmux.core.choosing.ask.request import parse_fields
 from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.find.plugins import load_plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import NoBackend
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import importlib_metadata
 import pytest
 
-from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core import load_plugins
 from attnmux.core.choosing.offer.named import KNOWN
 
 WITHOUT_TORCH = """

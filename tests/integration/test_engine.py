@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
-from attnmux.core.kv import PagedAllocator, ReqToTokenPool
+from attnmux.core import (
+    AttnmuxError,
+    ForwardMode,
+    InvalidInput,
+    PagedAllocator,
+    PoolExhausted,
+    ReqToTokenPool,
+)
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING

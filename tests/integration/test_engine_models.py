@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core import GraphUnsupported, InvalidInput, Offer
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

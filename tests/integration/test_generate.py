@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from attnmux.core.errors import AttnmuxError, InvalidInput, PoolExhausted
+from attnmux.core import AttnmuxError, InvalidInput, PoolExhausted
 from attnmux.transformers import (
     Engine,
     Prompt,

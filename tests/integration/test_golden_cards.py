@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core import ANY, NONE, Clause, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core.choosing.ask.request import parse_fields
 from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause, Offer
-from attnmux.core.choosing.offer.conditions import ANY, NONE
-from attnmux.core.choosing.solver import solve
 
 try:
     import tomllib

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.plugins import load_plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import NoBackend
+from attnmux.core import NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
 
 ELSEWHERE = json.loads(
     (Path(__file__).parent / "golden" / "defaults-elsewhere.json").read_text(encoding="utf-8")

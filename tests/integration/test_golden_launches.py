@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.plugins import load_plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import NoBackend
+from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
 
 MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
 LLAMA = Request.from_model(MODELS / "llama-3.1-8b")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.find.plugins import load_plugins
-from attnmux.core.choosing.offer.card import BackendCard, Clause
-from attnmux.core.choosing.offer.conditions import ANY, Emulated
+from attnmux.core import ANY, BackendCard, Clause, load_plugins
+from attnmux.core.choosing.offer.conditions import Emulated
 
 FOLDER = Path(__file__).parent / "golden"
 MATRIX = json.loads((FOLDER / "support-matrix.json").read_text(encoding="utf-8"))

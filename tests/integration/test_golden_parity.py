@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.plugins import load_plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
+from attnmux.core import Offer, Platform, Policy, Request, load_plugins, solve
 
 FOLDER = Path(__file__).parent / "golden"
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.core import InvalidInput, Request
 from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.errors import InvalidInput
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")

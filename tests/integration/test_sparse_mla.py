@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core import GraphConfig, GraphRunner, ModelInput
 from attnmux.core.indices import select_topk
 from attnmux.testing import (
     Case,

@@ -7,12 +7,21 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core import (
+    ANY,
+    LAST_RESORT,
+    BackendCard,
+    Clause,
+    InvalidInput,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NoBackend,
+    Offer,
+    Policy,
+    Prior,
+    one_of,
+)
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.offer.card import LAST_RESORT, BackendCard, Clause, Offer, Prior
-from attnmux.core.choosing.offer.conditions import ANY, one_of
-from attnmux.core.errors import InvalidInput, NoBackend
-from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.transformers import (
     IMPLEMENTATION,
     RunnerOptions,

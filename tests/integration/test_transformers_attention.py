@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.op import forward_context
+from attnmux.core import AttnmuxError, InvalidInput, forward_context
 from attnmux.transformers import IMPLEMENTATION, SequenceState
 from attnmux.transformers.attention import NOT_ATTENTION, attention_forward, no_mask, read_call
 

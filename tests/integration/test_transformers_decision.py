@@ -9,21 +9,13 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core import AttnmuxError, BackendFailed, Detection, Measurement, Request, load_plugins
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import (
-    Measurement,
-    add_measurements,
-    shape_of,
-    versions_of,
-)
+from attnmux.core.choosing.measured.measurement import add_measurements, shape_of, versions_of
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.errors import AttnmuxError, BackendFailed
 from attnmux.transformers import cli, recall
 from attnmux.transformers.decision import decide, without
 

@@ -7,8 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
 from attnmux.transformers import Engine, SequenceState, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core import torch_dtype
 from attnmux.transformers import (
     Engine,
     Prompt,

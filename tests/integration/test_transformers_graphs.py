@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from attnmux.core.choosing.offer.card import Offer
+from attnmux.core import Offer
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers

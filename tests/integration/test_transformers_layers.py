@@ -15,9 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.decision import check_against_config

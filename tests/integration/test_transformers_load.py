@@ -10,13 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    NoBackend,
+    Offer,
+    Policy,
+    Prior,
+    TunedLaunch,
+    one_of,
+)
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.launches import TunedLaunch
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior
-from attnmux.core.choosing.offer.conditions import ANY, one_of
-from attnmux.core.errors import NoBackend
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 
 CLAUSE = Clause(

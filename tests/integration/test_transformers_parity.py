@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers import Engine, Prompt, SequenceState, run_prompts
 from attnmux.transformers.checkpoint import quiet_transformers
 

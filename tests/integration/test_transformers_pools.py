@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core import (
+    Decision,
+    FrozenMapping,
+    InvalidInput,
+    LayerSpec,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    Request,
+)
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.layer import LayerSpec
 from attnmux.transformers.pools import bytes_per_token, make_pool
 
 CPU = torch.device("cpu")

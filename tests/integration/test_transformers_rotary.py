@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers.rotary import check_rotary, fixed_rotary_len
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "pad_token_id": 0}

@@ -7,11 +7,21 @@ from types import ModuleType
 
 import pytest
 
-from attnmux.core.choosing.find.plugins import Plugin, Plugins, hookimpl
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause, Option
-from attnmux.core.choosing.offer.conditions import ANY, NONE, at_most, multiple_of, one_of
-from attnmux.core.errors import InvalidInput, UnknownBackend
+from attnmux.core import (
+    ANY,
+    NONE,
+    Clause,
+    InvalidInput,
+    Option,
+    Platform,
+    Plugins,
+    UnknownBackend,
+    at_most,
+    hookimpl,
+    multiple_of,
+    one_of,
+)
+from attnmux.core.choosing.find.plugins import Plugin
 from attnmux.testing import (
     Candidate,
     FakeBackend,

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import HybridAttnBackend
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.offer.conditions import one_of
-from attnmux.core.errors import GraphUnsupported, GraphViolation
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    AttentionBackend,
+    ForwardBatch,
+    GraphUnsupported,
+    GraphViolation,
+    HybridAttnBackend,
+    LayerSpec,
+    one_of,
+)
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

@@ -9,9 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.offer.conditions import NONE, one_of
-from attnmux.core.layer import LayerSpec
+from attnmux.core import NONE, ForwardBatch, LayerSpec, one_of
 from attnmux.testing import (
     Candidate,
     Disagreement,

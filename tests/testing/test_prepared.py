@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import ForwardMode
 from attnmux.testing import (
     Case,
     decode,

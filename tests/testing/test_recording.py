@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnmux.core.errors import GraphViolation
+from attnmux.core import GraphViolation
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
 

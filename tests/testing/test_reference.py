@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
-from attnmux.core.spec import SpecInput
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, LayerSpec, MultiItem, SpecInput
 from attnmux.testing.reference import attention, dense_attention, visibility
 
 NUM_SLOTS = 64

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from attnmux.core.choosing.offer.conditions import NONE, one_of
-from attnmux.core.errors import InvalidInput
+from attnmux.core import NONE, InvalidInput, one_of
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core.choosing.offer.conditions import one_of
+from attnmux.core import one_of
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import (
     Candidate,

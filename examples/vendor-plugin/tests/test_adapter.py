@@ -8,8 +8,15 @@ import pytest
 
 from acme_attnmux import driver
 from acme_attnmux.plugin import PAGED, attnmux_platforms
-from attnmux.core import AttentionBackend, MultiItem, Platform, SpecInput
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core import (
+    AttentionBackend,
+    AttnmuxError,
+    GraphUnsupported,
+    InvalidInput,
+    MultiItem,
+    Platform,
+    SpecInput,
+)
 from attnmux.testing import (
     Candidate,
     Case,

@@ -13,9 +13,8 @@ import pytest
 
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import Platform, PluginError
 from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.errors import PluginError
 
 DATA = Path(__file__).parent / "data"
 MACHINES = json.loads((DATA / "machines.json").read_text())

@@ -12,8 +12,7 @@ import pytest
 
 from attnmux.ascend import probe as module
 from attnmux.ascend.probe import probe
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import PluginError
+from attnmux.core import Platform, PluginError
 
 DATA = Path(__file__).parent / "data"
 

@@ -17,11 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.offer.conditions import ANY, one_of
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.spec import SpecInput
+from attnmux.core import (
+    ANY,
+    AttentionBackend,
+    AttnmuxError,
+    BackendContext,
+    BackendFailed,
+    GraphUnsupported,
+    InvalidInput,
+    SpecInput,
+    one_of,
+)
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.flex_attention.plan import Plan
 from attnmux.emulators.flex_attention import emulated

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
+from attnmux.core import Offer, Platform, Policy, Request, solve
 from attnmux.cpu.plugin import attnmux_cards
 
 ASKED = Policy(hypothetical=True)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.spec import SpecInput
+from attnmux.core import AttnmuxError, InvalidInput, SpecInput
 from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.cpu.torch_native.plan import TileSize, visibility

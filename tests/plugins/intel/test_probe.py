@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import Platform
 from attnmux.intel import probe as module
 from attnmux.intel.probe import FAMILIES, probe
 

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, Platform
 from attnmux.emulators.nvidia import cutlass_mla as emulator
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
 from attnmux.nvidia.cutlass_mla import CutlassMLABackend, CutlassMLAKernels, make

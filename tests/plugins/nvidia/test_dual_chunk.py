@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import MultiItem
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import imported
+from attnmux.core import GraphUnsupported, InvalidInput, MultiItem, Platform, imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.dual_chunk import DualChunkBackend, DualChunkKernels, make, merge
 from attnmux.nvidia.dual_chunk_regions import Pieces, longest_keys, most_pieces

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode, MultiItem
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.library import imported
+from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform, imported
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import FA3Backend, make
 from attnmux.nvidia.fa3_layers import FA3Kernels

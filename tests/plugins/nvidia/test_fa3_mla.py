@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.library import imported
+from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform, imported
 from attnmux.core.spec import tree_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_layers import FA3Kernels

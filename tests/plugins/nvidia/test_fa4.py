@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core import (
+    AttnmuxError,
+    BackendFailed,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    Platform,
+)
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.fa4 import FA4Backend, FA4Kernels, make

@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode, MultiItem
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.graph.config import GraphConfig
-from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.library import imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    BackendFailed,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    GraphUnsupported,
+    InvalidInput,
+    MultiItem,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    imported,
+    rehearse,
+    solve,
+)
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.flashinfer.backend import FlashInferBackend, make
 from attnmux.nvidia.flashinfer.layers import PlanGroup

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.core import imported
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.library import imported
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import merge, store_natural
 from attnmux.nvidia.flashinfer.layers import merged_heads

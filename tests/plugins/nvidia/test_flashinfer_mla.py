@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.graph.config import GraphConfig
-from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.library import imported
+from attnmux.core import (
+    BackendFailed,
+    ForwardBatch,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    GraphUnsupported,
+    InvalidInput,
+    MultiItem,
+    Platform,
+    imported,
+)
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.flashinfer.shared import MIB, Staging

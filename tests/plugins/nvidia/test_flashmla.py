@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ANY,
+    BackendFailed,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    Platform,
+    rehearse,
+)
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.flashmla import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.nvidia.latent import joined
 
 ROWS = torch.randn(5, 4, 576).bfloat16()

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import indices
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform, indices, rehearse
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.nsa import (

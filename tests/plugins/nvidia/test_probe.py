@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import PluginError
+from attnmux.core import Platform, PluginError
 from attnmux.nvidia import probe as module
 from attnmux.nvidia.plugin import attnmux_platforms
 

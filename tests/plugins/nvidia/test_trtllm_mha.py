@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    BackendFailed,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    Platform,
+    rehearse,
+)
 from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_prefill
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend, TRTLLMMHAKernels, make

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import AttnmuxError, BackendFailed
+from attnmux.core import AttentionCall, AttnmuxError, BackendFailed, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")

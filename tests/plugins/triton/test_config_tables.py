@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.layer import LayerSpec
+from attnmux.core import LayerSpec
 
 pytest.importorskip("triton")
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.layer import LayerSpec
+from attnmux.core import AttentionCall, LayerSpec, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")

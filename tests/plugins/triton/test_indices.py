@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnmux.core.indices as core
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import KVView
+from attnmux.core import InvalidInput, KVView
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 pytest.importorskip("triton")
 

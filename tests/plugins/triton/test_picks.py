@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import topk_slots
+from attnmux.core import InvalidInput, Platform, topk_slots
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.nsa import NSABackend, from_flash_mla

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core import ForwardBatch, ForwardMode
 
 pytest.importorskip("triton")
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.triton.configs import ShareConfig
 from attnmux.triton.shares import ShareKey, SharePlan, Splitting
 from attnmux.triton.step import TritonStep

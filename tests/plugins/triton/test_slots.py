@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import ForwardMode, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core import AttnmuxError, InvalidInput, Platform
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

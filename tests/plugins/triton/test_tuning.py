@@ -8,11 +8,8 @@ from datetime import datetime, timezone
 import pytest
 import torch
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import Job, TunedLaunch
+from attnmux.core import BackendFailed, InvalidInput, Job, Platform, Request, TunedLaunch
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import BackendFailed
+from attnmux.core import BackendFailed, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")

@@ -12,11 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
-from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    ACTIVATION_DTYPES,
+    InvalidInput,
+    KVPool,
+    LayerSpec,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    Platform,
+)
+from attnmux.core.kv import SWAKVPool
+from attnmux.core.kv.quantise import FP8_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
 
 pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.bench.steps import Step
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core import ForwardBatch, ForwardMode
 from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing import reference
 

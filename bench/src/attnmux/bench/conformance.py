@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.bench.entrants import Entrant
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.measured.launches import TunedLaunch
+from attnmux.core import Request, TunedLaunch
 from attnmux.testing import Candidate, Case, run_case
 
 DEFAULT_DTYPE = "bfloat16"

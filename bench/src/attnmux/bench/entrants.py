@@ -9,18 +9,21 @@ import torch
 
 from attnmux.bench.timing import graphs_of
 from attnmux.bench.workload import Workload, default_grid
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
+from attnmux.core import (
+    Decision,
+    DeviceGraphs,
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Reason,
+    Request,
+    solve,
+    torch_dtype,
+)
 from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput, NoBackend
-from attnmux.core.graph.devices import DeviceGraphs
 
 NAMED_FOR = {"decode": "decode_backend", "extend": "prefill_backend"}
 """The policy's field that names the backend of one phase alone."""

@@ -23,13 +23,15 @@ from attnmux.bench.timing import (
     median_us,
 )
 from attnmux.bench.workload import Workload
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.building import build
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import in_brief
-from attnmux.core.graph.devices import DeviceGraphs
+from attnmux.core import (
+    AttentionBackend,
+    DeviceGraphs,
+    Request,
+    TunedLaunch,
+    build,
+    in_brief,
+    torch_dtype,
+)
 
 ROUNDS = 3
 """Rounds in which the backends take turns, so that a slower device slows all of them."""

@@ -11,16 +11,22 @@ from typing import Any
 import torch
 
 from attnmux.bench.workload import Workload
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
-from attnmux.core.layer import LayerSpec
-from attnmux.core.workspace import Workspace
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    KVPool,
+    LayerSpec,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    Platform,
+    ReqToTokenPool,
+    Request,
+    TunedLaunch,
+    Workspace,
+    torch_dtype,
+)
 
 COLD_BYTES, MAX_LAYERS = 256e6, 32
 """Bytes of K and V in all layers together, and layers: several times an accelerator's cache, so

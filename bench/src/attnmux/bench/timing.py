@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch.utils.benchmark import Timer
 
-from attnmux.core.errors import GraphUnsupported, InvalidInput, in_brief
+from attnmux.core import DeviceGraphs, GraphUnsupported, InvalidInput, device_graphs, in_brief
 from attnmux.core.graph.config import NUM_WARM_UPS
-from attnmux.core.graph.devices import DeviceGraphs, GraphStep, device_graphs
+from attnmux.core.graph.devices import GraphStep
 
 Run = Callable[[], object]
 Meter = Callable[[], float]

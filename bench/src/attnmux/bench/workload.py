@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput, Platform, Request
 
 FIELDS = {"decode": ("bs", "ctx"), "extend": ("bs", "new", "prefix")}
 """The fields of a workload's text, by phase and in this order."""

@@ -6,6 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnmux.core.arguments import check_lens as check_lens
+    from attnmux.core.arguments import check_picks as check_picks
+    from attnmux.core.arguments import check_positive as check_positive
+    from attnmux.core.arguments import check_table as check_table
+    from attnmux.core.arguments import front as front
+    from attnmux.core.backend import NO_OPTIONS as NO_OPTIONS
     from attnmux.core.backend import AttentionBackend as AttentionBackend
     from attnmux.core.batch import ForwardBatch as ForwardBatch
     from attnmux.core.batch import ForwardMode as ForwardMode
@@ -15,63 +21,313 @@ if TYPE_CHECKING:
     from attnmux.core.call import AttentionCall as AttentionCall
     from attnmux.core.choosing.ask.policy import Policy as Policy
     from attnmux.core.choosing.ask.request import Request as Request
+    from attnmux.core.choosing.common.frozen import FrozenMapping as FrozenMapping
+    from attnmux.core.choosing.common.verdict import Reason as Reason
+    from attnmux.core.choosing.common.verdict import Verdict as Verdict
+    from attnmux.core.choosing.find.devices import Detection as Detection
     from attnmux.core.choosing.find.devices import detect as detect
     from attnmux.core.choosing.find.devices import pick_platform as pick_platform
+    from attnmux.core.choosing.find.plugins import Plugins as Plugins
     from attnmux.core.choosing.find.plugins import hookimpl as hookimpl
     from attnmux.core.choosing.find.plugins import load_plugins as load_plugins
     from attnmux.core.choosing.machine.platform import Platform as Platform
+    from attnmux.core.choosing.measured.batch_sizes import solve_measured as solve_measured
+    from attnmux.core.choosing.measured.launches import Job as Job
+    from attnmux.core.choosing.measured.launches import Trial as Trial
+    from attnmux.core.choosing.measured.launches import TunedLaunch as TunedLaunch
+    from attnmux.core.choosing.measured.launches import Value as Value
+    from attnmux.core.choosing.measured.launches import current_launches as current_launches
+    from attnmux.core.choosing.measured.launches import launch_file as launch_file
+    from attnmux.core.choosing.measured.measurement import Measurement as Measurement
+    from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
+    from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
     from attnmux.core.choosing.offer.card import BackendCard as BackendCard
     from attnmux.core.choosing.offer.card import Clause as Clause
+    from attnmux.core.choosing.offer.card import Offer as Offer
     from attnmux.core.choosing.offer.card import Option as Option
     from attnmux.core.choosing.offer.card import Prior as Prior
+    from attnmux.core.choosing.offer.card import when as when
+    from attnmux.core.choosing.offer.conditions import ANY as ANY
+    from attnmux.core.choosing.offer.conditions import NONE as NONE
+    from attnmux.core.choosing.offer.conditions import Condition as Condition
+    from attnmux.core.choosing.offer.conditions import anything_but as anything_but
+    from attnmux.core.choosing.offer.conditions import at_most as at_most
+    from attnmux.core.choosing.offer.conditions import between as between
+    from attnmux.core.choosing.offer.conditions import emulated as emulated
+    from attnmux.core.choosing.offer.conditions import includes as includes
+    from attnmux.core.choosing.offer.conditions import multiple_of as multiple_of
+    from attnmux.core.choosing.offer.conditions import one_of as one_of
+    from attnmux.core.choosing.offer.conditions import runtimes as runtimes
+    from attnmux.core.choosing.offer.conditions import versions as versions
+    from attnmux.core.choosing.offer.libraries import installed_version as installed_version
+    from attnmux.core.choosing.offer.verified import Verified as Verified
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.decision import Decision as Decision
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
+    from attnmux.core.dtypes import dtype_name as dtype_name
+    from attnmux.core.dtypes import torch_dtype as torch_dtype
+    from attnmux.core.errors import AmbiguousPlatform as AmbiguousPlatform
+    from attnmux.core.errors import AttnmuxError as AttnmuxError
+    from attnmux.core.errors import BackendFailed as BackendFailed
+    from attnmux.core.errors import GraphUnsupported as GraphUnsupported
+    from attnmux.core.errors import GraphViolation as GraphViolation
+    from attnmux.core.errors import InvalidInput as InvalidInput
+    from attnmux.core.errors import NoBackend as NoBackend
+    from attnmux.core.errors import PluginError as PluginError
+    from attnmux.core.errors import PoolExhausted as PoolExhausted
+    from attnmux.core.errors import SettingsError as SettingsError
+    from attnmux.core.errors import UnknownBackend as UnknownBackend
+    from attnmux.core.errors import in_brief as in_brief
+    from attnmux.core.graph.config import GraphConfig as GraphConfig
+    from attnmux.core.graph.config import ModelInput as ModelInput
+    from attnmux.core.graph.config import graph_batch_sizes as graph_batch_sizes
+    from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
+    from attnmux.core.graph.devices import device_graphs as device_graphs
+    from attnmux.core.graph.runner import GraphRunner as GraphRunner
+    from attnmux.core.indices._segments import segment_of_place as segment_of_place
+    from attnmux.core.indices.keys import kv_indices as kv_indices
+    from attnmux.core.indices.keys import page_table as page_table
+    from attnmux.core.indices.keys import table_width as table_width
+    from attnmux.core.indices.local import KVView as KVView
+    from attnmux.core.indices.local import window_view as window_view
+    from attnmux.core.indices.ragged import cu_seqlens as cu_seqlens
+    from attnmux.core.indices.ragged import extend_positions as extend_positions
+    from attnmux.core.indices.ragged import kv_indptr as kv_indptr
+    from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
+    from attnmux.core.indices.ragged import mask_indptr as mask_indptr
+    from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
+    from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
+    from attnmux.core.indices.topk import token_rows as token_rows
+    from attnmux.core.indices.topk import topk_slots as topk_slots
+    from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
+    from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
+    from attnmux.core.kv.memory import free_host_memory as free_host_memory
+    from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
+    from attnmux.core.kv.pool import KVPool as KVPool
+    from attnmux.core.kv.pool import check_loc as check_loc
+    from attnmux.core.kv.pool import check_rows as check_rows
+    from attnmux.core.kv.prefix_node import PrefixNode as PrefixNode
+    from attnmux.core.kv.prefix_tree import PrefixMatch as PrefixMatch
+    from attnmux.core.kv.prefix_tree import PrefixTree as PrefixTree
+    from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
+    from attnmux.core.kv.quantise import quantise as quantise
+    from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
+    from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
+    from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
+    from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
     from attnmux.core.layer import LayerSpec as LayerSpec
+    from attnmux.core.library import KernelLibrary as KernelLibrary
+    from attnmux.core.library import LibraryBackend as LibraryBackend
+    from attnmux.core.library import filled as filled
+    from attnmux.core.library import imported as imported
+    from attnmux.core.library import trying as trying
+    from attnmux.core.op import attention_with_output as attention_with_output
+    from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
+    from attnmux.core.rehearsal import rehearse as rehearse
+    from attnmux.core.rehearsal import smallest_batches as smallest_batches
+    from attnmux.core.settings import Settings as Settings
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.workspace import Workspace as Workspace
 
-_MODULES = {
-    "AttentionBackend": "backend",
-    "AttentionCall": "call",
-    "BackendCard": "choosing.offer.card",
-    "BackendContext": "context",
-    "BatchSizeAttnBackend": "composites",
-    "Clause": "choosing.offer.card",
-    "Decision": "choosing.tell.decision",
-    "ForwardBatch": "batch",
-    "ForwardMode": "batch",
-    "HybridAttnBackend": "composites",
-    "LayerSpec": "layer",
-    "MultiItem": "batch",
-    "Option": "choosing.offer.card",
-    "Platform": "choosing.machine.platform",
-    "Policy": "choosing.ask.policy",
-    "Prior": "choosing.offer.card",
-    "RadixAttention": "radix_attention",
-    "Request": "choosing.ask.request",
-    "SpecInput": "spec",
-    "Workspace": "workspace",
-    "build": "building",
-    "detect": "choosing.find.devices",
-    "forward_context": "op",
-    "hookimpl": "choosing.find.plugins",
-    "load_plugins": "choosing.find.plugins",
-    "make_first": "building",
-    "pick_platform": "choosing.find.devices",
-    "solve": "choosing.solver",
+_NAMES_BY_MODULE = {
+    "arguments": (
+        "check_lens",
+        "check_picks",
+        "check_positive",
+        "check_table",
+        "front",
+    ),
+    "backend": (
+        "AttentionBackend",
+        "NO_OPTIONS",
+    ),
+    "batch": (
+        "ForwardBatch",
+        "ForwardMode",
+        "MultiItem",
+    ),
+    "building": (
+        "build",
+        "make_first",
+    ),
+    "call": ("AttentionCall",),
+    "choosing.ask.policy": ("Policy",),
+    "choosing.ask.request": ("Request",),
+    "choosing.common.frozen": ("FrozenMapping",),
+    "choosing.common.verdict": (
+        "Reason",
+        "Verdict",
+    ),
+    "choosing.find.devices": (
+        "Detection",
+        "detect",
+        "pick_platform",
+    ),
+    "choosing.find.plugins": (
+        "Plugins",
+        "hookimpl",
+        "load_plugins",
+    ),
+    "choosing.machine.platform": ("Platform",),
+    "choosing.measured.batch_sizes": ("solve_measured",),
+    "choosing.measured.launches": (
+        "Job",
+        "Trial",
+        "TunedLaunch",
+        "Value",
+        "current_launches",
+        "launch_file",
+    ),
+    "choosing.measured.measurement": (
+        "Measurement",
+        "read_measurements",
+    ),
+    "choosing.offer.card": (
+        "BackendCard",
+        "Clause",
+        "LAST_RESORT",
+        "Offer",
+        "Option",
+        "Prior",
+        "when",
+    ),
+    "choosing.offer.conditions": (
+        "ANY",
+        "Condition",
+        "NONE",
+        "anything_but",
+        "at_most",
+        "between",
+        "emulated",
+        "includes",
+        "multiple_of",
+        "one_of",
+        "runtimes",
+        "versions",
+    ),
+    "choosing.offer.libraries": ("installed_version",),
+    "choosing.offer.verified": ("Verified",),
+    "choosing.solver": ("solve",),
+    "choosing.tell.decision": ("Decision",),
+    "composites": (
+        "BatchSizeAttnBackend",
+        "HybridAttnBackend",
+    ),
+    "context": ("BackendContext",),
+    "dtypes": (
+        "dtype_name",
+        "torch_dtype",
+    ),
+    "errors": (
+        "AmbiguousPlatform",
+        "AttnmuxError",
+        "BackendFailed",
+        "GraphUnsupported",
+        "GraphViolation",
+        "InvalidInput",
+        "NoBackend",
+        "PluginError",
+        "PoolExhausted",
+        "SettingsError",
+        "UnknownBackend",
+        "in_brief",
+    ),
+    "graph.config": (
+        "GraphConfig",
+        "ModelInput",
+        "graph_batch_sizes",
+    ),
+    "graph.devices": (
+        "DeviceGraphs",
+        "device_graphs",
+    ),
+    "graph.runner": ("GraphRunner",),
+    "indices._segments": ("segment_of_place",),
+    "indices.keys": (
+        "kv_indices",
+        "page_table",
+        "table_width",
+    ),
+    "indices.local": (
+        "KVView",
+        "window_view",
+    ),
+    "indices.ragged": (
+        "cu_seqlens",
+        "extend_positions",
+        "kv_indptr",
+        "kv_last_page_len",
+        "mask_indptr",
+        "uniform_indptr",
+        "verify_kv_lens",
+    ),
+    "indices.topk": (
+        "token_rows",
+        "topk_slots",
+    ),
+    "kv.allocator": (
+        "PagedAllocator",
+        "TokenAllocator",
+    ),
+    "kv.memory": (
+        "free_host_memory",
+        "tokens_in_budget",
+    ),
+    "kv.pool": (
+        "KVPool",
+        "check_loc",
+        "check_rows",
+    ),
+    "kv.prefix_node": ("PrefixNode",),
+    "kv.prefix_tree": (
+        "PrefixMatch",
+        "PrefixTree",
+    ),
+    "kv.quantise": (
+        "ACTIVATION_DTYPES",
+        "quantise",
+    ),
+    "kv.request_table": ("ReqToTokenPool",),
+    "kv.swa": ("SWAKVPool",),
+    "kv.token_pools": (
+        "MHATokenToKVPool",
+        "MLATokenToKVPool",
+    ),
+    "layer": ("LayerSpec",),
+    "library": (
+        "KernelLibrary",
+        "LibraryBackend",
+        "filled",
+        "imported",
+        "trying",
+    ),
+    "op": (
+        "attention_with_output",
+        "current_forward_context",
+        "forward_context",
+    ),
+    "radix_attention": ("RadixAttention",),
+    "rehearsal": (
+        "rehearse",
+        "smallest_batches",
+    ),
+    "settings": ("Settings",),
+    "spec": ("SpecInput",),
+    "workspace": ("Workspace",),
 }
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import the module of a public name when it is first asked for."""
-    if name in _MODULES:
-        module = importlib.import_module(f"attnmux.core.{_MODULES[name]}")
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the module of a public name on first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

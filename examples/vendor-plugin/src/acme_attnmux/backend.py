@@ -16,11 +16,13 @@ from acme_attnmux.tables import Tables, most_queries
 from attnmux.core import (
     AttentionBackend,
     AttentionCall,
+    AttnmuxError,
     BackendContext,
     ForwardBatch,
     ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
 )
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
 
 PagedAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The library's `paged_attention`, or an emulator of it."""

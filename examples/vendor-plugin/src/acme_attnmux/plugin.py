@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from acme_attnmux import driver
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
+    BackendCard,
+    Clause,
     Condition,
+    Option,
+    Platform,
+    Prior,
     at_most,
+    hookimpl,
     includes,
     one_of,
     runtimes,

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import BackendContext, ForwardBatch
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr
+from attnmux.core import (
+    BackendContext,
+    ForwardBatch,
+    InvalidInput,
+    cu_seqlens,
+    page_table,
+    uniform_indptr,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

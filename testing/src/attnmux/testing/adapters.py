@@ -14,15 +14,20 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, BackendFailed, GraphUnsupported, InvalidInput
+from attnmux.core import (
+    AttentionBackend,
+    AttnmuxError,
+    BackendContext,
+    BackendFailed,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LayerSpec,
+    Platform,
+    rehearse,
+)
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
-from attnmux.core.layer import LayerSpec
-from attnmux.core.library import KernelLibrary
-from attnmux.core.rehearsal import rehearse
 from attnmux.testing import reference
 from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case, Step, decode, extend

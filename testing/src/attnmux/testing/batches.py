@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, MultiItem
-from attnmux.core.spec import SpecInput, tree_mask
+from attnmux.core import ForwardBatch, MultiItem, SpecInput
+from attnmux.core.spec import tree_mask
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step
 from attnmux.testing.placement import Placed

@@ -7,24 +7,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from attnmux.core.choosing.ask.request import Request
+from attnmux.core import (
+    BackendCard,
+    FrozenMapping,
+    InvalidInput,
+    Offer,
+    Platform,
+    Plugins,
+    Reason,
+    Request,
+    TunedLaunch,
+    detect,
+    load_plugins,
+)
 from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.find.devices import detect
-from attnmux.core.choosing.find.plugins import Plugins, load_plugins
 from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.named import complete, offers_named, read_options
-from attnmux.core.errors import InvalidInput
 from attnmux.testing.cases import Case
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.context import BackendContext
+    from attnmux.core import AttentionBackend, BackendContext
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 

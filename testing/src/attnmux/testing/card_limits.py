@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.core.choosing.ask.request import Request
+from attnmux.core import Platform, Request
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, Axis, Question
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.conditions import Value
 from attnmux.testing.candidate import Candidate, Outcome
 

@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool, SWAKVPool
-from attnmux.core.layer import LayerSpec
-from attnmux.core.workspace import Workspace
+from attnmux.core import (
+    BackendContext,
+    KVPool,
+    LayerSpec,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    Platform,
+    ReqToTokenPool,
+    TunedLaunch,
+    Workspace,
+    torch_dtype,
+)
+from attnmux.core.kv import SWAKVPool
 from attnmux.testing.cases import Case, Step
 
 SPARE_PAGES = 5

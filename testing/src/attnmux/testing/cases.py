@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.ask.request import Request
+from attnmux.core import ForwardMode, Request
 
 PHASES = {
     ForwardMode.EXTEND: "extend",

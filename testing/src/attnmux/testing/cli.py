@@ -11,9 +11,8 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.cases import Case

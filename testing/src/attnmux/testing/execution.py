@@ -9,11 +9,18 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, padded_size
-from attnmux.core.graph.devices import DeviceGraphs, device_graphs
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core import (
+    AttentionBackend,
+    DeviceGraphs,
+    ForwardBatch,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    ModelInput,
+    device_graphs,
+    graph_batch_sizes,
+)
+from attnmux.core.graph.config import padded_size
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Case, Step
 from attnmux.testing.comparison import Disagreement

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause
-from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, one_of
-from attnmux.core.context import BackendContext
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    ANY,
+    NO_OPTIONS,
+    NONE,
+    AttentionBackend,
+    AttentionCall,
+    BackendCard,
+    BackendContext,
+    Clause,
+    Condition,
+    ForwardBatch,
+    LayerSpec,
+    Platform,
+    one_of,
+)
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,

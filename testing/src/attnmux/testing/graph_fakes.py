@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.conditions import ANY, Condition
-from attnmux.core.context import BackendContext
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    ANY,
+    NO_OPTIONS,
+    AttentionCall,
+    BackendCard,
+    BackendContext,
+    Condition,
+    ForwardBatch,
+    LayerSpec,
+)
 from attnmux.testing.fakes import FakeBackend, fake_card
 from attnmux.testing.reference import expand_dual_chunk, visibility
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import ForwardMode, LayerSpec, quantise
 from attnmux.core.kv import SWAKVPool, tokens_behind_window
-from attnmux.core.kv.quantise import quantise
-from attnmux.core.layer import LayerSpec
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
 

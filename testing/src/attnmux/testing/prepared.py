@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.kv.quantise import FP8_DTYPES, quantise
-from attnmux.core.layer import LayerSpec
+from attnmux.core import ForwardBatch, LayerSpec, quantise
+from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing.batches import make_batch, pick_topk
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step

@@ -10,8 +10,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core.errors import GraphViolation
-from attnmux.core.op import attention_with_output
+from attnmux.core import GraphViolation, attention_with_output
 from attnmux.testing.tape import Operation, Place, Tape, identity, tensors
 
 aten = torch.ops.aten

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.kv import KVPool
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import ForwardBatch, KVPool, LayerSpec
 
 
 def attention(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import ForwardMode
 from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
 from attnmux.testing.variant_cases import (
     LATENT,

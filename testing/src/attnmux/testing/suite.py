@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
+from attnmux.core import InvalidInput
 from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.errors import InvalidInput
 from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
 from attnmux.testing.cases import Case

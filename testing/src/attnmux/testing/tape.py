@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from attnmux.core.errors import GraphViolation
+from attnmux.core import GraphViolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

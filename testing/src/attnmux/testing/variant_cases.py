@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import ForwardMode
 from attnmux.testing.cases import Case, case_of, decode, extend, verify
 
 EXPANDED: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
+from attnmux.core import NoBackend
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import requested
-from attnmux.core.errors import NoBackend
 
 NOTHING_MEASURED = 3
 

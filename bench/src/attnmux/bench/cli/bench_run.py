@@ -15,25 +15,24 @@ from attnmux.bench.entrants import Field, make_field
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.timing import Ceilings, ceilings
 from attnmux.bench.workload import Workload
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.choosing.measured.measurement import (
+from attnmux.core import (
+    Decision,
+    InvalidInput,
     Measurement,
-    measurement_file,
-    shape_of,
-    versions_of,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    Settings,
+    SettingsError,
+    TunedLaunch,
+    torch_dtype,
 )
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.measured.measurement import measurement_file, shape_of, versions_of
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run, writing
 from attnmux.core.cli.select import decided, machine
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput, SettingsError
-from attnmux.core.settings import Settings
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""

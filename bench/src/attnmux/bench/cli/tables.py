@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from attnmux.bench.workload import Workload
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import Trial, Value, by_subject, winner
+from attnmux.core import Platform, Request, Trial, Value
+from attnmux.core.choosing.measured.launches import by_subject, winner
 from attnmux.core.cli.render import WIDTH, plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need

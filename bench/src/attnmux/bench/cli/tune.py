@@ -13,34 +13,31 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.ask.policy import NAMING, Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import (
-    Job,
-    Trial,
-    TunedLaunch,
-    Tuner,
-    by_subject,
-    launch_file,
-    winner,
-)
-from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device, RecordFile
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.choosing.solver import solve
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.cli.select import machine, requested
-from attnmux.core.errors import (
+from attnmux.core import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
+    Job,
     NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    Settings,
     SettingsError,
+    Trial,
+    TunedLaunch,
     in_brief,
+    launch_file,
+    solve,
 )
-from attnmux.core.settings import Settings
+from attnmux.core.choosing.ask.policy import NAMING
+from attnmux.core.choosing.measured.launches import Tuner, by_subject, winner
+from attnmux.core.choosing.measured.measurement import versions_of
+from attnmux.core.choosing.measured.records import Device, RecordFile
+from attnmux.core.choosing.offer.named import offers_named
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.select import machine, requested
 
 OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 """Advice for a file that cannot be written."""

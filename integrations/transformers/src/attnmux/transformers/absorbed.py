@@ -20,8 +20,7 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core.layer import LayerSpec
-from attnmux.core.op import attention_with_output, current_forward_context
+from attnmux.core import LayerSpec, attention_with_output, current_forward_context
 from attnmux.transformers.attention import (
     IMPLEMENTATION,
     ModelCall,

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.op import attention_with_output, current_forward_context
+from attnmux.core import InvalidInput, attention_with_output, current_forward_context
 
 if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import LayerSpec
 
 IMPLEMENTATION = "attnmux"
 

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, PrefixTree, ReqToTokenPool
+from attnmux.core import (
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    PagedAllocator,
+    PrefixTree,
+    ReqToTokenPool,
+)
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
 

@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from attnmux.core.dtypes import dtype_name, torch_dtype
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core import AttnmuxError, InvalidInput, dtype_name, torch_dtype
 from attnmux.transformers.attention import IMPLEMENTATION
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable

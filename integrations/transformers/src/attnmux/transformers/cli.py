@@ -13,12 +13,16 @@ from typing import Literal
 import click
 import torch
 
-from attnmux.core.choosing.find.devices import Detection, pick_platform
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core import (
+    Detection,
+    InvalidInput,
+    Platform,
+    Plugins,
+    PoolExhausted,
+    Settings,
+    pick_platform,
+)
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.settings import Settings
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line

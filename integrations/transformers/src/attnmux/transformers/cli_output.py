@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core import Decision
 from attnmux.transformers.generate import Generation
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.tokenization import TextOrIds

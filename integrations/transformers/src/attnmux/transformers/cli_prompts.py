@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers import recall
 from attnmux.transformers.generate import Prompt
 from attnmux.transformers.sampling import SamplingParams

@@ -10,17 +10,21 @@ from typing import Literal
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.batch_sizes import solve_measured
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.choosing.measured.measurement import Measurement
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    BackendFailed,
+    Decision,
+    InvalidInput,
+    LayerSpec,
+    Measurement,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    TunedLaunch,
+    dtype_name,
+    solve_measured,
+)
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.pools import MemoryBudget, alike
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, ReqToTokenPool
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, PagedAllocator, ReqToTokenPool
 from attnmux.transformers.sequence import SequenceState, Step
 
 

@@ -18,9 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
-from attnmux.core.op import current_forward_context
+from attnmux.core import InvalidInput, LayerSpec, current_forward_context
 from attnmux.transformers.attention import (
     ModelCall,
     check_recorded,

@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult
 from attnmux.transformers.sampling import SamplingParams
 

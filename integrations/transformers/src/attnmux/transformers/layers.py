@@ -11,9 +11,7 @@ from collections import Counter
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.probe import Probe, Reach
 

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core.building import make_first
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    Decision,
+    GraphUnsupported,
+    InvalidInput,
+    LayerSpec,
+    Offer,
+    Platform,
+    dtype_name,
+    make_first,
+)
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python

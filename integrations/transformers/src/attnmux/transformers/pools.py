@@ -9,12 +9,16 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.kv.memory import free_host_memory
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    Decision,
+    InvalidInput,
+    KVPool,
+    LayerSpec,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    free_host_memory,
+    torch_dtype,
+)
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

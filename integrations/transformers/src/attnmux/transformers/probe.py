@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers.attention import ModelCall, no_mask, read_call
 
 MaskFunction = Callable[..., torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 RESCALING = ("dynamic", "longrope")
 """Types whose frequencies depend on the largest position in the row, here that of any request."""

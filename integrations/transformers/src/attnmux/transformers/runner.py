@@ -9,20 +9,27 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.building import build
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes
-from attnmux.core.graph.devices import DeviceGraphs, device_graphs
-from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.kv import PagedAllocator, ReqToTokenPool, tokens_in_budget
-from attnmux.core.layer import LayerSpec
-from attnmux.core.op import forward_context
-from attnmux.core.workspace import Workspace
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    Decision,
+    DeviceGraphs,
+    ForwardBatch,
+    GraphConfig,
+    GraphRunner,
+    InvalidInput,
+    LayerSpec,
+    ModelInput,
+    PagedAllocator,
+    ReqToTokenPool,
+    TunedLaunch,
+    Workspace,
+    build,
+    device_graphs,
+    forward_context,
+    graph_batch_sizes,
+    tokens_in_budget,
+)
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps

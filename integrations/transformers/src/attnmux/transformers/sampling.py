@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
+from attnmux.core import ForwardBatch, InvalidInput
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

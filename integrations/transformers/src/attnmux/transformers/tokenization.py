@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.errors import PluginError
+from attnmux.core import Platform, PluginError, installed_version
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from attnmux.ascend.cards import CARDS
 from attnmux.ascend.probe import probe
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core import BackendCard, Platform, hookimpl
 
 
 @hookimpl

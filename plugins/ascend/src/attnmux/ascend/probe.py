@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import PluginError
+from attnmux.core import Platform, PluginError
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"

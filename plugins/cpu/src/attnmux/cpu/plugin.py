@@ -5,19 +5,23 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.offer.card import LAST_RESORT, BackendCard, Clause, Prior, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
+    LAST_RESORT,
     NONE,
+    BackendCard,
+    Clause,
     Condition,
+    Prior,
+    Verified,
     between,
+    hookimpl,
     includes,
     multiple_of,
     one_of,
     versions,
+    when,
 )
-from attnmux.core.choosing.offer.verified import Verified
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)

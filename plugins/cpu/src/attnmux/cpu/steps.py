@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.kv import KVPool
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
 
     Read = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     """Converts a length, given on the device and, if the batch has it, on the host."""

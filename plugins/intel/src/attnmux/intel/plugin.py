@@ -5,9 +5,7 @@ Each card has its own module, `cards/<backend>.py`. Importing this module import
 
 from __future__ import annotations
 
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core import BackendCard, Platform, hookimpl
 from attnmux.intel.cards import CARDS
 from attnmux.intel.probe import probe
 

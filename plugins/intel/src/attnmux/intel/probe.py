@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core import Platform, installed_version
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"

@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, filled, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    filled,
+    imported,
+    rehearse,
+)
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 from attnmux.nvidia.latent import LatentDecodeBackend, check_plain, latent_pages, rotary
 from attnmux.nvidia.page_tables import KeyGroup
@@ -26,10 +31,7 @@ from attnmux.nvidia.pools import check_page_size, check_sixteen_bits
 from attnmux.nvidia.rows import aligned
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 PAGE = 128
 """Tokens of a page: a tile of the kernel's, so that a table may have any number of columns."""

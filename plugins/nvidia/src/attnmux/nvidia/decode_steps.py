@@ -10,8 +10,7 @@ import torch
 from attnmux.nvidia.page_tables import Keys, PageTables, fixed_buffers
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
+    from attnmux.core import BackendContext, ForwardBatch
     from attnmux.nvidia.page_tables import KeyGroup
 
 B = TypeVar("B", bound="DecodeBuffers")

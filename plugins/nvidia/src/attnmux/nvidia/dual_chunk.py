@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    imported,
+    rehearse,
+    torch_dtype,
+)
 from attnmux.nvidia.dual_chunk_regions import (
     ChunkGroup,
     Pieces,
@@ -35,10 +40,7 @@ from attnmux.nvidia.pools import kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, is_aligned
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 PLAIN = {
     "sliding_window_size": -1,

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, page_table, segment_of_place
+from attnmux.core import InvalidInput, cu_seqlens, page_table, segment_of_place
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

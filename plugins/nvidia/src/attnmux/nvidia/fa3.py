@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.library import KernelLibrary
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import InvalidInput, KernelLibrary, rehearse
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
 from attnmux.nvidia.pools import FP8, check_own_or_fp8, kv_pages
 from attnmux.nvidia.rows import aligned
 
 if TYPE_CHECKING:
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, LayerSpec
 
 MOST_SINKS = 64
 """The kernels copy the sink of each head to an array of this length, without a check."""

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.quantise import quantise
-from attnmux.core.library import LibraryBackend
+from attnmux.core import InvalidInput, LibraryBackend, quantise
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
 from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
@@ -32,9 +30,7 @@ from attnmux.nvidia.rows import (
 )
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch
 
 MOST_SPLITS = 256
 """Parts of a request's keys that the library merges."""

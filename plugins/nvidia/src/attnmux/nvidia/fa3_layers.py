@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.library import imported
+from attnmux.core import imported
 from attnmux.nvidia.page_tables import KeyGroup, PageTables
 
 if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, LayerSpec
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""

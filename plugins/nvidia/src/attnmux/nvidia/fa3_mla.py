@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.library import KernelLibrary
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import KernelLibrary, rehearse
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
 from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages, rotary
@@ -19,9 +18,7 @@ from attnmux.nvidia.rows import aligned
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, LayerSpec
 
 
 class FA3MLABackend(FA3Base):

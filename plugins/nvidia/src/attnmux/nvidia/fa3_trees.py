@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import mask_indptr, verify_kv_lens
+from attnmux.core import InvalidInput, mask_indptr, verify_kv_lens
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.spec import SpecInput
+    from attnmux.core import BackendContext, ForwardBatch, SpecInput
 
 
 def visible_drafts(batch: ForwardBatch) -> torch.Tensor:

@@ -17,21 +17,28 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    imported,
+    rehearse,
+)
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
 from attnmux.nvidia.page_tables import KeyGroup, PageTables
 from attnmux.nvidia.pools import check_sixteen_bits, kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, store_lse
 
 if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import (
+        AttentionBackend,
+        AttentionCall,
+        BackendContext,
+        ForwardBatch,
+        LayerSpec,
+    )
 
 REGULAR = 16
 """For dims that are multiples of it, the library does not check where a row ends."""

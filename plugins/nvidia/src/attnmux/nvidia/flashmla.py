@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import segment_of_place
-from attnmux.core.kv.quantise import quantise
-from attnmux.core.library import KernelLibrary, filled
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ForwardMode,
+    InvalidInput,
+    KernelLibrary,
+    filled,
+    quantise,
+    rehearse,
+    segment_of_place,
+)
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, KeyLens, with_lens
 from attnmux.nvidia.latent import RANK, LatentDecodeBackend, check_plain, joined, latent_pages
 from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables
@@ -33,10 +36,7 @@ from attnmux.nvidia.pools import FP8, check_own_or_fp8, check_page_size
 from attnmux.nvidia.rows import store_lse
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 PAGE = 64
 """Tokens of a page: the one size that the kernels read."""

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import LibraryBackend
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, LibraryBackend
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.rows import is_aligned
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 RANK = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""

@@ -21,19 +21,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import indices
-from attnmux.core.errors import BackendFailed, GraphUnsupported, InvalidInput
-from attnmux.core.indices import cu_seqlens, token_rows
-from attnmux.core.library import KernelLibrary, LibraryBackend, filled, trying
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    BackendFailed,
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    cu_seqlens,
+    filled,
+    rehearse,
+    token_rows,
+    topk_slots,
+    trying,
+)
 from attnmux.nvidia.latent import RANK, ROPE, check_plain, joined, latent_layers, rotary
 from attnmux.nvidia.pools import FP8, check_bfloat16_or_fp8
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 WIDTH = RANK + ROPE
 """Of a row of Q and of the cache."""
@@ -56,8 +61,8 @@ class NSAKernels:
     """(q, kv, indices, sm_scale, d_v, …): attention of each token over rows of kv of its own."""
     constants: Mapping[str, Any]
     """Its arguments that never change."""
-    topk_slots: Callable[..., torch.Tensor] = indices.topk_slots
-    """Makes its indices of an indexer's picks, as `attnmux.core.indices.topk_slots`."""
+    topk_slots: Callable[..., torch.Tensor] = topk_slots
+    """Makes its indices of an indexer's picks, as `attnmux.core.topk_slots`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -281,16 +286,16 @@ def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
     try:
         from attnmux.triton.picks import TopkSlots  # noqa: PLC0415  # another package's
     except ImportError:
-        return indices.topk_slots
-    topk_slots = TopkSlots()
+        return topk_slots
+    fused = TopkSlots()
     nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
     try:
         with trying("nvidia/nsa", context.device):
-            topk_slots(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
+            fused(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
     except BackendFailed as error:
         warnings.warn(f"nsa goes on without Triton: {error.reason}", stacklevel=2)
-        return indices.topk_slots
-    return topk_slots
+        return topk_slots
+    return fused
 
 
 def _with_lookup(

@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
-from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    BackendContext,
+    ForwardBatch,
+    InvalidInput,
+    LayerSpec,
+    cu_seqlens,
+    page_table,
+    uniform_indptr,
+    verify_kv_lens,
+)
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""

@@ -6,9 +6,7 @@ neither torch nor a kernel library.
 
 from __future__ import annotations
 
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core import BackendCard, Platform, hookimpl
 from attnmux.nvidia.cards import CARDS
 from attnmux.nvidia.probe import probe
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core import AttnmuxError, BackendContext, InvalidInput, LayerSpec, torch_dtype
 
 FP8 = torch.float8_e4m3fn
 """The only 8-bit float that most of the kernels read."""

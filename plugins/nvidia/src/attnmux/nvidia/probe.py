@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import PluginError
+from attnmux.core import Platform, PluginError
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.quantise import quantise
+from attnmux.core import InvalidInput, quantise
 from attnmux.nvidia.pools import FP8
 
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core.context import BackendContext
+    from attnmux.core import BackendContext
 
 T = TypeVar("T")
 

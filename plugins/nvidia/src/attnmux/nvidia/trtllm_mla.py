@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import segment_of_place
-from attnmux.core.library import KernelLibrary, filled, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ForwardMode,
+    InvalidInput,
+    KernelLibrary,
+    filled,
+    imported,
+    rehearse,
+    segment_of_place,
+)
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, with_lens
 from attnmux.nvidia.latent import (
     RANK,
@@ -33,10 +37,7 @@ from attnmux.nvidia.rows import by_request, is_writable
 from attnmux.nvidia.trtllm import HINT, by_major, queries_like, workspace
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 WORKSPACE_BYTES = 128 << 20
 """Other engines give TensorRT-LLM's MLA as much."""

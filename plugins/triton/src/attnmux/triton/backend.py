@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, GraphUnsupported, InvalidInput
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    AttnmuxError,
+    BackendContext,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+)
 from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.layer import TritonLayer
@@ -27,8 +31,7 @@ from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
 from attnmux.triton.write import KVWriter
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import ForwardBatch, LayerSpec
 
 
 class TritonBackend(AttentionBackend):

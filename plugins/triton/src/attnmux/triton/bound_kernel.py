@@ -20,7 +20,7 @@ from triton.compiler import make_backend
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core import BackendFailed, in_brief
 
 ALIGNMENT = 16
 """Bytes. The compiler distinguishes addresses that are a multiple of this from others."""

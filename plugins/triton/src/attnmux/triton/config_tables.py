@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.errors import InvalidInput
+from attnmux.core import FrozenMapping, InvalidInput
 from attnmux.triton.configs import (
     HOPPER,
     HOPPER_LATENT,
@@ -27,7 +26,7 @@ from attnmux.triton.configs import (
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measured.launches import TunedLaunch
+    from attnmux.core import TunedLaunch
 
 H200 = "H200, triton 3.6.0"
 SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")

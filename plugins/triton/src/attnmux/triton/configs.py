@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Generic, TypeVar
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core import FrozenMapping
 from attnmux.triton.shapes import LEAST_WIDTH, Shape, Width
 
 PORTABLE = "portable"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core.layer import LayerSpec
+from attnmux.core import LayerSpec
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import (
     HOPPER,

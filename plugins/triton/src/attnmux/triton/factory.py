@@ -7,9 +7,7 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
-from attnmux.core.choosing.measured.launches import current_launches
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core import BackendContext, BackendFailed, current_launches, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.warmup import compile_ahead, rehearse

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.arguments import check_lens, check_positive, check_table, front
-from attnmux.core.indices import KVView
-from attnmux.core.indices.keys import table_width
+from attnmux.core import KVView, check_lens, check_positive, check_table, front, table_width
 from attnmux.triton.kernels.indices import (
     fill_last_page_lens,
     fill_page_table,

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError
-from attnmux.core.layer import LayerSpec
+from attnmux.core import AttnmuxError, BackendContext, LayerSpec, torch_dtype
 from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import ShareConfig, TileConfig

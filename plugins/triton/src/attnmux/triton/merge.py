@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.quantise import ACTIVATION_DTYPES
+from attnmux.core import ACTIVATION_DTYPES, InvalidInput
 from attnmux.triton.kernels.merge import merge_rows
 from attnmux.triton.shapes import next_power_of_2
 

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.call import AttentionCall
-from attnmux.core.kv import KVPool
-from attnmux.core.layer import LayerSpec
+from attnmux.core import AttentionCall, KVPool, LayerSpec
 from attnmux.triton.slots import Slots
 
 OPERANDS = "q", "q_tail", "out", "lse"

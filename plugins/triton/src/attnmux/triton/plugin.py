@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.find.plugins import hookimpl
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
+    BackendCard,
+    Clause,
     Condition,
+    Option,
+    Prior,
+    Verified,
     anything_but,
     emulated,
+    hookimpl,
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.offer.verified import Verified
 
 REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
 """torch brings Triton, under other names for AMD and Intel: 2.11 pins 3.6 on NVIDIA and AMD, 3.7 on

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core import InvalidInput, LayerSpec
 
 LEAST_WIDTH = 16
 """Triton's matrix products need at least this many rows and columns."""

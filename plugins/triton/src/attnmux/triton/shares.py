@@ -11,8 +11,7 @@ from typing import cast
 
 import torch
 
-from attnmux.core.call import AttentionCall
-from attnmux.core.errors import InvalidInput
+from attnmux.core import AttentionCall, InvalidInput
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.configs import ShareConfig
 from attnmux.triton.dispatch import SHARE_KERNELS, kernel_at

@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError
-from attnmux.core.indices import page_table
-from attnmux.core.layer import LayerSpec
+from attnmux.core import AttnmuxError, BackendContext, LayerSpec, page_table
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import fill_seen_pages
 from attnmux.triton.step import NO_STEP, TritonStep

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import mask_indptr
+from attnmux.core import ForwardBatch, InvalidInput, mask_indptr
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2

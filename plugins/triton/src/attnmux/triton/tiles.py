@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.call import AttentionCall
-from attnmux.core.errors import InvalidInput
+from attnmux.core import AttentionCall, InvalidInput
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.configs import TileConfig
 from attnmux.triton.dispatch import TILE_KERNELS, kernel_at

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core.choosing.measured.launches import Job, Trial, Value, current_launches
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core import BackendFailed, Job, Trial, Value, current_launches, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import PORTABLE, ConfigEntry, ShareConfig, TileConfig, tuned_fields

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import (
+from attnmux.core import (
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
     KVPool,
+    LayerSpec,
     MHATokenToKVPool,
     MLATokenToKVPool,
     PagedAllocator,
     ReqToTokenPool,
+    Workspace,
+    torch_dtype,
 )
-from attnmux.core.layer import LayerSpec
-from attnmux.core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.measured.launches import Job
+    from attnmux.core import Job, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

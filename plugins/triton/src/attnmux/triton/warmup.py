@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton import AsyncCompileMode
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core import AttentionCall, ForwardBatch, ForwardMode, torch_dtype
 from attnmux.triton.bound_kernel import RehearsedLaunch, current, failure_of
 
 if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, LayerSpec
     from attnmux.triton.backend import TritonBackend
 
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.kv.pool import check_loc, check_rows
+from attnmux.core import check_loc, check_rows
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core.kv import KVPool
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import KVPool, LayerSpec
 
 FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
 """The bits of a format's mantissa, and its largest finite value as bits."""

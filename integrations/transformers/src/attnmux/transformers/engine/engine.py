@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (

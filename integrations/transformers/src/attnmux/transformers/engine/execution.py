@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core import ForwardMode
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmux.core.kv.prefix_tree import PrefixMatch
+from attnmux.core import PrefixMatch
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.engine.request import LiveRequest
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import PoolExhausted
-from attnmux.core.kv.prefix_node import PrefixNode
+from attnmux.core import PoolExhausted, PrefixNode, check_positive
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sequence import SequenceState, check_encoder_len

@@ -6,9 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import PoolExhausted
-from attnmux.core.kv.prefix_tree import PrefixMatch
+from attnmux.core import PoolExhausted, PrefixMatch, check_positive
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Kind

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from attnmux.amd.cards.aiter import AITER
 from attnmux.amd.cards.wave import WAVE
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core import BackendCard
 
 CARDS: tuple[BackendCard, ...] = (AITER, WAVE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, Condition, multiple_of, one_of
+from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, multiple_of, one_of
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, emulated, multiple_of, one_of
+from attnmux.core import ANY, BackendCard, Clause, Prior, emulated, multiple_of, one_of
 
 WAVE = BackendCard(
     name="wave",

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core import (
+    NO_OPTIONS,
+    AttentionBackend,
+    AttentionCall,
+    AttnmuxError,
+    BackendContext,
+    ForwardMode,
+    GraphUnsupported,
+)
 from attnmux.cpu.flex_attention.blocks import Tiles, block_of_page, make_tiles
 from attnmux.cpu.flex_attention.kernel import heads_first, kernel, plain_tensors
 from attnmux.cpu.flex_attention.plan import (
@@ -31,8 +35,7 @@ from attnmux.cpu.flex_attention.plan import (
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import ForwardBatch, LayerSpec
     from attnmux.cpu.flex_attention.kernel import Kernel, KernelSpec
 
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.indices import cu_seqlens
+from attnmux.core import cu_seqlens
 from attnmux.cpu.steps import mask_starts
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
+    from attnmux.core import BackendContext, ForwardBatch
     from attnmux.cpu.steps import KeyRule, StepLens
 
 LARGEST_BLOCK = 128

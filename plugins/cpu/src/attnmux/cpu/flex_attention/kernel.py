@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core import BackendFailed, in_brief
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

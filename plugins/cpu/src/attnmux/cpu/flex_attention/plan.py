@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core import torch_dtype
 from attnmux.cpu.flex_attention.blocks import (
     GATHERED_BLOCK,
     LEAST_CAPACITY,
@@ -28,9 +28,7 @@ from attnmux.cpu.flex_attention.blocks import (
 from attnmux.cpu.flex_attention.kernel import KernelInput, KernelSpec, block_list, list_room
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
     from attnmux.cpu.flex_attention.blocks import BlockLists, Keys, Ranges, Tiles
     from attnmux.cpu.steps import KeyRule, StepLens
 

@@ -14,8 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.workspace import Workspace
+    from attnmux.core import LayerSpec, Workspace
     from attnmux.cpu.torch_native.plan import Tile, Visibility
 
 

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import AttnmuxError
-from attnmux.core.indices import cu_seqlens, token_rows, topk_slots
+from attnmux.core import (
+    NO_OPTIONS,
+    AttentionBackend,
+    AttnmuxError,
+    ForwardMode,
+    cu_seqlens,
+    token_rows,
+    topk_slots,
+)
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 from attnmux.cpu.torch_native.attend import Operands, Widening, attend
 from attnmux.cpu.torch_native.plan import Plan, TileSize, make_plan
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 GATHERED_VALUES = 2**22
 """Values of K that a sparse layer gathers at once: 16 MiB of float32."""

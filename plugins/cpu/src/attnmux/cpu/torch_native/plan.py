@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnmux.core.indices import cu_seqlens, extend_positions, kv_indices
+from attnmux.core import cu_seqlens, extend_positions, kv_indices
 from attnmux.cpu.steps import mask_starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
     from attnmux.cpu.steps import KeyRule, StepLens
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core import BackendCard
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
+    BackendCard,
+    Clause,
     Condition,
+    Prior,
     emulated,
     includes,
     multiple_of,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, Condition, at_most, one_of, versions
+from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, one_of, versions
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of, versions
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Option,
+    Prior,
+    Verified,
+    at_most,
+    one_of,
+    versions,
+)
 
 
 def _clause(dtype: str) -> Clause:

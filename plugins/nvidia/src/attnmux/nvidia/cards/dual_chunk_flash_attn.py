@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, one_of, runtimes, versions
+from attnmux.core import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
 from attnmux.nvidia.cards.runs import on_h200
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, one_of, runtimes, versions
+from attnmux.core import (
+    ANY,
+    NONE,
+    BackendCard,
+    Clause,
+    Condition,
+    Prior,
+    one_of,
+    runtimes,
+    versions,
+)
 from attnmux.nvidia.cards.fa3 import NUM_SPLITS, TREE_SOURCES
 from attnmux.nvidia.cards.runs import on_h200
 

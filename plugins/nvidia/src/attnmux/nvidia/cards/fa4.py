@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
     Condition,
+    Prior,
+    Verified,
     emulated,
     multiple_of,
     one_of,
     versions,
+    when,
 )
-from attnmux.core.choosing.offer.verified import Verified
 from attnmux.nvidia.cards.runs import on_h200
 
 _SM100 = versions(">=10.0,<11")

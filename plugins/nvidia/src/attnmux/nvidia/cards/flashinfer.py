@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of, runtimes, versions
+from attnmux.core import (
+    ANY,
+    NONE,
+    BackendCard,
+    Clause,
+    Option,
+    Prior,
+    one_of,
+    runtimes,
+    versions,
+    when,
+)
 from attnmux.nvidia.cards.runs import on_h200
 
 

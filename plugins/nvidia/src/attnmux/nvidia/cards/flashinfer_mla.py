@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
     Condition,
+    Option,
+    Prior,
     at_most,
     emulated,
     one_of,
     runtimes,
     versions,
+    when,
 )
 from attnmux.nvidia.cards.runs import on_h200
 

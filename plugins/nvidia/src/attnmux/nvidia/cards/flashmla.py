@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, Condition, at_most, one_of, versions
+from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, one_of, versions
 from attnmux.nvidia.cards.runs import on_h200
 
 

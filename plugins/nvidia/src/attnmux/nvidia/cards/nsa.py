@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
-from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of, versions
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, at_most, one_of, versions
 from attnmux.nvidia.cards.runs import on_h200
 
 NSA = BackendCard(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core import Verified
 
 
 def on_h200(*libraries: str, date: str) -> Verified:

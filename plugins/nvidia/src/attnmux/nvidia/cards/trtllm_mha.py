@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
     Condition,
+    Option,
+    Prior,
+    Verified,
     at_most,
     one_of,
     runtimes,
     versions,
+    when,
 )
-from attnmux.core.choosing.offer.verified import Verified
 from attnmux.nvidia.cards.runs import on_h200
 
 HOPPER = versions(">=9.0,<10")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core import (
     ANY,
+    BackendCard,
+    Clause,
     Condition,
+    Option,
+    Prior,
+    Verified,
     at_most,
     one_of,
     runtimes,
     versions,
 )
-from attnmux.core.choosing.offer.verified import Verified
 
 
 def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, imported
-from attnmux.core.rehearsal import rehearse, smallest_batches
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    imported,
+    rehearse,
+    smallest_batches,
+)
 from attnmux.nvidia.flashinfer.graphs import GraphPlans
 from attnmux.nvidia.flashinfer.layers import FlashInferLayer, PlanGroup
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check_served
@@ -24,10 +30,7 @@ from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
 from attnmux.nvidia.rows import aligned, is_writable
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 LN_2 = math.log(2)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
+from attnmux.core import BackendContext, ForwardBatch
 from attnmux.nvidia.flashinfer.layers import PlanGroup, View
 from attnmux.nvidia.flashinfer.planning import (
     Planner,

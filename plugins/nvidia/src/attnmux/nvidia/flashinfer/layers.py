@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.layer import LayerSpec
+from attnmux.core import BackendContext, LayerSpec
 
 MASKED_LOGIT = 5e4
 """`math::inf` in math.cuh: the kernels take minus this for a hidden key's Q * K, before scaling."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
+from attnmux.core import ForwardBatch, InvalidInput
 from attnmux.nvidia.flashinfer.layers import PlanGroup, View
 from attnmux.nvidia.flashinfer.settings import Settings
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Keys, Role

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core import BackendContext, InvalidInput, torch_dtype
 from attnmux.nvidia.flashinfer.layers import PlanGroup
 from attnmux.nvidia.flashinfer.shared import MIB
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import kv_indices
+from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, kv_indices
 
 MIB = 1 << 20
 

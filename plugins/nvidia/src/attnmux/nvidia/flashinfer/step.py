@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, kv_indptr, kv_last_page_len, window_view
+from attnmux.core import (
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    MultiItem,
+    cu_seqlens,
+    kv_indptr,
+    kv_last_page_len,
+    window_view,
+)
 from attnmux.nvidia.flashinfer.layers import View
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.batch import ForwardMode
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import (
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    imported,
+    rehearse,
+    torch_dtype,
+)
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer_mla.planning import (
     MOST_HEADS,
@@ -31,10 +36,7 @@ from attnmux.nvidia.pools import SIXTEEN_BITS
 from attnmux.nvidia.rows import aligned, is_aligned
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 WORKSPACE_BYTES = 256 * MIB
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
+from attnmux.core import BackendContext, ForwardBatch
 from attnmux.nvidia.flashinfer.shared import CaptureKey, capture_key
 from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep
 from attnmux.nvidia.latent import RANK, ROPE

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, kv_indptr
+from attnmux.core import BackendContext, ForwardBatch, InvalidInput, cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.library import KernelLibrary, LibraryBackend, imported
-from attnmux.core.rehearsal import rehearse
+from attnmux.core import InvalidInput, KernelLibrary, LibraryBackend, imported, rehearse
 from attnmux.nvidia.decode_steps import DecodeBuffers
 from attnmux.nvidia.pools import check_own_or_fp8
 from attnmux.nvidia.rows import is_writable
@@ -27,10 +25,7 @@ from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALa
 from attnmux.nvidia.trtllm_mha.prefill import GeneratedPrefill, StagedPrefill
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 WORKSPACE_BYTES = 512 << 20
 """Other engines give TensorRT-LLM's MHA as much."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.library import filled
+from attnmux.core import InvalidInput, filled
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 from attnmux.nvidia.pools import FP8
 from attnmux.nvidia.rows import aligned, is_writable
@@ -16,9 +15,7 @@ from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
     from attnmux.nvidia.page_tables import Keys
 
 MOST_HEADS = 16

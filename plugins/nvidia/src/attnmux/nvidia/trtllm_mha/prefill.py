@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.indices import cu_seqlens, kv_indices, kv_indptr
+from attnmux.core import GraphUnsupported, InvalidInput, cu_seqlens, kv_indices, kv_indptr
 from attnmux.nvidia.page_tables import KeyGroup, PageTables
 from attnmux.nvidia.rows import aligned, is_writable
 from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
+    from attnmux.core import BackendContext, ForwardBatch
     from attnmux.nvidia.decode_steps import DecodeBuffers
 
 _TILE_COUNTER_BYTES = 1 << 20
