@@ -113,7 +113,7 @@ def test_a_backend_whose_kernels_do_not_compile(factory: str, said: str) -> None
 
 
 def refuses_its_input(context: BackendContext, options: object) -> object:
-    raise InvalidInput("options", came="x", expected="y")
+    raise InvalidInput("options", got="x", expected="y")
 
 
 def test_bad_input_is_no_failure_of_the_machine() -> None:

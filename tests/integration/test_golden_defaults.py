@@ -102,9 +102,9 @@ def test_every_cell_is_as_promised_or_listed(offers, platform) -> None:
     for cell in (cell for cell in CELLS if cell[0] == platform):
         rows = listed(*cell)
         expected = ELSEWHERE[rows[0]]["decided"] if rows else promised(*cell)
-        came = decided(offers, *cell)
-        if expected not in came:
-            wrong.append((cell, expected, came))
+        got = decided(offers, *cell)
+        if expected not in got:
+            wrong.append((cell, expected, got))
     assert not wrong
 
 

@@ -130,7 +130,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_step(current: Stream) -> None:
 
 
 def test_other_errors_of_a_step_are_its_own(current: Stream) -> None:
-    error = InvalidInput("q", came=None, expected="a tensor")
+    error = InvalidInput("q", got=None, expected="a tensor")
     with pytest.raises(InvalidInput) as caught:
         graphs().capture(step_of(error))
     assert caught.value is error

@@ -358,7 +358,7 @@ def test_outputs_have_a_row_for_each_token(setup, output: object) -> None:
         (lambda ids: None, "None for 2 tokens"),
     ],
 )
-def test_outputs_of_all_sizes_are_alike(setup, of_two, came: str) -> None:
+def test_outputs_of_all_sizes_are_alike(setup, of_two, got: str) -> None:
     def forward(batch, inputs):
         ids = inputs["input_ids"]
         return of_two(ids) if batch.batch_size == 2 else ids + 1

@@ -212,10 +212,10 @@ def test_a_captured_tree_without_room_is_refused(max_bs, tokens):
         ({"kind": "mha", "qk_head_dim": 128, "v_head_dim": 128}, "mha"),
     ],
 )
-def test_layers_that_are_refused(changes, came):
+def test_layers_that_are_refused(changes, got):
     context = WORLD.world(decode(3)).context
     layer = replace(context.layers[0], **changes)
-    with pytest.raises(InvalidInput, match=came):
+    with pytest.raises(InvalidInput, match=got):
         WORLD.backend(replace(context, layers=(layer,)))
 
 

@@ -105,11 +105,11 @@ def make_field(
     for workload in workloads:
         if workload.phase not in phases:
             expected = f"one of {' and '.join(phases)}, the request's phases"
-            raise InvalidInput("workload", came=str(workload), expected=expected)
+            raise InvalidInput("workload", got=str(workload), expected=expected)
     if not workloads:
-        came = f"phases={'+'.join(request.phases)} on {platform}"
+        got = f"phases={'+'.join(request.phases)} on {platform}"
         expected = "decode or extend, on a device whose memory holds a workload of the default grid"
-        raise InvalidInput("request", came=came, expected=expected)
+        raise InvalidInput("request", got=got, expected=expected)
     graphs = graphs_of(device)
     entrants, refused = find_entrants(
         request,

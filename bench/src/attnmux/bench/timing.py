@@ -162,7 +162,7 @@ def graphs_of(device: torch.device) -> DeviceGraphs | None:
         return None
     except (RuntimeError, AssertionError, ImportError) as error:
         expected = f"a device of this torch: {error}"
-        raise InvalidInput("device", came=str(device), expected=expected) from error
+        raise InvalidInput("device", got=str(device), expected=expected) from error
 
 
 def wait(device: torch.device) -> None:

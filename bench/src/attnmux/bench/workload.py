@@ -150,8 +150,8 @@ def _seen(request: Request, place: int) -> int:
     return seen
 
 
-def _refusal(came: str, expected: str) -> InvalidInput:
-    return InvalidInput("workload", came=repr(came), expected=expected)
+def _refusal(got: str, expected: str) -> InvalidInput:
+    return InvalidInput("workload", got=repr(got), expected=expected)
 
 
 GRID_CPU = (
@@ -206,11 +206,11 @@ def completed(request: Request) -> Request:
     Raises InvalidInput for a request whose steps cannot be timed.
     """
     if request.kind not in ("mha", "mla"):
-        raise InvalidInput("request", came=f"kind={request.kind}", expected="kind=mha or kind=mla")
+        raise InvalidInput("request", got=f"kind={request.kind}", expected="kind=mha or kind=mla")
     for name in UNTIMED:
         if getattr(request, name):
             expected = "none of " + ", ".join(UNTIMED) + ": no workload has them"
-            raise InvalidInput("request", came=f"{name}=yes", expected=expected)
+            raise InvalidInput("request", got=f"{name}=yes", expected=expected)
     unset = {name: value for name, value in _shapes(request) if getattr(request, name) is None}
     return request.replace(origin="default", **unset) if unset else request
 
@@ -222,8 +222,8 @@ def check_stated(request: Request) -> None:
     """
     missing = [name for name, _ in _shapes(request) if getattr(request, name) is None]
     if missing:
-        came, expected = f"no {', '.join(missing)}", "--model, or all of them in --request"
-        raise InvalidInput("request", came=came, expected=expected)
+        got, expected = f"no {', '.join(missing)}", "--model, or all of them in --request"
+        raise InvalidInput("request", got=got, expected=expected)
 
 
 def _shapes(request: Request) -> Iterable[tuple[str, object]]:

@@ -26,7 +26,7 @@ def described(tensor: torch.Tensor) -> str:
 def check_positive(argument: str, value: int) -> None:
     """Raise InvalidInput below 1."""
     if value < 1:
-        raise InvalidInput(argument, came=value, expected="at least 1")
+        raise InvalidInput(argument, got=value, expected="at least 1")
 
 
 def check_whole_pages(size: int, page_size: int) -> None:
@@ -34,7 +34,7 @@ def check_whole_pages(size: int, page_size: int) -> None:
     check_positive("page_size", page_size)
     if size < page_size or size % page_size:
         raise InvalidInput(
-            "size", came=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
+            "size", got=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
         )
 
 
@@ -45,7 +45,7 @@ def check_vector(
     if values.dtype != dtype or values.dim() != 1 or length not in (None, values.shape[0]):
         raise InvalidInput(
             argument,
-            came=described(values),
+            got=described(values),
             expected=f"{dtype} of shape ({'n' if length is None else length},)",
         )
     return values.shape[0]
@@ -62,7 +62,7 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
     table = req_to_token
     if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
         raise InvalidInput(
-            "req_to_token", came=described(table), expected="contiguous int32 [rows, max_context]"
+            "req_to_token", got=described(table), expected="contiguous int32 [rows, max_context]"
         )
     return check_vector("req_pool_indices", req_pool_indices, torch.int64)
 
@@ -72,7 +72,7 @@ def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
     if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
         raise InvalidInput(
             "topk_indices",
-            came=described(topk_indices),
+            got=described(topk_indices),
             expected=f"torch.int32 of shape ({num_tokens}, topk)",
         )
 
@@ -88,7 +88,7 @@ def front(
         return torch.empty(length, dtype=dtype, device=like.device)
     if out.dtype != dtype or out.dim() != 1 or out.shape[0] < length:
         raise InvalidInput(
-            "out", came=described(out), expected=f"{dtype} of at least {length} values"
+            "out", got=described(out), expected=f"{dtype} of at least {length} values"
         )
     return out[:length]
 
@@ -107,7 +107,7 @@ def check_fields(batch: ForwardBatch) -> None:
         if lens is not None:
             check_lens(field, lens, size)
             if field in _MIRRORS and not lens.is_cpu:
-                raise InvalidInput(field, came=f"a tensor on {lens.device}", expected="one on cpu")
+                raise InvalidInput(field, got=f"a tensor on {lens.device}", expected="one on cpu")
     if batch.topk_indices is not None:
         check_picks(batch.topk_indices, num_tokens)
     if batch.multi_item is not None:
@@ -161,17 +161,17 @@ def _check(
     dtype: torch.dtype | None = None,
 ) -> None:
     if tensor is None:
-        raise InvalidInput(argument, came=None, expected=f"shape {shape}")
+        raise InvalidInput(argument, got=None, expected=f"shape {shape}")
     if tensor.shape != shape:
-        raise InvalidInput(argument, came=f"shape {tuple(tensor.shape)}", expected=f"shape {shape}")
+        raise InvalidInput(argument, got=f"shape {tuple(tensor.shape)}", expected=f"shape {shape}")
     if dtype is not None and tensor.dtype != dtype:
-        raise InvalidInput(argument, came=tensor.dtype, expected=str(dtype))
+        raise InvalidInput(argument, got=tensor.dtype, expected=str(dtype))
     if tensor.device != device:
         raise InvalidInput(
-            argument, came=f"a tensor on {tensor.device}", expected=f"one on {device}, as q is"
+            argument, got=f"a tensor on {tensor.device}", expected=f"one on {device}, as q is"
         )
 
 
 def _check_absent(argument: str, tensor: torch.Tensor | None, reason: str) -> None:
     if tensor is not None:
-        raise InvalidInput(argument, came="a tensor", expected=f"None, since {reason}")
+        raise InvalidInput(argument, got="a tensor", expected=f"None, since {reason}")

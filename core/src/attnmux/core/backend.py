@@ -93,13 +93,13 @@ class AttentionBackend(ABC):
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         if loc is None:
             expected = "slots for the encoder's K and V"
-            raise InvalidInput("encoder_out_cache_loc", came=None, expected=expected)
+            raise InvalidInput("encoder_out_cache_loc", got=None, expected=expected)
         if k_rope is not None:
             pool.set_mla_kv_buffer(layer, loc, k, k_rope, layer.k_scale)
         elif v is not None:
             pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         else:
-            raise InvalidInput("v", came=None, expected="V next to K, or k_rope for MLA")
+            raise InvalidInput("v", got=None, expected="V next to K, or k_rope for MLA")
 
     @final
     def forward(

@@ -40,11 +40,11 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
     if not serving:
         raise InvalidInput(
-            "decision", came=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
+            "decision", got=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
         )
     differences = _differences(context.request, decision.request)
     if differences:
-        raise InvalidInput("context.request", came=differences, expected="the decision's request")
+        raise InvalidInput("context.request", got=differences, expected="the decision's request")
     leaves: dict[str, AttentionBackend] = {}
 
     def leaf(choice: Choice) -> AttentionBackend:
@@ -103,7 +103,7 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
     if len({layer.is_causal for layer in context.layers}) != 1:
         raise InvalidInput(
             "context.layers",
-            came="none, or an encoder's and a decoder's together",
+            got="none, or an encoder's and a decoder's together",
             expected="the layers of one or the other: each gets a backend of its own",
         )
     for got, what, expected in (
@@ -112,16 +112,16 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
     ):
         if got != expected:
             expected = f"the decision's {what}, {expected}"
-            raise InvalidInput("context.token_to_kv_pool", came=got, expected=expected)
+            raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
     for layer in context.layers:
         name = f"layer {layer.layer_id}"
         for field, has, asked in _dims(layer, request):
             if asked is not None and has != asked:
-                raise InvalidInput(name, came=f"{field} {has}", expected=f"{asked}, as decided")
+                raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
         for feature, has, asked in _features(layer, request):
             if has and not asked:
                 expected = f"no more than the request asks for: choose again with {feature} set"
-                raise InvalidInput(name, came=feature, expected=expected)
+                raise InvalidInput(name, got=feature, expected=expected)
 
 
 def _differences(ours: Request, decided: Request) -> str:

@@ -68,7 +68,7 @@ class HybridAttnBackend(DispatchingBackend):
         if prefill.context is not decode.context:
             raise InvalidInput(
                 "prefill",
-                came="a backend of another context",
+                got="a backend of another context",
                 expected="the context of decode, whose KV pool both use",
             )
         super().__init__(decode.context)
@@ -133,15 +133,15 @@ class BatchSizeAttnBackend(DispatchingBackend):
         for each in self.sizes:
             if each.backend.context is not usual.context:
                 got, expected = "a backend of another context", "the context of usual"
-                raise InvalidInput("sizes", came=got, expected=expected)
+                raise InvalidInput("sizes", got=got, expected=expected)
             if end is None or each.least <= end or (each.most or each.least) < each.least:
                 got = f"{each.least} to {each.most} after {end}"
-                raise InvalidInput("sizes", came=got, expected="ranges that do not overlap")
+                raise InvalidInput("sizes", got=got, expected="ranges that do not overlap")
             end = each.most
             own = each.backend.get_cuda_graph_seq_len_fill_value()
             if own != fill:
                 expected = f"{fill} as `seq_lens` of a padding row, as usual has"
-                raise InvalidInput("sizes", came=str(own), expected=expected)
+                raise InvalidInput("sizes", got=str(own), expected=expected)
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         if not batch.forward_mode.is_decode():

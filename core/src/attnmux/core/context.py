@@ -44,7 +44,7 @@ class BackendContext:
         by_id = {layer.layer_id: layer for layer in self.layers}
         if len(by_id) != len(self.layers):
             ids = [layer.layer_id for layer in self.layers]
-            raise InvalidInput("layers", came=f"ids {ids}", expected="a different id for each")
+            raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
         object.__setattr__(self, "_layer_by_id", by_id)
 
     def layer(self, layer_id: int) -> LayerSpec:
@@ -53,4 +53,4 @@ class BackendContext:
             return self._layer_by_id[layer_id]
         except KeyError:
             expected = f"one of {sorted(self._layer_by_id)}"
-            raise InvalidInput("layer_id", came=layer_id, expected=expected) from None
+            raise InvalidInput("layer_id", got=layer_id, expected=expected) from None

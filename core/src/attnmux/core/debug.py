@@ -85,7 +85,7 @@ def _outside_reserved(field: str, slots: torch.Tensor, held: torch.Tensor, page_
         row, column = place
         raise InvalidInput(
             field,
-            came=f"slot {int(slots[row, column])} at column {column} of request {row} in the batch",
+            got=f"slot {int(slots[row, column])} at column {column} of request {row} in the batch",
             expected=f"slots from {page_size} on: the first page is reserved for padding",
         )
 
@@ -94,19 +94,19 @@ def _check_extend(batch: ForwardBatch) -> None:
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
     if new is None or cached is None:
         raise InvalidInput(
-            "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
+            "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
         )
     _within("extend_seq_lens", new, batch.num_tokens + 1)
     total = int(new.sum())
     if total > batch.num_tokens:
         expected = f"at most {batch.num_tokens}"
-        raise InvalidInput("extend_seq_lens", came=f"{total} tokens", expected=expected)
+        raise InvalidInput("extend_seq_lens", got=f"{total} tokens", expected=expected)
     if bool((cached < 0).any()):
-        raise InvalidInput("extend_prefix_lens", came=cached.tolist(), expected="at least 0")
+        raise InvalidInput("extend_prefix_lens", got=cached.tolist(), expected="at least 0")
     ends = cached if batch.forward_mode.is_target_verify() else cached + new
     if not torch.equal(ends, batch.seq_lens):
         expected = f"prefix + new = {ends.tolist()}"
-        raise InvalidInput("seq_lens", came=batch.seq_lens.tolist(), expected=expected)
+        raise InvalidInput("seq_lens", got=batch.seq_lens.tolist(), expected=expected)
     if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
         size = int((new.long() * (cached + new)).sum())
         mask = batch.spec_info.custom_mask
@@ -133,7 +133,7 @@ def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
     if place is not None:
         raise InvalidInput(
             "topk_indices",
-            came=f"key {int(picks[place])} for token {place[0]}",
+            got=f"key {int(picks[place])} for token {place[0]}",
             expected=f"-1, or up to {int(last[place[0]])}, the token's own place in its sequence",
         )
     ordered = picks.sort(dim=1).values
@@ -141,7 +141,7 @@ def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
     if place is not None:
         raise InvalidInput(
             "topk_indices",
-            came=f"key {int(ordered[place])} twice for token {place[0]}",
+            got=f"key {int(ordered[place])} twice for token {place[0]}",
             expected="each key once: a kernel would count it twice",
         )
 
@@ -154,17 +154,17 @@ def _first_place(wrong: torch.Tensor) -> tuple[int, int] | None:
 
 def _check_count(field: str, count: int, expected: int, rule: str) -> None:
     if count != expected:
-        raise InvalidInput(field, came=f"{count} values", expected=f"{expected}, {rule}")
+        raise InvalidInput(field, got=f"{count} values", expected=f"{expected}, {rule}")
 
 
 def _check_mirror(field: str, values: torch.Tensor | None, mirror: torch.Tensor | None) -> None:
     if mirror is not None and (values is None or not torch.equal(values.cpu(), mirror)):
         on_device = None if values is None else values.tolist()
         expected = f"{on_device}, as on the device"
-        raise InvalidInput(f"{field}_cpu", came=mirror.tolist(), expected=expected)
+        raise InvalidInput(f"{field}_cpu", got=mirror.tolist(), expected=expected)
 
 
 def _within(field: str, values: torch.Tensor, bound: int) -> None:
     if values.numel() and (int(values.min()) < 0 or int(values.max()) >= bound):
         got = f"values from {int(values.min())} to {int(values.max())}"
-        raise InvalidInput(field, came=got, expected=f"0 to {bound - 1}")
+        raise InvalidInput(field, got=got, expected=f"0 to {bound - 1}")

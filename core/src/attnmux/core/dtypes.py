@@ -32,4 +32,4 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _NAMES[dtype]
     except KeyError:
-        raise InvalidInput("dtype", came=dtype, expected=f"one of {', '.join(DTYPES)}") from None
+        raise InvalidInput("dtype", got=dtype, expected=f"one of {', '.join(DTYPES)}") from None

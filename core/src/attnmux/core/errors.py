@@ -32,9 +32,9 @@ class InvalidInput(AttnmuxError, ValueError):
     Raised before a kernel runs and before the KV pool is touched.
     """
 
-    def __init__(self, argument: str, *, came: object, expected: str) -> None:
+    def __init__(self, argument: str, *, got: object, expected: str) -> None:
         self.argument = argument
-        self.came = came
+        self.got = got
         self.expected = expected
         super().__init__(f"{argument}: expected {expected}, got {came}")
 

@@ -53,31 +53,31 @@ class LayerSpec:
         q_heads, kv_heads = self.tp_q_head_num, self.tp_k_head_num
         if kv_heads < 1 or q_heads % kv_heads:
             got = f"{q_heads} query heads over {kv_heads} KV heads"
-            raise InvalidInput("tp_q_head_num", came=got, expected="a multiple of the KV heads")
+            raise InvalidInput("tp_q_head_num", got=got, expected="a multiple of the KV heads")
         if self.tp_v_head_num != kv_heads:
             expected = f"{kv_heads}, as in K"
-            raise InvalidInput("tp_v_head_num", came=self.tp_v_head_num, expected=expected)
+            raise InvalidInput("tp_v_head_num", got=self.tp_v_head_num, expected=expected)
         sinks = self.sinks
         if sinks is not None and (sinks.shape != (q_heads,) or sinks.dtype != torch.float32):
             got = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
-            raise InvalidInput("sinks", came=got, expected=f"float32 of shape ({q_heads},)")
+            raise InvalidInput("sinks", got=got, expected=f"float32 of shape ({q_heads},)")
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",
-                came=self.sliding_window_size,
+                got=self.sliding_window_size,
                 expected="-1 without causality: the window does not limit keys after a token",
             )
         if self.kind == "mla" and (kv_heads != 1 or self.v_head_dim >= self.qk_head_dim):
             raise InvalidInput(
                 "layer",
-                came=f"{kv_heads} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
+                got=f"{kv_heads} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
                 expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
             )
         chunked = self.kind == "dual_chunk"
         if self.dual_chunk_len < chunked or (self.dual_chunk_len and not chunked):
             got = f"{self.dual_chunk_len} in a layer of kind {self.kind!r}"
             expected = "at least 1" if chunked else "0, since only dual chunk layers have chunks"
-            raise InvalidInput("dual_chunk_len", came=got, expected=expected)
+            raise InvalidInput("dual_chunk_len", got=got, expected=expected)
 
     @property
     def qk_rope_head_dim(self) -> int:

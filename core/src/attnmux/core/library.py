@@ -135,7 +135,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
         if layer is None:
             raise InvalidInput(
                 "layer",
-                came=f"{call.layer.kind}, id {call.layer.layer_id}",
+                got=f"{call.layer.kind}, id {call.layer.layer_id}",
                 expected=f"one of the layers that the backend serves: {sorted(self._layers)}",
             )
         if not call.q.shape[0]:

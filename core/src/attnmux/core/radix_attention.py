@@ -59,7 +59,7 @@ class RadixAttention(torch.nn.Module):
         context = current_forward_context()
         if batch is not context.batch:
             raise InvalidInput(
-                "batch", came="another batch", expected="the batch of the forward context"
+                "batch", got="another batch", expected="the batch of the forward context"
             )
         return context.backend.forward(
             q, k, v, spec, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
@@ -71,7 +71,7 @@ def _by_head(argument: str, tensor: torch.Tensor, heads: int, dim: int) -> torch
     if tensor.shape[-2:] != (heads, dim) and tensor.shape[-1:] != (heads * dim,):
         raise InvalidInput(
             argument,
-            came=f"shape {tuple(tensor.shape)}",
+            got=f"shape {tuple(tensor.shape)}",
             expected=f"[T, {heads}, {dim}] or [T, {heads * dim}]",
         )
     return tensor.reshape(-1, heads, dim)

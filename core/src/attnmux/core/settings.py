@@ -185,14 +185,14 @@ def _toml(path: Path, text: str) -> dict[str, Any]:
 def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
     if isinstance(value, str) and value.strip():
         return value.strip()
-    raise InvalidInput(where, came=repr(value), expected="a name")
+    raise InvalidInput(where, got=repr(value), expected="a name")
 
 
 def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     """A list, or names separated by commas."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list):
-        raise InvalidInput(where, came=repr(value), expected="a list of names")
+        raise InvalidInput(where, got=repr(value), expected="a list of names")
     return tuple(_word(where, item) for item in items)
 
 
@@ -204,7 +204,7 @@ def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa
     )
     if not usable:
         expected = "a table for each backend, such as [options.NAME] with KEY = VALUE"
-        raise InvalidInput(where, came=repr(value), expected=expected)
+        raise InvalidInput(where, got=repr(value), expected=expected)
     return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
 
 

@@ -31,12 +31,12 @@ def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
     Raises InvalidInput for a parent that does not precede its child.
     """
     if parents.dim() != 2:
-        raise InvalidInput("parents", came=f"shape {tuple(parents.shape)}", expected="[B, d]")
+        raise InvalidInput("parents", got=f"shape {tuple(parents.shape)}", expected="[B, d]")
     batch_size, num_tokens = parents.shape
     order = torch.arange(num_tokens, device=parents.device)
     if bool((parents >= order).any()):
         raise InvalidInput(
-            "parents", came="a parent at or after its child", expected="parents in draft order"
+            "parents", got="a parent at or after its child", expected="parents in draft order"
         )
     reach = torch.eye(num_tokens, dtype=torch.float32, device=parents.device)
     reach = reach.repeat(batch_size, 1, 1)

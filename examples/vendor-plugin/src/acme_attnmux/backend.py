@@ -80,7 +80,7 @@ class AcmePagedBackend(AttentionBackend):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if call.has_own_kv:
             raise InvalidInput(
-                "save_kv_cache", came=False, expected="True: the library reads pages alone"
+                "save_kv_cache", got=False, expected="True: the library reads pages alone"
             )
         return self._call(call)
 

@@ -88,17 +88,17 @@ def most_queries(batch: ForwardBatch) -> int:
     """
     spec, lens = batch.spec_info, batch.extend_seq_lens
     if spec is not None and spec.custom_mask is not None:
-        raise InvalidInput("custom_mask", came="a mask", expected="None: drafts are chains")
+        raise InvalidInput("custom_mask", got="a mask", expected="None: drafts are chains")
     if batch.multi_item is not None:
-        raise InvalidInput("multi_item", came="many items", expected="None")
+        raise InvalidInput("multi_item", got="many items", expected="None")
     if batch.forward_mode.is_decode():
         return 1
     if batch.forward_mode.is_target_verify():
         if spec is None:
-            raise InvalidInput("spec_info", came=None, expected="a SpecInput in TARGET_VERIFY")
+            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
         return spec.draft_token_num
     if lens is None:
-        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
     if batch.extend_seq_lens_cpu is not None:
         lens = batch.extend_seq_lens_cpu
     return max(int(lens.max()), 1) if lens.numel() else 1

@@ -167,7 +167,7 @@ def find_candidate(
     ]
     if not found:
         present = ", ".join(sorted({platform.device_type for platform in platforms}))
-        raise InvalidInput("device", came=repr(device), expected=f"one of {present}")
+        raise InvalidInput("device", got=repr(device), expected=f"one of {present}")
     return next((one for one in found if any(map(one.admits, one.cases()))), found[0])
 
 
@@ -176,5 +176,5 @@ def _offer(name: str, offers: Sequence[Offer]) -> Offer:
     exact = [offer for offer in meant if offer.card.name == name.rpartition("/")[2]]
     if len(exact or meant) > 1:
         addresses = ", ".join(offer.address for offer in meant)
-        raise InvalidInput("backend", came=repr(name), expected=f"one of {addresses}")
+        raise InvalidInput("backend", got=repr(name), expected=f"one of {addresses}")
     return (exact or list(meant))[0]

@@ -69,7 +69,7 @@ def verify(
     if not cases:
         raise InvalidInput(
             "--execution",
-            came=execution,
+            got=execution,
             expected=f"eager: the card of {candidate.card.name} declares no graphs",
         )
     trials = _trials(candidate, cases, seed)

@@ -204,14 +204,14 @@ def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:
     if batch.forward_mode.is_decode():
         return 1, int(batch.seq_lens[request]) - 1
     if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
     return int(batch.extend_seq_lens[request]), int(batch.extend_prefix_lens[request])
 
 
 def _encoder_rows(batch: ForwardBatch, request: int) -> slice:
     """Rows of an encoder's k and v that belong to a request."""
     if batch.encoder_lens is None:
-        raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+        raise InvalidInput("encoder_lens", got=None, expected="lengths for cross attention")
     start = int(batch.encoder_lens[:request].sum())
     return slice(start, start + int(batch.encoder_lens[request]))
 

@@ -47,7 +47,7 @@ class AttentionBackendTests:
         unknown = set(self.executions).difference(EXECUTIONS)
         if unknown:
             raise InvalidInput(
-                "executions", came=sorted(unknown), expected=f"some of {sorted(EXECUTIONS)}"
+                "executions", got=sorted(unknown), expected=f"some of {sorted(EXECUTIONS)}"
             )
         candidate = self._candidate()
         metafunc.parametrize("candidate", [candidate], ids=[candidate.card.name])

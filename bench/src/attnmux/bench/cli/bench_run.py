@@ -58,10 +58,10 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
-        raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
+        raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     if device and device.partition(":")[0] != here.device_type:
         expected = f"{here.device_type}, as torch calls {here}, or {here.device_type}:NUMBER"
-        raise InvalidInput("--device", came=repr(device), expected=expected)
+        raise InvalidInput("--device", got=repr(device), expected=expected)
     return Place(
         platform=here,
         device=device or here.device_type,

@@ -75,7 +75,7 @@ def tune(
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
-        raise InvalidInput("--platform", came=platform, expected="a vendor that is on this machine")
+        raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     device = _check_device(device, here)
     offers, policy, known = plugins.offers(), settings.policy(), run.launches(settings)
     jobs = []
@@ -129,7 +129,7 @@ def tunable(backend: str | None, offers: Sequence[Offer]) -> list[Offer]:
     meant = [offer for offer in offers_named(backend, offers) if offer in having]
     if not meant:
         names = ", ".join(offer.address for offer in having) or "none is installed"
-        raise InvalidInput("backend", came=repr(backend), expected=f"one with a tuner: {names}")
+        raise InvalidInput("backend", got=repr(backend), expected=f"one with a tuner: {names}")
     return meant
 
 
@@ -138,7 +138,7 @@ def _check_device(device: str, here: Platform) -> str:
     kind, colon, number = device.partition(":")
     if device and (kind != here.device_type or bool(colon) != number.isdecimal()):
         expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
-        raise InvalidInput("--device", came=repr(device), expected=expected)
+        raise InvalidInput("--device", got=repr(device), expected=expected)
     return device or here.device_type
 
 

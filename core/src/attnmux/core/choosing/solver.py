@@ -87,12 +87,12 @@ def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"
             expected = "offers, each a card with its plugin, as load_plugins().offers() are"
-            raise InvalidInput("offers", came=got, expected=expected)
+            raise InvalidInput("offers", got=got, expected=expected)
     counts = Counter(offer.address for offer in given)
     repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
         got = f"{', '.join(repeated)} more than once"
-        raise InvalidInput("offers", came=got, expected="each plugin/backend once")
+        raise InvalidInput("offers", got=got, expected="each plugin/backend once")
     return tuple(sorted(given, key=lambda offer: offer.address))
 
 

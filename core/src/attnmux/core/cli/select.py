@@ -168,7 +168,7 @@ def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Requ
     Raises InvalidInput for a model or fields that cannot be read, and for `tp` without a model.
     """
     if model is None and tp > 1:
-        raise InvalidInput("--tp", came=str(tp), expected="--model, whose heads it divides")
+        raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
     request = Request() if model is None else Request.from_model(model, tp=tp)
     changes = dict(parse_fields(fields))
     if mode is not None:
@@ -217,6 +217,6 @@ def _parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
         target, equals, value = text.partition("=")
         backend, dot, option = target.partition(".")
         if not (equals and dot and backend and option):
-            raise InvalidInput("--set", came=repr(text), expected="BACKEND.OPTION=VALUE")
+            raise InvalidInput("--set", got=repr(text), expected="BACKEND.OPTION=VALUE")
         found.setdefault(backend, {})[option] = value
     return found

@@ -130,7 +130,7 @@ class FixedBuffers:
         sources = self._sources(batch, inputs)
         for field, source, target in zip(self._fields, sources, targets, strict=True):
             if source.shape != target.shape or source.dtype != target.dtype:
-                raise InvalidInput(field.name, came=described(source), expected=described(target))
+                raise InvalidInput(field.name, got=described(source), expected=described(target))
         if self._masks is not None:
             self._masks.load(batch, padded.batch_size)
         # Before the copies: if they are interrupted, the next load makes these rows padding
@@ -180,7 +180,7 @@ class FixedBuffers:
         for field in self._fields:
             source = next(of_batch) if field.of_batch else inputs.get(field.name)
             if source is None:
-                raise InvalidInput(field.name, came=None, expected="a tensor, as at capture")
+                raise InvalidInput(field.name, got=None, expected="a tensor, as at capture")
             sources.append(source)
         if len(inputs) > self._num_inputs:
             check_names(inputs, [field.name for field in self._fields if not field.of_batch])

@@ -52,7 +52,7 @@ def check_names(inputs: Mapping[str, torch.Tensor], known: Collection[str]) -> N
     for name in inputs:
         if name not in known:
             expected = f"one of the runner's inputs: {[*known]}"
-            raise InvalidInput("inputs", came=repr(name), expected=expected)
+            raise InvalidInput("inputs", got=repr(name), expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,21 +87,19 @@ class GraphConfig:
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-            raise InvalidInput("batch_sizes", came=sizes, expected="ascending sizes from 1 up")
+            raise InvalidInput("batch_sizes", got=sizes, expected="ascending sizes from 1 up")
         is_verify = self.forward_mode.is_target_verify()
         if not is_verify and not self.forward_mode.is_decode():
             got, expected = self.forward_mode.name, "DECODE or TARGET_VERIFY"
-            raise InvalidInput("forward_mode", came=got, expected=expected)
+            raise InvalidInput("forward_mode", got=got, expected=expected)
         if self.tokens_per_request < 1 or (self.tokens_per_request > 1 and not is_verify):
             expected = "1, or in TARGET_VERIFY the number of draft tokens"
-            raise InvalidInput(
-                "tokens_per_request", came=self.tokens_per_request, expected=expected
-            )
+            raise InvalidInput("tokens_per_request", got=self.tokens_per_request, expected=expected)
         if self.index_topk < 0:
-            raise InvalidInput("index_topk", came=self.index_topk, expected="at least 0")
+            raise InvalidInput("index_topk", got=self.index_topk, expected="at least 0")
         if self.custom_mask and (self.two_batches or not is_verify):
             expected = "False, except in TARGET_VERIFY without two_batches"
-            raise InvalidInput("custom_mask", came=True, expected=expected)
+            raise InvalidInput("custom_mask", got=True, expected=expected)
 
     @property
     def max_batch_size(self) -> int:
@@ -133,7 +131,7 @@ def graph_batch_sizes(
     check_positive("pool_size", pool_size)
     if chosen is not None:
         if not chosen or min(chosen) < 1:
-            raise InvalidInput("chosen", came=list(chosen), expected="batch sizes from 1 up")
+            raise InvalidInput("chosen", got=list(chosen), expected="batch sizes from 1 up")
         sizes = set(chosen)
     elif speculation:
         sizes = set(range(1, 33))
@@ -150,7 +148,7 @@ def graph_batch_sizes(
     kept = tuple(sorted(size for size in sizes if 1 <= size <= limit))
     if not kept:
         expected = f"at least {min(sizes)}, the smallest size"
-        raise InvalidInput("max_batch_size", came=max_batch_size, expected=expected)
+        raise InvalidInput("max_batch_size", got=max_batch_size, expected=expected)
     return kept
 
 

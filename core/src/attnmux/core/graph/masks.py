@@ -39,12 +39,12 @@ class MaskBuffers:
         spec, real = batch.spec_info, batch.batch_size
         if spec is None or spec.custom_mask is None or spec.mask_indptr is None:
             expected = "a mask and its mask_indptr"
-            raise InvalidInput("spec_info.custom_mask", came=None, expected=expected)
+            raise InvalidInput("spec_info.custom_mask", got=None, expected=expected)
         total, room = spec.custom_mask.numel(), real * self._width
         if total > room or spec.custom_mask.dtype != torch.bool:
             raise InvalidInput(
                 "spec_info.custom_mask",
-                came=f"{total} values of {spec.custom_mask.dtype}",
+                got=f"{total} values of {spec.custom_mask.dtype}",
                 expected=f"at most {room} of torch.bool, for {real} requests of full context",
             )
         check_vector("spec_info.mask_indptr", spec.mask_indptr, torch.int32, real + 1)

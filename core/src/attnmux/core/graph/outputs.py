@@ -32,7 +32,7 @@ class FixedOutputs:
         for leaf in leaves:
             if leaf is not None and not _has_rows(leaf, num_tokens):
                 got, expected = f"{_said(leaf)} as output", f"tensors of {num_tokens} rows"
-                raise InvalidInput("forward", came=got, expected=expected)
+                raise InvalidInput("forward", got=got, expected=expected)
         if self._structure is None:
             self._buffers = [
                 None
@@ -45,7 +45,7 @@ class FixedOutputs:
         if structure != self._structure or kinds != first_kinds:
             raise InvalidInput(
                 "forward",
-                came=f"{', '.join(map(_said, leaves))} for {num_tokens} tokens",
+                got=f"{', '.join(map(_said, leaves))} for {num_tokens} tokens",
                 expected=f"rows of {', '.join(map(_said, self._buffers))}, as for the largest "
                 "batch",
             )

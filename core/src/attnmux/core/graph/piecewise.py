@@ -73,7 +73,7 @@ class PiecewiseRunner:
         and `inputs`; it returns tensors of T rows. token_counts: the padded sizes, from 2 up.
         """
         if not token_counts or min(token_counts) < 2:
-            raise InvalidInput("token_counts", came=list(token_counts), expected="sizes from 2 up")
+            raise InvalidInput("token_counts", got=list(token_counts), expected="sizes from 2 up")
         self.token_counts = tuple(sorted(set(token_counts)))
         self._backend = backend
         self._forward = compiler(forward)
@@ -121,7 +121,7 @@ class PiecewiseRunner:
         if size is None:
             raise InvalidInput(
                 "batch",
-                came=f"{batch.forward_mode.name} of {num_tokens} tokens",
+                got=f"{batch.forward_mode.name} of {num_tokens} tokens",
                 expected=f"an extend step of 1 to {self.token_counts[-1]} tokens, no topk_indices",
             )
         with _mode():
@@ -148,7 +148,7 @@ class PiecewiseRunner:
             source, target = sources.get(name), view.narrow(dim, 0, num_tokens)
             if source is None or source.shape != target.shape or source.dtype != target.dtype:
                 got = None if source is None else described(source)
-                raise InvalidInput(name, came=got, expected=described(target))
+                raise InvalidInput(name, got=got, expected=described(target))
         for name, view in views.items():
             dim = len(self._inputs[name].leading)
             view.narrow(dim, 0, num_tokens).copy_(sources[name])

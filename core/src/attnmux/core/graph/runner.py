@@ -185,16 +185,16 @@ class GraphRunner:
         config, size = self.config, batch.batch_size
         if batch.forward_mode is not config.forward_mode:
             return InvalidInput(
-                "forward_mode", came=batch.forward_mode.name, expected=config.forward_mode.name
+                "forward_mode", got=batch.forward_mode.name, expected=config.forward_mode.name
             )
         fitting = padded_size(size, self._sizes)
         if size < 1 or fitting is None or (fitting != size and not config.padding):
             sizes = f"a captured size: {self._sizes}" if self._sizes else "capture() before"
-            return InvalidInput("batch_size", came=size, expected=sizes)
+            return InvalidInput("batch_size", got=size, expected=sizes)
         if batch.num_tokens != size * config.tokens_per_request:
             return InvalidInput(
                 "out_cache_loc",
-                came=f"{batch.num_tokens} tokens",
+                got=f"{batch.num_tokens} tokens",
                 expected=f"{config.tokens_per_request} for each of {size} requests",
             )
         return self._other_fields(batch)
@@ -214,7 +214,7 @@ class GraphRunner:
             if expected is not None and got is not expected:
                 return InvalidInput(
                     name,
-                    came="a value" if got else None,
+                    got="a value" if got else None,
                     expected="a value, as at capture" if expected else "None, as at capture",
                 )
         return None

@@ -166,7 +166,7 @@ def table_width(
         out.dtype != torch.int32 or out.dim() != 2 or out.shape[0] < kv_lens.shape[0]
     ):
         raise InvalidInput(
-            "out", came=described(out), expected=f"int32 [at least {kv_lens.shape[0]}, width]"
+            "out", got=described(out), expected=f"int32 [at least {kv_lens.shape[0]}, width]"
         )
     if max_len is None and out is not None:
         return out.shape[1]
@@ -174,7 +174,7 @@ def table_width(
         max_len = int(kv_lens.max()) if kv_lens.shape[0] else 0
     width = -(-max_len // (page_size * width_multiple)) * width_multiple
     if out is not None and out.shape[1] < width:
-        raise InvalidInput("out", came=f"{out.shape[1]} columns", expected=f"at least {width}")
+        raise InvalidInput("out", got=f"{out.shape[1]} columns", expected=f"at least {width}")
     return width
 
 

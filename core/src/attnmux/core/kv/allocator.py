@@ -53,7 +53,7 @@ class PagedAllocator:
     def alloc(self, num_tokens: int) -> torch.Tensor:
         """Slots [num_tokens] on fresh pages; the last page may be filled in part."""
         if num_tokens < 0:
-            raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
+            raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
         pages = self._take(-(-num_tokens // self.page_size))
         if self.page_size == 1:
             return pages
@@ -143,13 +143,13 @@ class PagedAllocator:
     def free_group_begin(self) -> None:
         """Collect frees, and apply them together at `free_group_end`."""
         if self._group is not None:
-            raise InvalidInput("free group", came="a second begin", expected="an end first")
+            raise InvalidInput("free group", got="a second begin", expected="an end first")
         self._group = []
 
     def free_group_end(self) -> None:
         """Apply the collected frees."""
         if self._group is None:
-            raise InvalidInput("free group", came="an end", expected="a begin first")
+            raise InvalidInput("free group", got="an end", expected="a begin first")
         group, self._group = self._group, None
         if group:
             slots = torch.cat(group)
@@ -211,7 +211,7 @@ class PagedAllocator:
             picked &= ~self._in_group[slots]
         if not bool(picked.all()):
             raise InvalidInput(
-                "slots", came=f"{slots[~picked][:8].tolist()} twice", expected="each slot once"
+                "slots", got=f"{slots[~picked][:8].tolist()} twice", expected="each slot once"
             )
 
     def _check_tails(

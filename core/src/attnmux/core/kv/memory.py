@@ -135,7 +135,7 @@ def swa_tokens_in_budget(
     Raises InvalidInput for another ratio, PoolExhausted like `tokens_in_budget`.
     """
     if not 0 < swa_ratio <= 1:
-        raise InvalidInput("swa_ratio", came=swa_ratio, expected="above 0 and at most 1")
+        raise InvalidInput("swa_ratio", got=swa_ratio, expected="above 0 and at most 1")
     for argument, value in (
         ("full_bytes_per_token", full_bytes_per_token),
         ("swa_bytes_per_token", swa_bytes_per_token),

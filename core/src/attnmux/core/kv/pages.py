@@ -47,7 +47,7 @@ class FreeList:
     def check_room(self, num_units: int) -> None:
         """Raise as `take` would."""
         if num_units < 0:
-            raise InvalidInput("num_units", came=num_units, expected="at least 0")
+            raise InvalidInput("num_units", got=num_units, expected="at least 0")
         if num_units > self.available:
             raise PoolExhausted(
                 self.what,
@@ -65,7 +65,7 @@ class FreeList:
         if not bool(owned.all()):
             raise InvalidInput(
                 "slots",
-                came=f"{self.what} {units[~owned][:8].tolist()}, free already or never handed out",
+                got=f"{self.what} {units[~owned][:8].tolist()}, free already or never handed out",
                 expected=f"{self.what} in use",
             )
 
@@ -128,21 +128,21 @@ def check_extend(
     if not prefix_lens.shape == seq_lens.shape == last_loc.shape:
         raise InvalidInput(
             "last_loc",
-            came=f"{tuple(prefix_lens.shape)}, {tuple(seq_lens.shape)}, {tuple(last_loc.shape)}",
+            got=f"{tuple(prefix_lens.shape)}, {tuple(seq_lens.shape)}, {tuple(last_loc.shape)}",
             expected="prefix_lens, seq_lens and last_loc of one shape [B]",
         )
     if bool(((prefix_lens < 0) | (seq_lens < prefix_lens)).any()):
         got = f"{seq_lens.tolist()} after {prefix_lens.tolist()}"
-        raise InvalidInput("seq_lens", came=got, expected="0 <= prefix <= length")
+        raise InvalidInput("seq_lens", got=got, expected="0 <= prefix <= length")
     total = int((seq_lens - prefix_lens).sum())
     if total != num_tokens:
         expected = f"{total}, the sum of the new lengths"
-        raise InvalidInput("extend_num_tokens", came=num_tokens, expected=expected)
+        raise InvalidInput("extend_num_tokens", got=num_tokens, expected=expected)
     misplaced = (prefix_lens > 0) & (last_loc % page_size != (prefix_lens - 1) % page_size)
     if bool(misplaced.any()):
         raise InvalidInput(
             "last_loc",
-            came=f"{last_loc[misplaced][:8].tolist()} after {prefix_lens[misplaced][:8].tolist()} "
+            got=f"{last_loc[misplaced][:8].tolist()} after {prefix_lens[misplaced][:8].tolist()} "
             "tokens",
             expected=f"the slot of the last token, at its place in a page of {page_size}",
         )

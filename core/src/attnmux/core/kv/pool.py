@@ -45,7 +45,7 @@ class KVPool(ABC):
         check_whole_pages(size, page_size)
         if dtype not in STORABLE_DTYPES:
             names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
-            raise InvalidInput("dtype", came=dtype, expected=f"one of {names}")
+            raise InvalidInput("dtype", got=dtype, expected=f"one of {names}")
         self.size = size
         """Tokens that can be stored, without the reserved page."""
         self.page_size = page_size
@@ -56,7 +56,7 @@ class KVPool(ABC):
         self._index_by_layer = {layer_id: index for index, layer_id in enumerate(self.layer_ids)}
         if len(self._index_by_layer) != len(self.layer_ids):
             raise InvalidInput(
-                "layer_ids", came=f"{list(self.layer_ids)}", expected="a different id for each"
+                "layer_ids", got=f"{list(self.layer_ids)}", expected="a different id for each"
             )
 
     @property
@@ -105,7 +105,7 @@ class KVPool(ABC):
         for scales that are used and not positive.
         """
         raise InvalidInput(
-            "layer", came=f"K and V for {type(self).__name__}", expected="an MLA latent"
+            "layer", got=f"K and V for {type(self).__name__}", expected="an MLA latent"
         )
 
     def set_mla_kv_buffer(
@@ -122,7 +122,7 @@ class KVPool(ABC):
         Otherwise like `set_kv_buffer`.
         """
         raise InvalidInput(
-            "layer", came=f"an MLA latent for {type(self).__name__}", expected="K and V"
+            "layer", got=f"an MLA latent for {type(self).__name__}", expected="K and V"
         )
 
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
@@ -182,7 +182,7 @@ class KVPool(ABC):
             return self._index_by_layer[layer_id]
         except KeyError:
             raise InvalidInput(
-                "layer_id", came=layer_id, expected=f"one of {list(self.layer_ids)}"
+                "layer_id", got=layer_id, expected=f"one of {list(self.layer_ids)}"
             ) from None
 
 
@@ -196,12 +196,12 @@ def check_rows(
 ) -> None:
     """Raise InvalidInput unless rows has that shape, an activation dtype and loc's device."""
     if rows.shape != shape:
-        raise InvalidInput(argument, came=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
+        raise InvalidInput(argument, got=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
     if rows.dtype not in ACTIVATION_DTYPES:
-        raise InvalidInput(argument, came=rows.dtype, expected="bfloat16, float16 or float32")
+        raise InvalidInput(argument, got=rows.dtype, expected="bfloat16, float16 or float32")
     if rows.device != loc.device:
         raise InvalidInput(
-            argument, came=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
+            argument, got=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
         )
 
 

@@ -21,7 +21,7 @@ def whole_pages(token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
     """
     if isinstance(token_ids, torch.Tensor):
         raise InvalidInput(
-            "token_ids", came="a tensor", expected="a sequence of ints: token_ids.tolist()"
+            "token_ids", got="a tensor", expected="a sequence of ints: token_ids.tolist()"
         )
     return tuple(token_ids[: len(token_ids) - len(token_ids) % page_size])
 

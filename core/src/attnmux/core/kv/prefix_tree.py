@@ -52,7 +52,7 @@ class PrefixTree:
         check_positive("page_size", page_size)
         if page_size % allocator.page_size:
             raise InvalidInput(
-                "page_size", came=page_size, expected=f"a multiple of {allocator.page_size}"
+                "page_size", got=page_size, expected=f"a multiple of {allocator.page_size}"
             )
         self.allocator = allocator
         self.page_size = page_size
@@ -124,7 +124,7 @@ class PrefixTree:
         """Release one lock. Raises InvalidInput for a node that is not locked."""
         self._check_alive(node)
         if not node.is_root and node.locks == 0:
-            raise InvalidInput("node", came="a prefix without a lock", expected="a locked one")
+            raise InvalidInput("node", got="a prefix without a lock", expected="a locked one")
         for step in node.path():
             step.locks -= 1
             if step.locks == 0:
@@ -137,7 +137,7 @@ class PrefixTree:
         Returns the number of freed tokens, fewer where the rest is locked.
         """
         if num_tokens < 0:
-            raise InvalidInput("num_tokens", came=num_tokens, expected="at least 0")
+            raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
         wanted = -(-num_tokens // self.page_size) * self.page_size
         freed: list[torch.Tensor] = []
         num_freed = 0
@@ -157,7 +157,7 @@ class PrefixTree:
         """Free every prefix. Raises InvalidInput, changing nothing, while one is locked."""
         if self._protected:
             raise InvalidInput(
-                "clear", came=f"{self._protected} tokens are locked", expected="no locked prefix"
+                "clear", got=f"{self._protected} tokens are locked", expected="no locked prefix"
             )
         self.evict(self._cached)
         self._start()
@@ -218,7 +218,7 @@ class PrefixTree:
     def _check_alive(self, node: PrefixNode) -> None:
         if not node.is_alive:
             expected = "that of the latest match"
-            raise InvalidInput("node", came="an evicted prefix", expected=expected)
+            raise InvalidInput("node", got="an evicted prefix", expected=expected)
 
     def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
         device = self.allocator.device
@@ -226,7 +226,7 @@ class PrefixTree:
         if not is_vector or slots.device.type != device.type:
             raise InvalidInput(
                 "slots",
-                came=f"{slots.dtype} of shape {tuple(slots.shape)} on {slots.device}",
+                got=f"{slots.dtype} of shape {tuple(slots.shape)} on {slots.device}",
                 expected=f"int64 of shape [{num_tokens}], or more, on {device}",
             )
         if num_tokens:
@@ -242,6 +242,6 @@ class PrefixTree:
         if bool(broken.any()):
             raise InvalidInput(
                 "slots",
-                came=f"{pages[broken][0].tolist()}",
+                got=f"{pages[broken][0].tolist()}",
                 expected=f"whole pages of {self.allocator.page_size} slots in order",
             )

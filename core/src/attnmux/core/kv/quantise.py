@@ -42,5 +42,5 @@ def checked_scale(scale: float | None) -> float:
     if scale is None:
         return 1.0
     if not (scale > 0 and math.isfinite(scale)):
-        raise InvalidInput("scale", came=scale, expected="a positive, finite number")
+        raise InvalidInput("scale", got=scale, expected="a positive, finite number")
     return scale

@@ -50,7 +50,7 @@ class ReqToTokenPool:
         Raises PoolExhausted, changing nothing, when fewer rows are free.
         """
         if num_requests < 0:
-            raise InvalidInput("num_requests", came=num_requests, expected="at least 0")
+            raise InvalidInput("num_requests", got=num_requests, expected="at least 0")
         keep = len(self._free_rows) - num_requests
         if keep < 0:
             raise PoolExhausted(
@@ -72,9 +72,9 @@ class ReqToTokenPool:
         given = set(rows)
         foreign = sorted(given - self._used_rows)
         if foreign:
-            raise InvalidInput("rows", came=f"rows {foreign}", expected="rows in use")
+            raise InvalidInput("rows", got=f"rows {foreign}", expected="rows in use")
         if len(given) != len(rows):
-            raise InvalidInput("rows", came=f"{list(rows)}", expected="each row once")
+            raise InvalidInput("rows", got=f"{list(rows)}", expected="each row once")
         self._used_rows -= given
         self._free_rows.extend(reversed(rows))
 
@@ -103,7 +103,7 @@ class ReqToTokenPool:
         for argument, values in (("starts", starts), ("lens", starts if lens is None else lens)):
             if values.numel() != batch_size:
                 got = f"{values.numel()} values"
-                raise InvalidInput(argument, came=got, expected=f"{batch_size}, one a row")
+                raise InvalidInput(argument, got=got, expected=f"{batch_size}, one a row")
         if self.device.type == "cpu" and batch_size:
             each = torch.ones_like(starts) if lens is None else lens
             self._check_cells(req_pool_indices, starts, each, num_tokens)
@@ -120,10 +120,10 @@ class ReqToTokenPool:
     ) -> None:
         if int(rows.min()) < 1 or int(rows.max()) > self.size:
             expected = f"rows 1 to {self.size}"
-            raise InvalidInput("req_pool_indices", came=f"{rows.tolist()}", expected=expected)
+            raise InvalidInput("req_pool_indices", got=f"{rows.tolist()}", expected=expected)
         if int(lens.min()) < 0 or int(lens.sum()) != num_tokens:
             expected = f"a sum of {num_tokens}, one slot each"
-            raise InvalidInput("lens", came=f"{lens.tolist()}", expected=expected)
+            raise InvalidInput("lens", got=f"{lens.tolist()}", expected=expected)
         if int(starts.min()) < 0 or int((starts + lens).max()) > self.max_context_len:
             got = f"{starts.tolist()} with lens {lens.tolist()}"
-            raise InvalidInput("starts", came=got, expected=f"columns < {self.max_context_len}")
+            raise InvalidInput("starts", got=got, expected=f"columns < {self.max_context_len}")

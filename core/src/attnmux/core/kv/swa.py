@@ -34,7 +34,7 @@ class SWAKVPool(KVPool):
         for field in ("page_size", "dtype", "device"):
             ours, theirs = getattr(full, field), getattr(swa, field)
             if ours != theirs:
-                raise InvalidInput(f"swa.{field}", came=theirs, expected=f"{ours}, as in full")
+                raise InvalidInput(f"swa.{field}", got=theirs, expected=f"{ours}, as in full")
         super().__init__(
             size=full.size,
             page_size=full.page_size,
@@ -137,7 +137,7 @@ class SWAKVPool(KVPool):
         try:
             return self._swa_slots[indices.dtype]
         except KeyError:
-            raise InvalidInput(argument, came=indices.dtype, expected="int32 or int64") from None
+            raise InvalidInput(argument, got=indices.dtype, expected="int32 or int64") from None
 
 
 def _gather(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -242,6 +242,6 @@ class SWAAllocator(PagedAllocator):
         if bool(alone.any()):
             raise InvalidInput(
                 "slots",
-                came=f"pages {pages[alone][:8].tolist()}, whose window pages were freed",
+                got=f"pages {pages[alone][:8].tolist()}, whose window pages were freed",
                 expected="pages that still have a window page",
             )

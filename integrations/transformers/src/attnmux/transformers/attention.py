@@ -78,11 +78,11 @@ def read_call(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
-        raise InvalidInput("is_causal", came=False, expected="causal self-attention")
+        raise InvalidInput("is_causal", got=False, expected="causal self-attention")
     if key.shape[2] != query.shape[2]:
         raise InvalidInput(
             "query",
-            came=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
+            got=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
             expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
             "of transformers (use_cache=False)",
         )
@@ -111,15 +111,15 @@ def read_arguments(
         if passed is not None and passed is not False and name not in NOT_ATTENTION:
             raise InvalidInput(
                 name,
-                came=_shown(passed),
+                got=_shown(passed),
                 expected="nothing: attention through attnmux does not know this argument",
             )
     if dropout:
-        raise InvalidInput("dropout", came=dropout, expected="0: call model.eval() first")
+        raise InvalidInput("dropout", got=dropout, expected="0: call model.eval() first")
     if query.shape[0] != 1:
         raise InvalidInput(
             "query",
-            came=f"query {tuple(query.shape)}",
+            got=f"query {tuple(query.shape)}",
             expected="[1, heads, T, dim]: the tokens of all requests in one row",
         )
     return ModelCall(
@@ -140,7 +140,7 @@ def _layer_id(module: torch.nn.Module) -> int:
     if not isinstance(layer_id, int):
         raise InvalidInput(
             f"{type(module).__name__}.layer_idx",
-            came=layer_id,
+            got=layer_id,
             expected="the layer's number: only a decoder's layers have a place in the KV cache",
         )
     return layer_id
@@ -151,7 +151,7 @@ def _window(sliding_window: int | None) -> int:
     if sliding_window is None:
         return -1
     if sliding_window < 1:
-        raise InvalidInput("sliding_window", came=sliding_window, expected="at least 1, or None")
+        raise InvalidInput("sliding_window", got=sliding_window, expected="at least 1, or None")
     return sliding_window - 1
 
 
@@ -193,7 +193,7 @@ def refuse_mask(call: ModelCall) -> None:
     if call.mask is not None:
         raise InvalidInput(
             "attention_mask",
-            came=_shown(call.mask),
+            got=_shown(call.mask),
             expected="None: lengths and positions of the packed requests say what is visible",
         )
 
@@ -207,7 +207,7 @@ def check_recorded(call: ModelCall, layer: LayerSpec) -> None:
     if now != recorded:
         raise InvalidInput(
             f"layer {call.layer_id}",
-            came=f"(scaling, window, logit cap, has sinks) = {now}",
+            got=f"(scaling, window, logit cap, has sinks) = {now}",
             expected=f"{recorded}, as recorded when the backend was built",
         )
 
@@ -222,13 +222,13 @@ def no_mask(
     if attention_mask is not None:
         raise InvalidInput(
             "attention_mask",
-            came=_shown(attention_mask),
+            got=_shown(attention_mask),
             expected="None: pack the requests' tokens into one row instead of padding them",
         )
     if use_vmap:
         raise InvalidInput(
             "mask_function",
-            came="a mask function of the model's own",
+            got="a mask function of the model's own",
             expected="causal attention, with a sliding window or chunks at most",
         )
 

@@ -129,7 +129,7 @@ class StepBuilder:
             if state.num_pending != 1 or state.row is None:
                 raise InvalidInput(
                     "states",
-                    came=f"a request with {state.num_pending} pending tokens",
+                    got=f"a request with {state.num_pending} pending tokens",
                     expected="requests that were extended, each with one pending token",
                 )
         self._check_new(states, [1] * len(states))
@@ -201,11 +201,11 @@ class StepBuilder:
 
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         if len(set(states)) != len(states):
-            raise InvalidInput("states", came="a request twice", expected="each request once")
+            raise InvalidInput("states", got="a request twice", expected="each request once")
         if self.max_step_tokens is not None and sum(counts) > self.max_step_tokens:
             raise InvalidInput(
                 "num_new",
-                came=f"{sum(counts)} tokens in one step",
+                got=f"{sum(counts)} tokens in one step",
                 expected=f"at most {self.max_step_tokens}, the longest row that the model can read",
             )
         longest = self.max_context_len
@@ -213,12 +213,12 @@ class StepBuilder:
             check_encoder_len(state.encoder_len, self.max_encoder_len)
             if not 1 <= count <= state.num_pending:
                 raise InvalidInput(
-                    "num_new", came=count, expected=f"1 to {state.num_pending} pending tokens"
+                    "num_new", got=count, expected=f"1 to {state.num_pending} pending tokens"
                 )
             if state.num_cached + count > longest:
                 raise InvalidInput(
                     "token_ids",
-                    came=f"{state.num_cached + count} tokens",
+                    got=f"{state.num_cached + count} tokens",
                     expected=f"at most the context of {longest} tokens",
                 )
 

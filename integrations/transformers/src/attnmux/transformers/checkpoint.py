@@ -100,7 +100,7 @@ class Checkpoint:
         if self.tokenizer is None:
             raise InvalidInput(
                 "tokenizer",
-                came=self.tokenizer_error,
+                got=self.tokenizer_error,
                 expected=f"tokenizer files in {self.source}, or prompts of token ids",
             )
         return self.tokenizer
@@ -115,7 +115,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
     """
     source = str(source)
     if not source:
-        raise InvalidInput("model", came="an empty name", expected=CHECKPOINT)
+        raise InvalidInput("model", got="an empty name", expected=CHECKPOINT)
     path = Path(source).expanduser()
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         _check_folder(path)
@@ -126,7 +126,7 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
     if model_class is None:
         raise InvalidInput(
             "model",
-            came=f"{source}, of model type {config.model_type!r}",
+            got=f"{source}, of model type {config.model_type!r}",
             expected="a model that generates text",
         )
     # A type with several classes names the one to load in its config.json; it is checked then.
@@ -184,7 +184,7 @@ def load_model(
         ]
         raise InvalidInput(
             "model",
-            came=f"{source} with {'; '.join(problems)}",
+            got=f"{source} with {'; '.join(problems)}",
             expected="a checkpoint with every tensor of its model",
         )
     unexpected = sorted(info["unexpected_keys"])
@@ -239,10 +239,10 @@ def _show_progress(wanted: bool) -> None:
 
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
-        came = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
-        raise InvalidInput("model", came=came, expected=CHECKPOINT)
+        got = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
+        raise InvalidInput("model", got=got, expected=CHECKPOINT)
     if not (path / "config.json").is_file():
-        raise InvalidInput("model", came=f"{path}, which has no config.json", expected=CHECKPOINT)
+        raise InvalidInput("model", got=f"{path}, which has no config.json", expected=CHECKPOINT)
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def _explained(source: str) -> Iterator[None]:
         # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.
         raise InvalidInput(
             "model",
-            came=f"{source} ({_in_one_line(error)})",
+            got=f"{source} ({_in_one_line(error)})",
             expected=CHECKPOINT,
         ) from error
 

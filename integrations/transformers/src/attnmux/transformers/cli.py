@@ -50,14 +50,14 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
-            "--device", came=f"{name} ({reason})", expected="a device that torch can use here"
+            "--device", got=f"{name} ({reason})", expected="a device that torch can use here"
         ) from error
     if platform is not None:
         return platform
     found = tuple(one for one in detection.platforms if one.device_type == kind)
     if not found:
         present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        raise InvalidInput("--device", came=name, expected=f"one of {present}")
+        raise InvalidInput("--device", got=name, expected=f"one of {present}")
     return pick_platform(replace(detection, platforms=found))
 
 
@@ -237,7 +237,7 @@ def _refuse_encoders(checkpoint: Checkpoint) -> None:
     if checkpoint.config.is_encoder_decoder:
         raise InvalidInput(
             "model",
-            came=f"{checkpoint.source}, an encoder-decoder model",
+            got=f"{checkpoint.source}, an encoder-decoder model",
             expected="a decoder-only model; an encoder-decoder model runs from Python, with "
             "Engine.add(encoder_states=…)",
         )
@@ -248,12 +248,12 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
     limit = checkpoint.max_context_len
     if wanted is None and limit is None:
         raise InvalidInput(
-            "--context", came="nothing", expected="a number, since the model states no limit"
+            "--context", got="nothing", expected="a number, since the model states no limit"
         )
     if wanted is None or limit is None:
         return wanted or limit or 0
     if wanted > limit:
-        raise InvalidInput("--context", came=wanted, expected=f"at most the model's limit, {limit}")
+        raise InvalidInput("--context", got=wanted, expected=f"at most the model's limit, {limit}")
     return wanted
 
 

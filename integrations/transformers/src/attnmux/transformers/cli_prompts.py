@@ -87,7 +87,7 @@ def _decode(name: str, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidInput(name, came=str(error), expected="text in UTF-8") from error
+        raise InvalidInput(name, got=str(error), expected="text in UTF-8") from error
 
 
 def _from_file(file: str) -> list[UserPrompt]:
@@ -102,15 +102,15 @@ def _from_file(file: str) -> list[UserPrompt]:
         try:
             text = _decode(f"--prompts {file}", Path(file).read_bytes())
         except OSError as error:
-            came = f"{file} ({error.strerror})"
-            raise InvalidInput("--prompts", came=came, expected="a readable file") from error
+            got = f"{file} ({error.strerror})"
+            raise InvalidInput("--prompts", got=got, expected="a readable file") from error
     lines = [
         (f"{file}, line {number}", line.removesuffix("\r"))
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     if not lines:
-        raise InvalidInput("--prompts", came=f"{file}, which is empty", expected="prompts")
+        raise InvalidInput("--prompts", got=f"{file}, which is empty", expected="prompts")
     values = [_object(line) for _, line in lines]
     if not file.endswith(JSON_LINES) and all(value is None for value in values):
         return [UserPrompt(prompt=line) for _, line in lines]
@@ -129,26 +129,26 @@ def _object(line: str) -> dict[str, Any] | None:
 def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt:
     if value is None:
         expected = 'a JSON object with "prompt" on every line'
-        raise InvalidInput(name, came=f"{line[:60]!r}", expected=expected)
+        raise InvalidInput(name, got=f"{line[:60]!r}", expected=expected)
     for key, given in value.items():
         if key not in KEYS:
-            raise InvalidInput(name, came=f"{key!r}", expected=f"only {', '.join(KEYS)}")
+            raise InvalidInput(name, got=f"{key!r}", expected=f"only {', '.join(KEYS)}")
         if not isinstance(given, KEYS[key]) or isinstance(given, bool):
             words = " or ".join(kind.__name__ for kind in KEYS[key])
-            raise InvalidInput(f"{name}, {key}", came=f"{given!r}", expected=words)
+            raise InvalidInput(f"{name}, {key}", got=f"{given!r}", expected=words)
     prompt = value.pop("prompt")
     if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
-        raise InvalidInput(f"{name}, prompt", came="a list", expected="text or token ids")
+        raise InvalidInput(f"{name}, prompt", got="a list", expected="text or token ids")
     _check_ranges(name, value)
     return UserPrompt(prompt=prompt, overrides=value)
 
 
 def _check_ranges(name: str, overrides: Mapping[str, Any]) -> None:
     if overrides.get("max_new_tokens", 1) < 1:
-        came = overrides["max_new_tokens"]
-        raise InvalidInput(f"{name}, max_new_tokens", came=came, expected="at least 1")
+        got = overrides["max_new_tokens"]
+        raise InvalidInput(f"{name}, max_new_tokens", got=got, expected="at least 1")
     try:
         SamplingParams(**{key: overrides[key] for key in overrides if key != "max_new_tokens"})
     except InvalidInput as error:
         argument = f"{name}, {error.argument}"
-        raise InvalidInput(argument, came=error.came, expected=error.expected) from None
+        raise InvalidInput(argument, got=error.got, expected=error.expected) from None

@@ -128,7 +128,7 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
 def _compare(name: str, recorded: object, stated: object) -> None:
     if recorded != stated:
         raise InvalidInput(
-            name, came=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
+            name, got=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
         )
 
 

@@ -71,7 +71,7 @@ class DecodeBatch:
         """
         if not self._steps_left:
             raise InvalidInput(
-                "states", came="a request whose context is full", expected="room for one token each"
+                "states", got="a request whose context is full", expected="room for one token each"
             )
         first, last = self._opening[self._phase]
         page_size = self._allocator.page_size

@@ -80,7 +80,7 @@ class PackedDecoder(torch.nn.Module):
         mask = given.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             raise InvalidInput(
-                "encoder", came="an attention_mask with padding", expected="inputs without any"
+                "encoder", got="an attention_mask with padding", expected="inputs without any"
             )
         encoder: Any = self.model.get_encoder()
         taken = inspect.signature(encoder.forward).parameters
@@ -88,18 +88,18 @@ class PackedDecoder(torch.nn.Module):
             if name not in taken or value.shape[:1] != (1,):
                 raise InvalidInput(
                     "encoder",
-                    came=f"{name} of shape {tuple(value.shape)}",
+                    got=f"{name} of shape {tuple(value.shape)}",
                     expected=f"some of {', '.join(taken)}, each of one request: [1, …]",
                 )
             if value.is_floating_point():
                 given[name] = value.to(self.model.dtype)
         if not given:
-            raise InvalidInput("encoder", came="nothing", expected="the encoder's inputs")
+            raise InvalidInput("encoder", got="nothing", expected="the encoder's inputs")
         try:
             states = encoder(**given).last_hidden_state
         except ValueError as error:
             # Such as Whisper's for sound of another length than it takes.
-            raise InvalidInput("encoder", came=str(error), expected="inputs it can read") from error
+            raise InvalidInput("encoder", got=str(error), expected="inputs it can read") from error
         assert isinstance(states, torch.Tensor)
         return states[0]
 
@@ -141,7 +141,7 @@ class PackedDecoder(torch.nn.Module):
         if counted is None:
             raise InvalidInput(
                 type(self.model).__name__,
-                came="positions that its embedding counts by itself",
+                got="positions that its embedding counts by itself",
                 expected="an embedding that is told position_ids",
             )
         return args, {**kwargs, "position_ids": self._positions.view(counted.shape)}
@@ -216,7 +216,7 @@ class DecoderRecorder(Recorder):
         """Some decoders make up an attention_mask themselves: ones, since none is given here."""
         given = kwargs.pop("attention_mask", None)
         if isinstance(given, torch.Tensor) and not bool(given.all()):
-            raise InvalidInput("attention_mask", came="padding", expected="ones: nothing is padded")
+            raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
         return Recorder.mask(self, mask_function=mask_function, device=device, **kwargs)
 
     def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
@@ -248,7 +248,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     except (AttributeError, TypeError, RuntimeError) as error:
         raise InvalidInput(
             probe.name,
-            came=f"{type(error).__name__}: {error}",
+            got=f"{type(error).__name__}: {error}",
             expected="a model that runs on decoder_input_ids and encoder_outputs",
         ) from error
     assert isinstance(recorder, DecoderRecorder)
@@ -256,7 +256,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     if not num_cross or not len(recorder.modules) == len(recorder.calls) == 2 * num_cross:
         raise InvalidInput(
             probe.name,
-            came=f"{len(recorder.calls)} attention calls of {len(recorder.modules)} modules, "
+            got=f"{len(recorder.calls)} attention calls of {len(recorder.modules)} modules, "
             f"{num_cross} of them cross-attention",
             expected="self- and cross-attention once in each layer, through transformers' "
             "AttentionInterface",
@@ -286,6 +286,6 @@ def _check_sees_all(call: ModelCall, recorder: DecoderRecorder) -> None:
     if not sees_all or call.sliding_window_size >= 0:
         raise InvalidInput(
             f"cross-attention layer {call.layer_id}",
-            came="a mask or a window over the encoder's tokens",
+            got="a mask or a window over the encoder's tokens",
             expected="every encoder token visible to every query",
         )

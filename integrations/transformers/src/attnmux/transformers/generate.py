@@ -88,9 +88,9 @@ def run_prompts(
     AttnmuxError where the model's logits are not numbers.
     """
     if not prompts:
-        raise InvalidInput("prompts", came="none", expected="at least one prompt")
+        raise InvalidInput("prompts", got="none", expected="at least one prompt")
     if engine.has_work:
-        raise InvalidInput("engine", came="one with requests", expected="one without")
+        raise InvalidInput("engine", got="one with requests", expected="one without")
     for index, prompt in enumerate(prompts):
         engine.check(prompt.token_ids, prompt.max_new_tokens, name=f"prompt {index + 1}")
     engine.stats.reset()

@@ -32,11 +32,11 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
     if expected < 1:
-        raise InvalidInput(probe.name, came="none", expected="at least one layer")
+        raise InvalidInput(probe.name, got="none", expected="at least one layer")
     if len(counts) != expected or len(recorder.calls) != expected:
         raise InvalidInput(
             probe.name,
-            came=f"{len(recorder.calls)} attention calls in layers {sorted(counts)}",
+            got=f"{len(recorder.calls)} attention calls in layers {sorted(counts)}",
             expected=f"one in each of {expected} layers: a layer that mixes tokens in another "
             "way, or that attends twice, cannot be served",
         )
@@ -52,17 +52,17 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     """
     name = model_class.__name__
     if config.is_encoder_decoder:
-        raise InvalidInput(name, came="an encoder-decoder model", expected="a decoder-only model")
+        raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
     if model_class._is_stateful:
         raise InvalidInput(
             name,
-            came="a model with recurrent state",
+            got="a model with recurrent state",
             expected="one whose only memory of earlier tokens is attention's K and V",
         )
     if not model_class._supports_attention_backend:
         raise InvalidInput(
             name,
-            came="a model that computes attention by itself",
+            got="a model that computes attention by itself",
             expected="one that calls transformers' AttentionInterface",
         )
 
@@ -82,7 +82,7 @@ def _check_numbers(probe: Probe, values: list[torch.Tensor]) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in values):
         raise InvalidInput(
             probe.name,
-            came=f"values that are not numbers, in {dtype_name(probe.model.dtype)}",
+            got=f"values that are not numbers, in {dtype_name(probe.model.dtype)}",
             expected="weights that are not damaged, in a dtype that is wide enough for them",
         )
 
@@ -101,7 +101,7 @@ def check_packable(probe: Probe) -> None:
     if not bool(torch.isfinite(logits[1]).all()):
         raise InvalidInput(
             probe.name,
-            came="tokens that reach other requests' tokens outside of attention",
+            got="tokens that reach other requests' tokens outside of attention",
             expected="a model in which only attention mixes the tokens of a row",
         )
 
@@ -121,7 +121,7 @@ def _check_positions(probe: Probe) -> None:
             if float((ours - theirs).abs().max()) > POSITION_TOLERANCE * float(ours.abs().max()):
                 raise InvalidInput(
                     probe.name,
-                    came=f"positions by {name}",
+                    got=f"positions by {name}",
                     expected="a model that counts a request's tokens from 0 by its position_ids",
                 )
 

@@ -89,7 +89,7 @@ def _load_decoder(
     if options.mla == "absorbed" and latent is None:
         raise InvalidInput(
             "mla",
-            came=f"absorbed, for {type(model).__name__}",
+            got=f"absorbed, for {type(model).__name__}",
             expected="expanded: its K and V are not made by a plain linear kv_b_proj",
         )
     if options.mla != "absorbed":
@@ -133,7 +133,7 @@ def _load_encoder_decoder(
     request = request_of(layers, dtype)
     max_encoder_len = options.max_encoder_len or checkpoint.max_encoder_len
     if max_encoder_len is None:
-        raise InvalidInput("max_encoder_len", came=None, expected="a number: the model states none")
+        raise InvalidInput("max_encoder_len", got=None, expected="a number: the model states none")
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
         lambda decision: _make(decoder, layers, decision, options, max_encoder_len),
@@ -148,7 +148,7 @@ def _check_lens(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         ("max_encoder_len", options.max_encoder_len, checkpoint.max_encoder_len),
     ):
         if wanted is not None and limit is not None and wanted > limit:
-            raise InvalidInput(name, came=wanted, expected=f"at most the model's limit, {limit}")
+            raise InvalidInput(name, got=wanted, expected=f"at most the model's limit, {limit}")
 
 
 def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:

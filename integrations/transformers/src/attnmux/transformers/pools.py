@@ -40,18 +40,18 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         if (self.nbytes is None) == (self.fraction is None):
-            raise InvalidInput("memory", came=self, expected="either nbytes or fraction")
+            raise InvalidInput("memory", got=self, expected="either nbytes or fraction")
         if self.nbytes is not None and self.nbytes < 1:
-            raise InvalidInput("memory", came=f"{self.nbytes} bytes", expected="at least 1 byte")
+            raise InvalidInput("memory", got=f"{self.nbytes} bytes", expected="at least 1 byte")
         if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise InvalidInput("memory", came=f"{self.fraction:%}", expected="above 0%, up to 100%")
+            raise InvalidInput("memory", got=f"{self.fraction:%}", expected="above 0%, up to 100%")
 
     @classmethod
     def parse(cls, text: str) -> MemoryBudget:
         """Read "2GB", "512MiB", "1000000" or "80%". Raises InvalidInput for anything else."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]i?)?b?)\s*", text, re.IGNORECASE)
         if match is None:
-            raise InvalidInput("memory", came=repr(text), expected=EXAMPLES)
+            raise InvalidInput("memory", got=repr(text), expected=EXAMPLES)
         number, percent, unit = match.groups()
         if percent:
             return cls(fraction=float(number) / 100)
@@ -64,7 +64,7 @@ class MemoryBudget:
         free = free_memory(device)
         if free is None or self.fraction is None:
             raise InvalidInput(
-                "memory", came=f"a share of an unknown amount on {device}", expected="bytes"
+                "memory", got=f"a share of an unknown amount on {device}", expected="bytes"
             )
         return int(free * self.fraction)
 
@@ -144,14 +144,14 @@ def alike(layers: Sequence[LayerSpec], *also: str) -> LayerSpec:
     Raises InvalidInput naming the first that differs.
     """
     if not layers:
-        raise InvalidInput("layers", came="none", expected="at least one layer")
+        raise InvalidInput("layers", got="none", expected="at least one layer")
     first = layers[0]
     for layer in layers[1:]:
         for name in (*STORED, *also):
             if getattr(layer, name) != getattr(first, name):
                 raise InvalidInput(
                     f"layer {layer.layer_id}",
-                    came=f"{name} {getattr(layer, name)}",
+                    got=f"{name} {getattr(layer, name)}",
                     expected=f"{getattr(first, name)}, as in layer {first.layer_id}: one KV pool "
                     "holds all layers",
                 )

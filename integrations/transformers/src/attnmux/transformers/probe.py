@@ -67,7 +67,7 @@ def read_reach(
             return reach
     raise InvalidInput(
         "mask_function",
-        came=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
+        got=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
         f"attention was told {told}",
         expected="causal attention, with the window that attention is told or chunks at most",
     )
@@ -134,7 +134,7 @@ class Recorder:
         if not 0 <= number < len(self.masks):
             raise InvalidInput(
                 f"layer {call.layer_id}",
-                came=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
+                got=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
                 expected="a mask from transformers' mask functions, unchanged",
             )
         if (number, told) not in self.reaches:

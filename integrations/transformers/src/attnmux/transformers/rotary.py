@@ -22,7 +22,7 @@ def check_rotary(config: PreTrainedConfig, max_context_len: int) -> None:
     if limit is not None and max_context_len > limit:
         raise InvalidInput(
             "context",
-            came=f"{max_context_len} tokens",
+            got=f"{max_context_len} tokens",
             expected=f"at most {limit}: beyond it the model scales rotary embeddings or queries by "
             "the longest request or row of a step, and requests would not be independent",
         )

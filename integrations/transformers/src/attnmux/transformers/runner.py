@@ -83,7 +83,7 @@ class ModelRunner:
             token_bytes = bytes_per_token(layers, decision)
             limits.append(tokens_in_budget(memory.resolve(device), token_bytes, page_size))
         if not limits:
-            raise InvalidInput("memory", came=None, expected="max_total_tokens, memory or both")
+            raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
         size = min(limits)
         pool = make_pool(layers, decision, size=size, device=device)
         columns = max_encoder_len + max_context_len
@@ -142,7 +142,7 @@ class ModelRunner:
         """
         if not isinstance(self.model, PackedDecoder):
             raise InvalidInput(
-                "encoder", came="inputs for an encoder", expected="none: the model has none"
+                "encoder", got="inputs for an encoder", expected="none: the model has none"
             )
         if "input_ids" in inputs:
             ids = inputs["input_ids"].flatten().tolist()

@@ -29,11 +29,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= sys.float_info.max:
-            raise InvalidInput("temperature", came=self.temperature, expected="0 or more, finite")
+            raise InvalidInput("temperature", got=self.temperature, expected="0 or more, finite")
         if not 0 < self.top_p <= 1:
-            raise InvalidInput("top_p", came=self.top_p, expected="above 0, at most 1")
+            raise InvalidInput("top_p", got=self.top_p, expected="above 0, at most 1")
         if not 0 <= self.seed < 2**63:
-            raise InvalidInput("seed", came=self.seed, expected="0 to 2**63 - 1")
+            raise InvalidInput("seed", got=self.seed, expected="0 to 2**63 - 1")
 
     def for_each(self, num_requests: int) -> list[SamplingParams]:
         """The same for many requests, each with a seed of its own that follows from this one."""

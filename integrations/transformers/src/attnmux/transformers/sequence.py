@@ -67,7 +67,7 @@ def check_encoder_len(encoder_len: int, max_encoder_len: int) -> None:
     if bool(encoder_len) != bool(max_encoder_len) or encoder_len > max_encoder_len:
         raise InvalidInput(
             "encoder_states",
-            came=f"{encoder_len} of them",
+            got=f"{encoder_len} of them",
             expected=f"1 to {max_encoder_len}" if max_encoder_len else "none without an encoder",
         )
 

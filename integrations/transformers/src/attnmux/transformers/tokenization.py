@@ -33,12 +33,12 @@ def encode_prompts(
     or no chat template.
     """
     if not prompts:
-        raise InvalidInput("prompts", came="none", expected="at least one prompt")
+        raise InvalidInput("prompts", got="none", expected="at least one prompt")
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number}"
         if not prompt:
-            raise InvalidInput(name, came="an empty prompt", expected="at least one token")
+            raise InvalidInput(name, got="an empty prompt", expected="at least one token")
         if isinstance(prompt, str):
             _check_text(name, prompt)
             ids = _encode(checkpoint.require_tokenizer(), prompt, chat)
@@ -54,21 +54,21 @@ def read_ids(name: str, token_ids: Iterable[SupportsIndex]) -> list[int]:
     try:
         return [index(one) for one in token_ids]
     except TypeError as error:
-        raise InvalidInput(name, came=f"{error}", expected="a list of token ids") from error
+        raise InvalidInput(name, got=f"{error}", expected="a list of token ids") from error
 
 
 def check_prompt(name: str, ids: Sequence[int], vocabulary_size: int, max_context_len: int) -> None:
     """Raise InvalidInput unless the model can read these ids in this context."""
     if not ids:
-        raise InvalidInput(name, came="no tokens", expected="at least one token")
+        raise InvalidInput(name, got="no tokens", expected="at least one token")
     if len(ids) > max_context_len:
         raise InvalidInput(
-            name, came=f"{len(ids)} tokens", expected=f"at most the context of {max_context_len}"
+            name, got=f"{len(ids)} tokens", expected=f"at most the context of {max_context_len}"
         )
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocabulary_size:
             raise InvalidInput(
-                name, came=f"token id {token}", expected=f"ids from 0 to {vocabulary_size - 1}"
+                name, got=f"token id {token}", expected=f"ids from 0 to {vocabulary_size - 1}"
             )
 
 
@@ -77,8 +77,8 @@ def _check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        came = f"{text[error.start]!r} at character {error.start + 1}"
-        raise InvalidInput(name, came=came, expected="text in UTF-8") from error
+        got = f"{text[error.start]!r} at character {error.start + 1}"
+        raise InvalidInput(name, got=got, expected="text in UTF-8") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
@@ -86,7 +86,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[i
         return list(tokenizer(text)["input_ids"])
     if tokenizer.chat_template is None:
         raise InvalidInput(
-            "chat", came="a tokenizer without a chat template", expected="raw prompts"
+            "chat", got="a tokenizer without a chat template", expected="raw prompts"
         )
     message = [{"role": "user", "content": text}]
     shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -96,7 +96,7 @@ class StepLens:
             new = torch.ones_like(cached)
         elif batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
             raise InvalidInput(
-                "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
+                "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
             )
         else:
             new = read(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
@@ -133,7 +133,7 @@ def mask_starts(keep: torch.Tensor, new: torch.Tensor, num_keys: torch.Tensor) -
     if keep.dtype != torch.bool or keep.shape != (total,):
         raise InvalidInput(
             "custom_mask",
-            came=f"{keep.dtype} of shape {tuple(keep.shape)}",
+            got=f"{keep.dtype} of shape {tuple(keep.shape)}",
             expected=f"bool of shape ({total},): new tokens * keys, summed over the requests",
         )
     return ends - sizes

@@ -98,7 +98,7 @@ class CutlassMLABackend(
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
-                came=f"{layer.tp_q_head_num} query heads",
+                got=f"{layer.tp_q_head_num} query heads",
                 expected=f"at most {MOST_HEADS}",
             )
         return CutlassMLALayer(
@@ -131,7 +131,7 @@ class CutlassMLABackend(
         batch: ForwardBatch,
     ) -> torch.Tensor:
         if call.lse is not None:
-            raise InvalidInput("lse", came="a tensor", expected="None: the library gives no LSE")
+            raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
         keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),
@@ -160,7 +160,7 @@ def _read_num_kv_splits(options: Mapping[str, object]) -> int:
     if not isinstance(splits, int) or not (splits == -1 or 1 <= splits <= MOST_SPLITS):
         raise InvalidInput(
             "num_kv_splits",
-            came=splits,
+            got=splits,
             expected=f"1 to {MOST_SPLITS}, or -1 to let the kernel choose",
         )
     return splits

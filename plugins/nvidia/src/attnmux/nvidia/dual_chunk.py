@@ -104,7 +104,7 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
             return DualChunkLayer()
         if asked is not None and pool.dtype != torch_dtype(asked):
             raise InvalidInput(
-                "token_to_kv_pool", came=pool.dtype, expected=f"{asked}, as the queries are"
+                "token_to_kv_pool", got=pool.dtype, expected=f"{asked}, as the queries are"
             )
         group = ChunkGroup.of(layer, self.context)
         kv = kv_pages(layer, self.context, group.keys.page_size)
@@ -217,30 +217,30 @@ def merge(
 def _check_layer(layer: LayerSpec) -> None:
     name = f"layer {layer.layer_id}"
     if layer.kind != "dual_chunk":
-        raise InvalidInput(name, came=layer.kind, expected="dual_chunk: three queries a token")
+        raise InvalidInput(name, got=layer.kind, expected="dual_chunk: three queries a token")
     for feature, plain in PLAIN.items():
         value = getattr(layer, feature)
         if value is not plain and value != plain:
-            came = "a tensor" if isinstance(value, torch.Tensor) else value
-            raise InvalidInput(name, came=f"{feature} {came}", expected=str(plain))
+            got = "a tensor" if isinstance(value, torch.Tensor) else value
+            raise InvalidInput(name, got=f"{feature} {came}", expected=str(plain))
     if layer.v_head_dim != layer.qk_head_dim:
         raise InvalidInput(
-            name, came=f"v_head_dim {layer.v_head_dim}", expected=f"K's {layer.qk_head_dim}"
+            name, got=f"v_head_dim {layer.v_head_dim}", expected=f"K's {layer.qk_head_dim}"
         )
 
 
 def _check_step(batch: ForwardBatch) -> None:
     mode = batch.forward_mode
     if mode.is_target_verify() or mode.is_draft_extend() or batch.spec_info is not None:
-        raise InvalidInput("forward_mode", came=mode.name, expected="EXTEND, MIXED or DECODE")
+        raise InvalidInput("forward_mode", got=mode.name, expected="EXTEND, MIXED or DECODE")
     if batch.multi_item is not None:
-        raise InvalidInput("multi_item", came="many items", expected="None")
+        raise InvalidInput("multi_item", got="many items", expected="None")
     if batch.encoder_lens is not None:
-        raise InvalidInput("encoder_lens", came="an encoder's lengths", expected="None")
+        raise InvalidInput("encoder_lens", got="an encoder's lengths", expected="None")
     if mode.is_decode() and batch.num_tokens != batch.batch_size:
         raise InvalidInput(
             "out_cache_loc",
-            came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+            got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
             expected="one token a request in decode",
         )
 

@@ -48,7 +48,7 @@ class Pieces:
             )
         new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
         if new is None or cached is None:
-            raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+            raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
         first = cached // chunk_len
         last = (cached + new - 1) // chunk_len
         bounds = cu_seqlens((last - first + 1).masked_fill_(new == 0, 0).int())
@@ -167,7 +167,7 @@ def regions_in_call(batch: ForwardBatch, chunk_len: int) -> Regions:
     pieces = Pieces.of(batch, chunk_len)
     bounds = pieces.query_bounds
     if bounds is None:
-        raise InvalidInput("save_kv_cache", came=False, expected="True in decode")
+        raise InvalidInput("save_kv_cache", got=False, expected="True in decode")
     first_rows = bounds[:-1] - pieces.chunks * chunk_len
     regions = []
     widths = longest_keys(chunk_len, batch.num_tokens)

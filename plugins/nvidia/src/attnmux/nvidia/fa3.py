@@ -82,12 +82,12 @@ class FA3Backend(FA3Base):
 def _check_layer(layer: LayerSpec) -> None:
     if layer.kind != "mha":
         raise InvalidInput(
-            f"layer {layer.layer_id}", came=layer.kind, expected="mha: K and V with heads"
+            f"layer {layer.layer_id}", got=layer.kind, expected="mha: K and V with heads"
         )
     if layer.sinks is not None and layer.tp_q_head_num > MOST_SINKS:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=f"sinks of {layer.tp_q_head_num} heads",
+            got=f"sinks of {layer.tp_q_head_num} heads",
             expected=f"at most {MOST_SINKS}",
         )
 

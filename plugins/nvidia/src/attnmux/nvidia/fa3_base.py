@@ -278,7 +278,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         if self._without_trees:
             raise InvalidInput(
                 "spec_info.custom_mask",
-                came=f"a draft tree, in layers {self._without_trees}",
+                got=f"a draft tree, in layers {self._without_trees}",
                 expected="None in layers with a window, a chunk, sinks or cross attention",
             )
         if self.context.debug:
@@ -307,5 +307,5 @@ def _read_num_splits(context: BackendContext, options: Mapping[str, object]) -> 
     """
     num_splits = cast("int", options.get("num_splits", 0))
     if not 0 <= num_splits <= MOST_SPLITS:
-        raise InvalidInput("num_splits", came=num_splits, expected=f"0 to {MOST_SPLITS}")
+        raise InvalidInput("num_splits", got=num_splits, expected=f"0 to {MOST_SPLITS}")
     return 1 if context.request.deterministic else num_splits

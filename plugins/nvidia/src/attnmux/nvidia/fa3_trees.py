@@ -61,16 +61,16 @@ def check_tree(batch: ForwardBatch) -> None:
     for request, (start, width) in enumerate(zip(starts, widths, strict=True)):
         rows = mask[start : start + drafts * width]
         if len(rows) < drafts * width:
-            came = f"{len(rows)} values, not {drafts * width},"
+            got = f"{len(rows)} values, not {drafts * width},"
         elif not bool(rows.view(drafts, width)[:, : width - drafts].all()):
-            came = "cached tokens hidden from drafts"
+            got = "cached tokens hidden from drafts"
         elif not bool(rows.view(drafts, width)[:, width - drafts :].diagonal().all()):
-            came = "a draft token hidden from itself"
+            got = "a draft token hidden from itself"
         else:
             continue
         raise InvalidInput(
             "spec_info.custom_mask",
-            came=f"{came} in request {request} of the batch",
+            got=f"{came} in request {request} of the batch",
             expected="the mask of a draft tree, which hides only drafts",
         )
 
@@ -78,7 +78,7 @@ def check_tree(batch: ForwardBatch) -> None:
 def _masked(batch: ForwardBatch) -> tuple[SpecInput, torch.Tensor]:
     spec = batch.spec_info
     if spec is None or spec.custom_mask is None:
-        raise InvalidInput("spec_info.custom_mask", came=None, expected="the mask of a draft tree")
+        raise InvalidInput("spec_info.custom_mask", got=None, expected="the mask of a draft tree")
     return spec, spec.custom_mask
 
 

@@ -122,7 +122,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
             raise InvalidInput(
                 "forward_mode",
-                came=batch.forward_mode.name,
+                got=batch.forward_mode.name,
                 expected="EXTEND or MIXED: other steps are for the backends of their phases",
             )
         lens = batch.extend_seq_lens_cpu
@@ -201,11 +201,11 @@ def _check_layer(layer: LayerSpec) -> None:
         "sliding_window_size": layer.sliding_window_size >= 0,
         "attention_chunk_size": layer.attention_chunk_size > 0,
     }
-    came = [name for name, is_set in unserved.items() if is_set]
-    if came:
+    got = [name for name, is_set in unserved.items() if is_set]
+    if got:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=" and ".join(came),
+            got=" and ".join(got),
             expected="causal attention to all keys before a token",
         )
 

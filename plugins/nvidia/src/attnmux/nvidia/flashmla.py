@@ -211,19 +211,19 @@ class FlashMLABackend(
         if rows > ROWS:
             raise InvalidInput(
                 "batch_size",
-                came=f"{rows} queries of all heads",
+                got=f"{rows} queries of all heads",
                 expected=f"at most {ROWS} in one call",
             )
         if self._max_queries is not None and queries_each > self._max_queries:
             raise InvalidInput(
                 "spec_info",
-                came=f"{queries_each} draft tokens a request",
+                got=f"{queries_each} draft tokens a request",
                 expected=f"at most {self._max_queries} over {dtype}",
             )
         if self._is_fp8 and num_requests > FP8_REQUESTS:
             raise InvalidInput(
                 "batch_size",
-                came=f"{num_requests} requests of the kernel",
+                got=f"{num_requests} requests of the kernel",
                 expected=f"at most {FP8_REQUESTS} over {dtype}",
             )
 

@@ -35,7 +35,7 @@ def check_latent(layer: LayerSpec) -> None:
     if layer.kind != "mla" or (layer.v_head_dim, layer.qk_rope_head_dim) != (RANK, ROPE):
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=f"{layer.kind}, {layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
+            got=f"{layer.kind}, {layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
             expected=f"mla, {RANK} + {ROPE}",
         )
 
@@ -54,7 +54,7 @@ def check_plain(layer: LayerSpec) -> None:
     if found:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=" and ".join(found),
+            got=" and ".join(found),
             expected="causal self-attention without cap, window, chunks and sinks",
         )
 
@@ -68,7 +68,7 @@ def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
     layers = tuple(layer for layer in context.layers if layer.kind == "mla")
     if not layers:
         kinds = sorted({layer.kind for layer in context.layers})
-        raise InvalidInput("layers", came=f"those of {kinds}", expected="one of mla or more")
+        raise InvalidInput("layers", got=f"those of {kinds}", expected="one of mla or more")
     for layer in layers:
         check_latent(layer)
     return layers
@@ -86,7 +86,7 @@ def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> t
 def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
     """The rotary part of the queries, [T, Hq, 64]. Raises InvalidInput where it is missing."""
     if q_rope is None:
-        raise InvalidInput("q_rope", came=None, expected=f"the rotary part [T, Hq, {ROPE}]")
+        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE}]")
     return q_rope
 
 
@@ -138,7 +138,7 @@ class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
         if mode not in self.modes:
             raise InvalidInput(
                 "forward_mode",
-                came=mode.name,
+                got=mode.name,
                 expected=f"{' or '.join(each.name for each in self.modes)}: other steps are for "
                 "the backends of their phases",
             )
@@ -155,6 +155,6 @@ class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if call.has_own_kv:
             raise InvalidInput(
-                "save_kv_cache", came=False, expected="True: the kernels read only the pool"
+                "save_kv_cache", got=False, expected="True: the kernels read only the pool"
             )
         return super().forward_extend(call, batch)

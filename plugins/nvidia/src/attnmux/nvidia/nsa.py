@@ -85,7 +85,7 @@ class NSALayer:
         """
         q = call.q
         if q.dtype != torch.bfloat16:
-            raise InvalidInput("q", came=q.dtype, expected=str(torch.bfloat16))
+            raise InvalidInput("q", got=q.dtype, expected=str(torch.bfloat16))
         if self.kernel_heads == self.num_heads:
             return joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
@@ -123,7 +123,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
         if kernel_heads is None:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
-                came=f"{layer.tp_q_head_num} query heads",
+                got=f"{layer.tp_q_head_num} query heads",
                 expected=f"at most {HEADS[-1]}",
             )
         pool = self.context.token_to_kv_pool
@@ -138,7 +138,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
 
     def plan_step(self, batch: ForwardBatch, buffers: tuple[()] | None) -> NSAStep:
         if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
-            raise InvalidInput("custom_mask", came="a mask", expected="None: the indexer masks")
+            raise InvalidInput("custom_mask", got="a mask", expected="None: the indexer masks")
         if buffers is not None and not batch.forward_mode.is_decode():
             raise GraphUnsupported(
                 f"{batch.forward_mode.name} runs without a graph: only decode steps are captured"
@@ -250,7 +250,7 @@ def _picks(batch: ForwardBatch) -> torch.Tensor:
     if batch.topk_indices is None:
         raise InvalidInput(
             "topk_indices",
-            came=None,
+            got=None,
             expected="the keys that the indexer picked: the model writes them before each layer",
         )
     return batch.topk_indices
@@ -260,7 +260,7 @@ def _rows_of_call(batch: ForwardBatch) -> torch.Tensor:
     """[T, topk] int32: rows of the call's own k, where there is no prefix."""
     picks, new = _picks(batch), batch.extend_seq_lens
     if new is None:
-        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
     starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens).int()
     return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)
 

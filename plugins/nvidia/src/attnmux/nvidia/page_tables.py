@@ -225,9 +225,9 @@ def _has_mask(batch: ForwardBatch) -> bool:
 
 def _check_served(batch: ForwardBatch, *, is_tree: bool) -> None:
     if _has_mask(batch) and not is_tree:
-        raise InvalidInput("custom_mask", came="a mask", expected="None: the kernels take no mask")
+        raise InvalidInput("custom_mask", got="a mask", expected="None: the kernels take no mask")
     if batch.multi_item is not None:
-        raise InvalidInput("multi_item", came="many items", expected="None")
+        raise InvalidInput("multi_item", got="many items", expected="None")
 
 
 def _queries_each(batch: ForwardBatch) -> int | None:
@@ -235,20 +235,20 @@ def _queries_each(batch: ForwardBatch) -> int | None:
         if batch.num_tokens != batch.batch_size:
             raise InvalidInput(
                 "out_cache_loc",
-                came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
                 expected="one token a request in decode",
             )
         return 1
     if batch.extend_seq_lens is None:
-        raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
     if batch.forward_mode.is_target_verify():
         if batch.spec_info is None:
-            raise InvalidInput("spec_info", came=None, expected="a SpecInput in TARGET_VERIFY")
+            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
         drafts = batch.spec_info.draft_token_num
         if batch.num_tokens != batch.batch_size * drafts:
             raise InvalidInput(
                 "out_cache_loc",
-                came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
                 expected=f"{drafts} draft tokens a request",
             )
         return drafts
@@ -257,7 +257,7 @@ def _queries_each(batch: ForwardBatch) -> int | None:
 
 def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:
     if batch.encoder_lens is None:
-        raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+        raise InvalidInput("encoder_lens", got=None, expected="lengths for cross attention")
     return batch.encoder_lens
 
 

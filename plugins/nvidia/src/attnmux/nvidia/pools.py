@@ -18,7 +18,7 @@ def check_page_size(context: BackendContext, page_size: int) -> None:
     if pool.page_size != page_size:
         raise InvalidInput(
             "token_to_kv_pool",
-            came=f"pages of {pool.page_size} tokens",
+            got=f"pages of {pool.page_size} tokens",
             expected=f"pages of {page_size}",
         )
 
@@ -29,7 +29,7 @@ def check_sixteen_bits(context: BackendContext) -> None:
     if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
         raise InvalidInput(
             "token_to_kv_pool",
-            came=dtype,
+            got=dtype,
             expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
         )
 
@@ -39,7 +39,7 @@ def check_own_or_fp8(context: BackendContext) -> None:
     dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
     if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
         raise InvalidInput(
-            "token_to_kv_pool", came=dtype, expected=f"{asked}, as the queries are, or {FP8}"
+            "token_to_kv_pool", got=dtype, expected=f"{asked}, as the queries are, or {FP8}"
         )
 
 
@@ -47,7 +47,7 @@ def check_bfloat16_or_fp8(context: BackendContext) -> None:
     """Raises InvalidInput for a pool of any other dtype."""
     dtype = context.token_to_kv_pool.dtype
     if dtype not in (torch.bfloat16, FP8):
-        raise InvalidInput("token_to_kv_pool", came=dtype, expected=f"{torch.bfloat16} or {FP8}")
+        raise InvalidInput("token_to_kv_pool", got=dtype, expected=f"{torch.bfloat16} or {FP8}")
 
 
 def kv_pages(

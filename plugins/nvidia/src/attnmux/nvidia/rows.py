@@ -46,7 +46,7 @@ def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None:
 def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises InvalidInput for a call's own K and V of another dtype than Q."""
     if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise InvalidInput("k", came=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
+        raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
 
 
 def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:

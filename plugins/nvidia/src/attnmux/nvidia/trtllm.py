@@ -42,7 +42,7 @@ def by_major(context: BackendContext, kernels: Mapping[int, T]) -> T:
         *most, last = map(str, kernels)
         raise InvalidInput(
             "platform",
-            came=platform.arch,
+            got=platform.arch,
             expected=f"compute capability {', '.join(most)} or {last}",
         )
     return kernels[major]
@@ -77,7 +77,7 @@ def workspace(
     if nbytes < least:
         raise InvalidInput(
             "workspace_bytes",
-            came=f"{nbytes}, {least - nbytes} too few",
+            got=f"{nbytes}, {least - nbytes} too few",
             expected=f"{least} or more, or 0 for {default_bytes}",
         )
     return context.workspace.get("trtllm", nbytes, zeroed=True)

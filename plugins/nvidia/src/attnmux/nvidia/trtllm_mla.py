@@ -143,7 +143,7 @@ class TRTLLMMLABackend(
         check_bfloat16_or_fp8(self.context)
         pool = self.context.token_to_kv_pool
         if TILE % pool.page_size:
-            raise InvalidInput("page_size", came=pool.page_size, expected="32 or 64")
+            raise InvalidInput("page_size", got=pool.page_size, expected="32 or 64")
         kv_scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         return TRTLLMMLALayer(
             group=KeyGroup.of(layer, self.context),
@@ -185,7 +185,7 @@ class TRTLLMMLABackend(
         self, call: AttentionCall, layer: TRTLLMMLALayer, step: TRTLLMMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
         if call.lse is not None:
-            raise InvalidInput("lse", came="a tensor", expected="None: XQA gives none")
+            raise InvalidInput("lse", got="a tensor", expected="None: XQA gives none")
         q, out, padding = joined(call.q, call.q_rope), call.out, step.padding
         if padding is not None:
             return padding.gather(self._decode(padding.spread(q), layer, step, None))
@@ -249,7 +249,7 @@ def _padded_heads(q: torch.Tensor) -> torch.Tensor:
     if each != 1 or heads > XQA_HEADS:
         raise InvalidInput(
             "q",
-            came=f"{each} queries a request of {heads} heads",
+            got=f"{each} queries a request of {heads} heads",
             expected=f"one of at most {XQA_HEADS}",
         )
     return torch.nn.functional.pad(q, (0, 0, 0, XQA_HEADS - heads)) if heads < XQA_HEADS else q

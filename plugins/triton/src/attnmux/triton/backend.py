@@ -94,7 +94,7 @@ class TritonBackend(AttentionBackend):
         if batch.batch_size > self._max_batch_size:
             raise InvalidInput(
                 "batch_size",
-                came=batch.batch_size,
+                got=batch.batch_size,
                 expected=f"at most the context's max_batch_size, {self._max_batch_size}",
             )
         self._step = None if batch.forward_mode is ForwardMode.IDLE else TritonStep.of(batch)

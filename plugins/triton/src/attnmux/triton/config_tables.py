@@ -176,12 +176,12 @@ def _entry(tuned: TunedLaunch, arch: str, kind: type[C]) -> ConfigEntry[C]:
     numbers = [subject.get(name) for name in SUBJECT[1:]]
     named = "tiles" if kind is TileConfig else "shares"
     if subject.pop("kind", None) != named or not all(type(n) is int and n > 0 for n in numbers):
-        raise InvalidInput("launch, subject", came=dict(tuned.subject), expected=f"{SUBJECT}")
+        raise InvalidInput("launch, subject", got=dict(tuned.subject), expected=f"{SUBJECT}")
     known = tuned_fields(kind)
     sizes = {name: value for name, value in values.items() if name != "kernel"}
     is_ours = values.get("kernel", PORTABLE) == PORTABLE and sizes.keys() == known
     if not is_ours or not all(type(n) is int and n > 0 for n in sizes.values()):
-        raise InvalidInput("launch, values", came=values, expected=f"numbers: {sorted(known)}")
+        raise InvalidInput("launch, values", got=values, expected=f"numbers: {sorted(known)}")
     k_dim, v_dim, rows, page = (int(n) for n in numbers if n is not None)
     return ConfigEntry(
         arch=arch,

@@ -78,7 +78,7 @@ def _check(
     lse: torch.Tensor,
 ) -> None:
     if out_a.dim() != 3:
-        raise InvalidInput("out_a", came=f"shape {tuple(out_a.shape)}", expected="[T, Hq, Dv]")
+        raise InvalidInput("out_a", got=f"shape {tuple(out_a.shape)}", expected="[T, Hq, Dv]")
     for argument, tensor in (("out_a", out_a), ("out_b", out_b), ("out", out)):
         _check_one(argument, tensor, out_a.shape, ACTIVATION_DTYPES, out_a.device)
     for argument, tensor in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
@@ -94,12 +94,12 @@ def _check_one(
 ) -> None:
     if tensor.shape != shape:
         raise InvalidInput(
-            argument, came=f"shape {tuple(tensor.shape)}", expected=f"shape {tuple(shape)}"
+            argument, got=f"shape {tuple(tensor.shape)}", expected=f"shape {tuple(shape)}"
         )
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidInput(argument, came=tensor.dtype, expected=names)
+        raise InvalidInput(argument, got=tensor.dtype, expected=names)
     if tensor.device != device:
         raise InvalidInput(
-            argument, came=f"a tensor on {tensor.device}", expected=f"one on {device}, as out_a is"
+            argument, got=f"a tensor on {tensor.device}", expected=f"one on {device}, as out_a is"
         )

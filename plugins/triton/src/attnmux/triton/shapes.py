@@ -54,7 +54,7 @@ class Shape:
         if layer.qk_head_dim > 576 or layer.v_head_dim > 512:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
-                came=f"{layer.qk_head_dim} columns of K, {layer.v_head_dim} of V",
+                got=f"{layer.qk_head_dim} columns of K, {layer.v_head_dim} of V",
                 expected="at most 576 and 512",
             )
         return cls(

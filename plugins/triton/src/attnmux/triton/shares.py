@@ -88,7 +88,7 @@ class SplitOptions:
 def _count(options: Mapping[str, object], name: str) -> int:
     count = cast("int", options.get(name, 0))
     if count < 0:
-        raise InvalidInput(f"triton.{name}", came=count, expected="1 or more, or 0 for the default")
+        raise InvalidInput(f"triton.{name}", got=count, expected="1 or more, or 0 for the default")
     return count
 
 

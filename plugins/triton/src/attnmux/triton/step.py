@@ -41,23 +41,23 @@ class TritonStep:
             if batch.num_tokens != batch.batch_size:
                 raise InvalidInput(
                     "out_cache_loc",
-                    came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                    got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
                     expected="one token a request in decode",
                 )
             return cls(batch=batch, queries=1, lens=batch.seq_lens, lens_shift=-1)
         if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
             raise InvalidInput(
-                "extend_seq_lens", came=None, expected="new and cached lengths in an extend step"
+                "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
             )
         if not batch.forward_mode.is_target_verify():
             return cls(batch=batch, queries=None, lens=batch.extend_prefix_lens, lens_shift=0)
         if batch.spec_info is None:
-            raise InvalidInput("spec_info", came=None, expected="a SpecInput in TARGET_VERIFY")
+            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
         drafts = batch.spec_info.draft_token_num
         if batch.num_tokens != batch.batch_size * drafts:
             raise InvalidInput(
                 "out_cache_loc",
-                came=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
+                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
                 expected=f"{drafts} draft tokens a request",
             )
         return cls(batch=batch, queries=drafts, lens=batch.seq_lens, lens_shift=0)
@@ -66,7 +66,7 @@ class TritonStep:
         """[B] int32: new tokens. Raises InvalidInput in decode, which has no such tensor."""
         lens = self.batch.extend_seq_lens
         if lens is None:
-            raise InvalidInput("extend_seq_lens", came=None, expected="lengths in an extend step")
+            raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
         return lens
 
     def key_lens(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ class TritonStep:
     def encoder_lens(self) -> torch.Tensor:
         """[B] int32. Raises InvalidInput without an encoder."""
         if self.batch.encoder_lens is None:
-            raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+            raise InvalidInput("encoder_lens", got=None, expected="lengths for cross attention")
         return self.batch.encoder_lens
 
 
@@ -110,7 +110,7 @@ def _check_contiguous(batch: ForwardBatch) -> None:
         if values is not None and not values.is_contiguous():
             raise InvalidInput(
                 argument,
-                came=f"strides {tuple(values.stride())}",
+                got=f"strides {tuple(values.stride())}",
                 expected="values side by side: its .contiguous()",
             )
 

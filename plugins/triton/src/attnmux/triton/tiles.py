@@ -95,7 +95,7 @@ class TilePlan:
         if num_tiles > MOST_TILES:
             most = (MOST_TILES - batch_size - 1) * key.block_m // key.group
             raise InvalidInput(
-                "num_tokens", came=f"{num_tokens} new tokens", expected=f"at most {most} a step"
+                "num_tokens", got=f"{num_tokens} new tokens", expected=f"at most {most} a step"
             )
         self.num_tiles = num_tiles
         if self.request.shape[0] < self.num_tiles:

@@ -80,7 +80,7 @@ def layer_of(request: Request) -> LayerSpec:
     if not (request.num_q_heads and kv_heads and width):
         raise InvalidInput(
             "request",
-            came=f"num_q_heads {request.num_q_heads}, num_kv_heads {kv_heads}, dim {width}",
+            got=f"num_q_heads {request.num_q_heads}, num_kv_heads {kv_heads}, dim {width}",
             expected="heads and dims to tune for: --model, or num_q_heads=32,num_kv_heads=8,"
             "head_dim=128",
         )

@@ -69,14 +69,14 @@ def _load(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if path.is_dir() else f"{path}: no such file"
-        raise InvalidInput("model", came=got, expected=expected) from None
+        raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
-        raise InvalidInput("model", came=f"{file}: {error.strerror}", expected=expected) from None
+        raise InvalidInput("model", got=f"{file}: {error.strerror}", expected=expected) from None
     except (ValueError, RecursionError) as error:
         got = f"{file}, which is not JSON ({error})"
-        raise InvalidInput("model", came=got, expected=expected) from None
+        raise InvalidInput("model", got=got, expected=expected) from None
     if not isinstance(config, dict):
-        raise InvalidInput("model", came=f"{file}, which holds no object", expected=expected)
+        raise InvalidInput("model", got=f"{file}, which holds no object", expected=expected)
     return config
 
 
@@ -86,19 +86,19 @@ def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None
     known = WINDOWED | CHUNKED | UNRESTRICTED | NO_ATTENTION | (INDEXED if latent else frozenset())
     if not types <= known:
         got = f"layer_types {', '.join(sorted(types - known))} in {source}"
-        raise InvalidInput("model", came=got, expected=f"types of {', '.join(sorted(known))}")
+        raise InvalidInput("model", got=got, expected=f"types of {', '.join(sorted(known))}")
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
         got = f"{picking[0]} without kv_lora_rank in {source}"
-        raise InvalidInput("model", came=got, expected="sparse attention over MLA's latent alone")
+        raise InvalidInput("model", got=got, expected="sparse attention over MLA's latent alone")
     if values.get("alibi"):
         got = f"alibi={values['alibi']!r} in {source}"
-        raise InvalidInput("model", came=got, expected="attention without a bias")
+        raise InvalidInput("model", got=got, expected="attention without a bias")
     differing = sorted(_differing(values))
     if differing:
         got = f"layers that differ in {', '.join(differing)} in {source}"
         expected = "one shape, as one KV pool holds all layers, or a request for each shape"
-        raise InvalidInput("model", came=got, expected=expected)
+        raise InvalidInput("model", got=got, expected=expected)
 
 
 def _layer_types(values: Mapping[str, Any], source: str) -> frozenset[str]:
@@ -106,7 +106,7 @@ def _layer_types(values: Mapping[str, Any], source: str) -> frozenset[str]:
     types = values.get("layer_types") or []
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         got = f"layer_types={types!r} in {source}"
-        raise InvalidInput("model", came=got, expected="a list of layer_types, or none")
+        raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
     return frozenset(types)
 
 
@@ -124,14 +124,14 @@ def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         got = f"{name}={number!r} in {source}"
-        raise InvalidInput("model", came=got, expected=f"a positive {name} in config.json")
+        raise InvalidInput("model", got=got, expected=f"a positive {name} in config.json")
     return number
 
 
 def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
     heads = _whole(values, "num_attention_heads", source)
     if tp < 1 or heads % tp:
-        raise InvalidInput("tp", came=str(tp), expected=f"a divisor of the model's {heads} heads")
+        raise InvalidInput("tp", got=str(tp), expected=f"a divisor of the model's {heads} heads")
     return heads // tp
 
 
@@ -140,17 +140,17 @@ def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     kv_heads = _kv_heads(values, source)
     if kv_heads % tp and tp % kv_heads:
         expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
-        raise InvalidInput("tp", came=str(tp), expected=expected)
+        raise InvalidInput("tp", got=str(tp), expected=expected)
     heads = q_heads * tp
     if heads % kv_heads:
         got = f"{heads} heads over {kv_heads} KV heads in {source}"
-        raise InvalidInput("model", came=got, expected="as many heads for each KV head")
+        raise InvalidInput("model", got=got, expected="as many heads for each KV head")
     name = "hidden_size" if values.get("head_dim") is None else "head_dim"
     dims = _whole(values, name, source)
     head_dim = dims // heads if name == "hidden_size" else dims
     if not head_dim:
         got = f"{name}={dims} for {heads} heads in {source}"
-        raise InvalidInput("model", came=got, expected="at least one dimension a head")
+        raise InvalidInput("model", got=got, expected="at least one dimension a head")
     v_head_dim = None if values.get("v_head_dim") is None else _whole(values, "v_head_dim", source)
     return {
         # Qwen2.5-1M

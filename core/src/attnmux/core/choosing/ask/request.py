@@ -75,7 +75,7 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.origins, Mapping):
             expected = f"a mapping of fields to {', '.join(ORIGINS)}"
-            raise InvalidInput("origins", came=repr(self.origins), expected=expected)
+            raise InvalidInput("origins", got=repr(self.origins), expected=expected)
         origins = dict(self.origins)
         for name, default in DEFAULTS:
             value = getattr(self, name)
@@ -91,14 +91,14 @@ class Request:
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
-            raise InvalidInput("num_q_heads", came=got, expected=expected)
+            raise InvalidInput("num_q_heads", got=got, expected=expected)
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
         for name, origin in origins.items():
             if name not in READERS or origin not in ORIGINS:
                 expected = f"field names, each with one of {', '.join(ORIGINS)}"
-                raise InvalidInput("origins", came=f"{name}={origin}", expected=expected)
+                raise InvalidInput("origins", got=f"{name}={origin}", expected=expected)
         object.__setattr__(self, "origins", FrozenMapping(origins))
 
     def _derived_phases(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Request:
         """A copy with `changes`, each recorded as set by `origin`."""
         for name in changes:
             if name not in READERS:
-                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
+                raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
 
@@ -148,7 +148,7 @@ class Request:
         given = {key: value for key, value in data.items() if key != "origins"}
         for name in given:
             if name not in READERS:
-                raise InvalidInput("request", came=f"a field {name!r}", expected=_names(name))
+                raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
         return cls(**given, origins=data.get("origins", {}))
 
     @classmethod
@@ -171,7 +171,7 @@ class Request:
             return cls(**given, origins=dict.fromkeys(given, "model"))
         except InvalidInput as error:
             got = f"{error.came} in {path}"
-            raise InvalidInput(error.argument, came=got, expected=error.expected) from None
+            raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
 DEFAULTS = tuple((item.name, item.default) for item in fields(Request) if item.name != "origins")
@@ -184,9 +184,9 @@ def parse_fields(text: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in READERS:
             expected = f"FIELD=VALUE with {_names(name)}"
-            raise InvalidInput("request", came=repr(pair), expected=expected)
+            raise InvalidInput("request", got=repr(pair), expected=expected)
         if name in given:
-            raise InvalidInput("request", came=f"{name!r} twice", expected="each field once")
+            raise InvalidInput("request", got=f"{name!r} twice", expected="each field once")
         given[name] = value
     return given
 

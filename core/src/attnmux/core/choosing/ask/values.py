@@ -43,7 +43,7 @@ def canonical_dtype(name: str, argument: str = "dtype") -> str:
     found = ALIASES.get(lowered, lowered)
     if found not in DTYPES:
         expected = f"one of {', '.join(DTYPES)} (aliases: {', '.join(ALIASES)})"
-        raise InvalidInput(argument, came=repr(name), expected=expected)
+        raise InvalidInput(argument, got=repr(name), expected=expected)
     return found
 
 
@@ -64,7 +64,7 @@ def _number(kind: type[int] | type[float], expected: str, name: str, value: Any)
         number = None
     is_cut = not isinstance(value, str) and number != value
     if number is None or is_cut or not 0 <= number < float("inf"):
-        raise InvalidInput(name, came=repr(value), expected=expected)
+        raise InvalidInput(name, got=repr(value), expected=expected)
     return number or None
 
 
@@ -77,7 +77,7 @@ def _window(name: str, value: Any) -> int | None:  # noqa: ANN401  # reads any v
         return None
     if value in (0, "0"):
         expected = "w >= 1 (keys before the query that it sees), or none"
-        raise InvalidInput(name, came=repr(value), expected=expected)
+        raise InvalidInput(name, got=repr(value), expected=expected)
     window: int | None = _positive(name, value)
     return window
 
@@ -93,7 +93,7 @@ def _dtype(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any va
 def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN401  # reads any value
     word = str(value).strip().lower()
     if word not in allowed:
-        raise InvalidInput(name, came=repr(value), expected=f"one of {', '.join(allowed)}")
+        raise InvalidInput(name, got=repr(value), expected=f"one of {', '.join(allowed)}")
     return word
 
 
@@ -101,7 +101,7 @@ def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads 
     """In the order of PHASES, each once."""
     given = value.split("+") if isinstance(value, str) else value or ()
     if not isinstance(given, Iterable):
-        raise InvalidInput(name, came=repr(value), expected=f"some of {', '.join(PHASES)}")
+        raise InvalidInput(name, got=repr(value), expected=f"some of {', '.join(PHASES)}")
     asked = {_word(PHASES, name, phase) for phase in given if not _is_unset(phase)}
     return tuple(phase for phase in PHASES if phase in asked)
 

@@ -35,7 +35,7 @@ def check_fields(owner: str, record: object, checks: Mapping[str, Check]) -> Non
 
 def refusal(argument: str, got: object, expected: str) -> InvalidInput:
     """The error for a value, which is shortened where it is long."""
-    return InvalidInput(argument, came=_SHORT.repr(got), expected=expected)
+    return InvalidInput(argument, got=_SHORT.repr(got), expected=expected)
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -80,7 +80,7 @@ def read_flag(argument: str, value: object) -> bool:
         return value
     word = value.strip().lower() if isinstance(value, str) else None
     if word not in TRUE and word not in FALSE:
-        raise InvalidInput(argument, came=repr(value), expected="true or false")
+        raise InvalidInput(argument, got=repr(value), expected="true or false")
     return word in TRUE
 
 

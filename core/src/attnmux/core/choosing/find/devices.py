@@ -171,7 +171,7 @@ def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
     vendor = name.partition(":")[0]
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
-    raise InvalidInput("platform", came=repr(wanted), expected=f"one of {present}{notes}")
+    raise InvalidInput("platform", got=repr(wanted), expected=f"one of {present}{notes}")
 
 
 def _only(found: Sequence[Platform]) -> Platform:

@@ -217,7 +217,7 @@ def find_entries(
     """
     for argument, names in (("allow", allow), ("deny", deny)):
         if isinstance(names, str):
-            raise InvalidInput(argument, came=repr(names), expected="several names, in a list")
+            raise InvalidInput(argument, got=repr(names), expected="several names, in a list")
     allowed = None if allow is None else set(map(canonicalize_name, allow))
     denied = set(map(canonicalize_name, deny))
     points, unreadable = entry_points(GROUP)

@@ -106,16 +106,16 @@ class Platform:
         for key in data:
             if key not in names:
                 expected = f"the fields {', '.join(sorted(names))}"
-                raise InvalidInput("platform", came=f"a field {key!r}", expected=expected)
+                raise InvalidInput("platform", got=f"a field {key!r}", expected=expected)
         for field in fields(cls):
             if field.default is MISSING and field.name not in data:
-                raise InvalidInput(f"platform, {field.name}", came="nothing", expected="a name")
+                raise InvalidInput(f"platform, {field.name}", got="nothing", expected="a name")
         given = dict(data)
         for name, kind in {"version": tuple, "features": frozenset}.items():
             if name in given:
                 if not isinstance(given[name], list):
                     got = repr(given[name])
-                    raise InvalidInput(f"platform, {name}", came=got, expected="a list")
+                    raise InvalidInput(f"platform, {name}", got=got, expected="a list")
                 given[name] = kind(given[name])
         return cls(**given)
 
@@ -133,7 +133,7 @@ class Platform:
         head, *pairs = [part.strip() for part in text.split(",")]
         vendor, colon, arch = (part.strip() for part in head.partition(":"))
         if not (vendor and colon and arch):
-            raise InvalidInput("platform", came=repr(text), expected=GRAMMAR)
+            raise InvalidInput("platform", got=repr(text), expected=GRAMMAR)
         given = _pairs(text, pairs)
         row = VENDORS.get(vendor.lower())
         return cls(**(_of_the_table(row, arch, given) if row else _other(vendor, arch, given)))
@@ -145,7 +145,7 @@ def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str,
     match = re.fullmatch(row.arch, arch, re.ASCII)
     if match is None:
         expected = f"an architecture of {row.name}, such as {row.examples}"
-        raise InvalidInput("platform", came=repr(arch), expected=expected)
+        raise InvalidInput("platform", got=repr(arch), expected=expected)
     found: dict[str, Any] = {
         "vendor": row.name,
         "device_type": row.device_type,
@@ -166,7 +166,7 @@ def _other(vendor: str, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
         near = nearest(vendor.lower(), VENDORS)
         guess = f" (did you mean {near!r}?)" if near else ""
         expected = f"a vendor of {', '.join(VENDORS)}{guess}, or device=TYPE for another vendor"
-        raise InvalidInput("platform", came=f"the vendor {vendor!r}", expected=expected)
+        raise InvalidInput("platform", got=f"the vendor {vendor!r}", expected=expected)
     found: dict[str, Any] = {"vendor": vendor, "arch": arch}
     for key, value in given.items():
         if key == "device":
@@ -186,16 +186,16 @@ def _pairs(text: str, pairs: list[str]) -> dict[str, str]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         key = key.lower()
         if not (key and equals and value):
-            raise InvalidInput("platform", came=f"{pair!r} in {text!r}", expected=GRAMMAR)
+            raise InvalidInput("platform", got=f"{pair!r} in {text!r}", expected=GRAMMAR)
         if key in given:
-            raise InvalidInput("platform", came=f"{key!r} twice", expected="each key once")
+            raise InvalidInput("platform", got=f"{key!r} twice", expected="each key once")
         given[key] = value
     return given
 
 
 def _numbers(key: str, value: str) -> str:
     if not re.fullmatch(r"\d+(\.\d+)*", value, re.ASCII):
-        raise InvalidInput(key, came=repr(value), expected="a version such as 12.4")
+        raise InvalidInput(key, got=repr(value), expected="a version such as 12.4")
     return value
 
 
@@ -205,12 +205,12 @@ def _shared(key: str, value: str, others: str) -> dict[str, Any]:
         return {"features": frozenset(filter(None, map(str.strip, value.split("+"))))}
     if key == "count":
         if not value.isdecimal() or int(value) < 1:
-            raise InvalidInput(key, came=repr(value), expected="a positive number of devices")
+            raise InvalidInput(key, got=repr(value), expected="a positive number of devices")
         return {"count": int(value)}
     if key == "memory":
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value, re.ASCII)
         if match is None or match[2].upper() not in UNITS:
-            raise InvalidInput(key, came=repr(value), expected="a size such as 141GB or 80GiB")
+            raise InvalidInput(key, got=repr(value), expected="a size such as 141GB or 80GiB")
         return {"memory_bytes": round(float(match[1]) * UNITS[match[2].upper()])}
     keys = ", ".join(filter(None, [others, "features", "count", "memory"]))
-    raise InvalidInput("platform", came=f"the key {key!r}", expected=f"one of {keys}")
+    raise InvalidInput("platform", got=f"the key {key!r}", expected=f"one of {keys}")

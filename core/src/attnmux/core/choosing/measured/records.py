@@ -72,7 +72,7 @@ class Record:
                 raise
             got = f"{type(error).__name__}: {error}"
             expected = f"the fields {', '.join(cls.__dataclass_fields__)}"
-            raise InvalidInput(cls.noun, came=got, expected=expected) from error
+            raise InvalidInput(cls.noun, got=got, expected=expected) from error
 
 
 R = TypeVar("R", bound=Record)

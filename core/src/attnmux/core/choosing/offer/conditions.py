@@ -97,7 +97,7 @@ def _check(condition: str, given: Iterable[object], types: Sequence[type], expec
     """Refuse a condition when a plugin writes it: later it would fail everybody's questions."""
     for value in given:
         if type(value) not in types:
-            raise InvalidInput(condition, came=repr(value), expected=expected)
+            raise InvalidInput(condition, got=repr(value), expected=expected)
 
 
 class OneOf(Condition):
@@ -263,7 +263,7 @@ def _range(least: int, most: int | None, step: int = 1) -> Condition:
     if step < 1 or (most is not None and most < least):
         expected = "a range that some number is in, in steps from 1"
         got = f"{least} to {most} in steps of {step}"
-        raise InvalidInput("range", came=got, expected=expected)
+        raise InvalidInput("range", got=got, expected=expected)
     return Range(least, most, step)
 
 

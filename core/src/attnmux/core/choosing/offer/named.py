@@ -37,7 +37,7 @@ def offers_named(
     if len(owners) > 1:
         sharing = sorted(offer.address for offer in by_name or meant)
         expected = f"one of {', '.join(sharing)}, as several plugins offer it"
-        raise InvalidInput("backend", came=repr(name), expected=expected)
+        raise InvalidInput("backend", got=repr(name), expected=expected)
     return tuple(offer for offer in meant if offer.plugin in owners)
 
 
@@ -133,7 +133,7 @@ def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:
     near = nearest(name, names)
     expected = f"an option of {backend} ({', '.join(names) or 'it has none'})"
     guess = f"; did you mean {near!r}?" if near else ""
-    return InvalidInput("option", came=repr(name), expected=expected + guess)
+    return InvalidInput("option", got=repr(name), expected=expected + guess)
 
 
 def _read(name: str, value: OptionValue, option: Option) -> OptionValue:
@@ -141,7 +141,7 @@ def _read(name: str, value: OptionValue, option: Option) -> OptionValue:
         expected = f"one of {', '.join(map(str, option.choices))}"
     else:
         expected = f"a value of type {option.type.__name__}"
-    refusal = InvalidInput(name, came=repr(value), expected=expected)
+    refusal = InvalidInput(name, got=repr(value), expected=expected)
     try:
         read = _as_type(value, option.type)
     except ValueError:

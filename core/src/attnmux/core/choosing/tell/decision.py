@@ -92,7 +92,7 @@ class Decision:
         )
         if found:
             expected = "one that holds in this process too"
-            raise InvalidInput("decision", came="; ".join(found), expected=expected)
+            raise InvalidInput("decision", got="; ".join(found), expected=expected)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -121,7 +121,7 @@ class Decision:
             data = json.loads(text)
             if data["hash"] is None and not data["phases"]:
                 got = "an answer in which nothing was decided"
-                raise InvalidInput("decision", came=got, expected="a backend for each phase")
+                raise InvalidInput("decision", got=got, expected="a backend for each phase")
             decision = cls(
                 platform=Platform.from_dict(data["platform"]),
                 request=Request.from_dict(data["request"]),
@@ -140,11 +140,11 @@ class Decision:
                 raise
             got = f"{type(error).__name__}: {error}"
             expected = "the JSON of this version's Decision.to_json"
-            raise InvalidInput("decision", came=got, expected=expected) from error
+            raise InvalidInput("decision", got=got, expected=expected) from error
         if stated != decision.hash:
             expected = f"the hash of its content, {decision.hash}"
             got = f"hash {stated}: it was changed since, or written by another version of attnmux"
-            raise InvalidInput("decision", came=got, expected=expected)
+            raise InvalidInput("decision", got=got, expected=expected)
         return decision
 
     def summary(self) -> str:

@@ -125,7 +125,7 @@ class Engine:
         state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states)
         self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len)
         if on_text is not None and self.tokenizer is None:
-            raise InvalidInput("on_text", came="no tokenizer", expected="an engine with one")
+            raise InvalidInput("on_text", got="no tokenizer", expected="an engine with one")
         context = self.runner.steps.max_context_len
         request = LiveRequest(
             id=self._next_id,
@@ -151,7 +151,7 @@ class Engine:
         said about it. Raises InvalidInput for an unknown id.
         """
         if not 0 <= request_id < self._next_id:
-            raise InvalidInput("request_id", came=request_id, expected="an id that `add` returned")
+            raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
         request = self._live.get(request_id)
         if request is None:
             return None
@@ -175,7 +175,7 @@ class Engine:
         nothing can run.
         """
         if self._running is not None:
-            raise InvalidInput("step", came="a call while a step runs", expected="one at a time")
+            raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
         laps = Laps()
         plan = self._scheduler.plan()
         laps.lap("schedule")

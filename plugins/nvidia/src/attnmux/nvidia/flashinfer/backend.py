@@ -183,9 +183,7 @@ class FlashInferBackend(
             wrapper.run(q, aligned(k), aligned(v), out=out, lse=lse, return_lse=lse is not None)
             return
         if layer.kv is None:
-            raise InvalidInput(
-                "k", came=None, expected="K and V: the pool does not store the layer"
-            )
+            raise InvalidInput("k", got=None, expected="K and V: the pool does not store the layer")
         wrapper.run(
             q if layer.q_factor is None else q * layer.q_factor,
             layer.kv,

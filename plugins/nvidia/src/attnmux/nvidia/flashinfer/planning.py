@@ -55,19 +55,19 @@ def check_served(role: Role, group: PlanGroup, batch: ForwardBatch) -> None:
     if group.has_sinks and group.logit_cap > 0:
         raise InvalidInput(
             "layer.logit_cap",
-            came=f"{group.logit_cap:g} and sinks",
+            got=f"{group.logit_cap:g} and sinks",
             expected="0: flashinfer's softmax with sinks has no cap",
         )
     if group.has_sinks and role in WITHOUT_SINKS:
         raise InvalidInput(
             "layer.sinks",
-            came=f"sinks in {WITHOUT_SINKS[role]}",
+            got=f"sinks in {WITHOUT_SINKS[role]}",
             expected="None: flashinfer's softmax with sinks reads the pool, without such a mask",
         )
     if role is Role.RAGGED and batch.multi_item is not None and not group.view.cross:
         raise InvalidInput(
             "multi_item",
-            came="many items over K and V of the call alone",
+            got="many items over K and V of the call alone",
             expected="None, or K and V in the pool: save_kv_cache=True",
         )
 

@@ -52,7 +52,7 @@ def read_settings(
     """Raises InvalidInput for settings that no kernel serves."""
     request, pool = context.request, context.token_to_kv_pool
     if request.dtype is None:
-        raise InvalidInput("request.dtype", came=None, expected="the dtype of Q, for the plans")
+        raise InvalidInput("request.dtype", got=None, expected="the dtype of Q, for the plans")
     dtype = torch_dtype(request.dtype)
     prefill = str(options.get("prefill_backend", "auto"))
     decode = str(options.get("decode_backend", "auto"))
@@ -60,7 +60,7 @@ def read_settings(
         if chosen == "fa3" and pool.dtype != dtype:
             raise InvalidInput(
                 f"flashinfer.{option}",
-                came=f"'fa3' with a pool of {pool.dtype}",
+                got=f"'fa3' with a pool of {pool.dtype}",
                 expected=f"'fa2' or 'auto': fa3 reads K and V in the dtype of Q, {dtype}",
             )
     use_tensor_cores = str(options.get("use_tensor_cores", "auto"))
@@ -88,7 +88,7 @@ def _tensor_cores(
     if not used and unserved:
         raise InvalidInput(
             "flashinfer.use_tensor_cores",
-            came=f"{option!r} with {max(unserved)} query heads a KV head",
+            got=f"{option!r} with {max(unserved)} query heads a KV head",
             expected=f"'on' or 'auto': kernels without them serve {CUDA_CORE_GROUPS} heads",
         )
     return used

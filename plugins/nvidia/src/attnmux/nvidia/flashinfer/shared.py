@@ -50,7 +50,7 @@ def host_lens(batch: ForwardBatch, field: str) -> torch.Tensor:
     lens: torch.Tensor | None = getattr(batch, field)
     if lens is None:
         raise InvalidInput(
-            field, came=None, expected="lengths on the host, which flashinfer plans with"
+            field, got=None, expected="lengths on the host, which flashinfer plans with"
         )
     return lens
 
@@ -64,7 +64,7 @@ def check_tokens(batch: ForwardBatch, num_rows: int) -> None:
     if is_short or (batch.forward_mode.is_decode() and batch.num_tokens > num_rows):
         raise InvalidInput(
             "out_cache_loc",
-            came=f"{batch.num_tokens} tokens",
+            got=f"{batch.num_tokens} tokens",
             expected=f"the requests' {num_rows}",
         )
 

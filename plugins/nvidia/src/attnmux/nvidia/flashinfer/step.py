@@ -91,7 +91,7 @@ class Items:
         if width > LONGEST and int(longest.max()) > LONGEST:
             raise InvalidInput(
                 "multi_item.token_pos_in_items",
-                came=f"an item of {int(longest.max())} tokens",
+                got=f"an item of {int(longest.max())} tokens",
                 expected=f"at most {LONGEST}, which flashinfer counts in 16 bits",
             )
         few_rows = len(request) <= FEW_ROWS * len(q_lens)
@@ -249,7 +249,7 @@ class FlashInferStep:
 
     def _of_encoder(self) -> torch.Tensor:
         if self._encoder_lens is None:
-            raise InvalidInput("encoder_lens", came=None, expected="lengths for cross attention")
+            raise InvalidInput("encoder_lens", got=None, expected="lengths for cross attention")
         return self._encoder_lens
 
 
@@ -260,6 +260,6 @@ def _check_items(batch: ForwardBatch) -> None:
     if masked or batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
         raise InvalidInput(
             "multi_item",
-            came=f"many items in {batch.forward_mode.name}{' with a custom mask' * masked}",
+            got=f"many items in {batch.forward_mode.name}{' with a custom mask' * masked}",
             expected="None, or a step of EXTEND or MIXED without a custom mask",
         )

@@ -107,7 +107,7 @@ class FlashInferMLABackend(
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}: tp_q_head_num",
-                came=layer.tp_q_head_num,
+                got=layer.tp_q_head_num,
                 expected=f"at most {MOST_HEADS} heads, the rows of a tile",
             )
         pool = self.context.token_to_kv_pool
@@ -216,7 +216,7 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
     """
     if k_rope is None or k.dtype != dtype or k_rope.dtype != dtype:
         dtypes = f"{k.dtype} and {None if k_rope is None else k_rope.dtype}"
-        raise InvalidInput("k", came=dtypes, expected=f"k and k_rope of {dtype}, as q is")
+        raise InvalidInput("k", got=dtypes, expected=f"k and k_rope of {dtype}, as q is")
     return aligned(k), aligned(k_rope)
 
 
@@ -224,11 +224,11 @@ def _read_settings(context: BackendContext, options: Mapping[str, object]) -> Se
     request, pool = context.request, context.token_to_kv_pool
     dtype = torch_dtype(request.dtype) if request.dtype else None
     if dtype not in SIXTEEN_BITS:
-        raise InvalidInput("request.dtype", came=request.dtype, expected="bfloat16 or float16")
+        raise InvalidInput("request.dtype", got=request.dtype, expected="bfloat16 or float16")
     widens = pool.dtype == WIDENED
     if not widens and pool.dtype != dtype:
         raise InvalidInput(
-            "token_to_kv_pool", came=pool.dtype, expected=f"{dtype}, as Q is, or {WIDENED}"
+            "token_to_kv_pool", got=pool.dtype, expected=f"{dtype}, as Q is, or {WIDENED}"
         )
     return Settings(
         dtype=dtype,
@@ -243,7 +243,7 @@ def _workspace_bytes(options: Mapping[str, object]) -> int:
     if nbytes < LEAST_WORKSPACE_BYTES:
         raise InvalidInput(
             "flashinfer_mla.workspace_bytes",
-            came=nbytes,
+            got=nbytes,
             expected=f"{LEAST_WORKSPACE_BYTES - nbytes} bytes more, {LEAST_WORKSPACE_BYTES}, or 0 "
             f"for {WORKSPACE_BYTES}",
         )

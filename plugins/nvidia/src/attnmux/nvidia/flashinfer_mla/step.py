@@ -173,9 +173,9 @@ def _columns(rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tens
 def _check_served(batch: ForwardBatch) -> None:
     if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
         raise InvalidInput(
-            "custom_mask", came="a mask", expected="None: drafts are chains (spec_topk 1)"
+            "custom_mask", got="a mask", expected="None: drafts are chains (spec_topk 1)"
         )
     if batch.multi_item is not None:
-        raise InvalidInput("multi_item", came="many items", expected="None")
+        raise InvalidInput("multi_item", got="many items", expected="None")
     if batch.topk_indices is not None:
-        raise InvalidInput("topk_indices", came="picked keys", expected="None: each is attended to")
+        raise InvalidInput("topk_indices", got="picked keys", expected="None: each is attended to")

@@ -70,7 +70,7 @@ class TRTLLMMHABackend(
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if call.has_own_kv:
             raise InvalidInput(
-                "save_kv_cache", came=False, expected="True: the kernels read only the pool"
+                "save_kv_cache", got=False, expected="True: the kernels read only the pool"
             )
         return super().forward_extend(call, batch)
 
@@ -78,7 +78,7 @@ class TRTLLMMHABackend(
         self, call: AttentionCall, layer: TRTLLMMHALayer, step: Half, batch: ForwardBatch
     ) -> torch.Tensor:
         if call.lse is not None:
-            raise InvalidInput("lse", came="a tensor", expected="None: XQA and fmha_v2 give none")
+            raise InvalidInput("lse", got="a tensor", expected="None: XQA and fmha_v2 give none")
         out = call.out
         if out is None or not is_writable(out):
             out = torch.empty_like(call.q, memory_format=torch.contiguous_format)

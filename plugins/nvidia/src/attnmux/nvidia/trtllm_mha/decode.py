@@ -99,13 +99,13 @@ class XQADecode(Decode):
         block (mha.cu, `addAttentionSinksSpecDec`)."""
         if self._has_windows:
             raise InvalidInput(
-                "sliding_window_size", came="a window in a verify step", expected="-1 in all layers"
+                "sliding_window_size", got="a window in a verify step", expected="-1 in all layers"
             )
         for group in self._groups_with_sinks:
             if drafts * group > BLOCK_ROWS and BLOCK_ROWS % group:
                 raise InvalidInput(
                     "sinks",
-                    came=f"sinks of groups of {group} heads in a verify step of {drafts} drafts",
+                    got=f"sinks of groups of {group} heads in a verify step of {drafts} drafts",
                     expected=f"groups of which {BLOCK_ROWS} rows are a multiple, or fewer rows",
                 )
 
@@ -169,7 +169,7 @@ def _group_size(layer: LayerSpec) -> int:
     if group > MOST_HEADS:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=f"{group} query heads of one KV head",
+            got=f"{group} query heads of one KV head",
             expected=f"{MOST_HEADS} or fewer, which XQA compiles for",
         )
     return group

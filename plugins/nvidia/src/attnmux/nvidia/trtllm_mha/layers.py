@@ -113,6 +113,6 @@ def _check(layer: LayerSpec, context: BackendContext) -> None:
     if found:
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            came=" and ".join(found),
+            got=" and ".join(found),
             expected="causal self-attention over the pool, one head dim, without cap and chunks",
         )

@@ -114,7 +114,7 @@ class StagedPrefill(Prefill):
         if dtype != torch.bfloat16:
             raise InvalidInput(
                 "token_to_kv_pool",
-                came=dtype,
+                got=dtype,
                 expected=f"{torch.bfloat16} for prefill: only there fmha_v2 adds up in float32",
             )
         super().plan(batch, buffers)
