@@ -350,7 +350,7 @@ def test_outputs_have_a_row_for_each_token(setup, output: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_two", "came"),
+    ("of_two", "got"),
     [
         (lambda ids: ids * 1.0, r"torch.float32 of shape \(2,\) for 2 tokens"),
         (lambda ids: ids[:, None], r"torch.int64 of shape \(2, 1\) for 2 tokens"),
@@ -363,7 +363,7 @@ def test_outputs_of_all_sizes_are_alike(setup, of_two, got: str) -> None:
         ids = inputs["input_ids"]
         return of_two(ids) if batch.batch_size == 2 else ids + 1
 
-    with pytest.raises(InvalidInput, match=f"forward: expected rows of .*, got {came}"):
+    with pytest.raises(InvalidInput, match=f"forward: expected rows of .*, got {got}"):
         runner_of(setup, forward=forward).capture()
 
 

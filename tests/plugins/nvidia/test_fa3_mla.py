@@ -201,7 +201,7 @@ def test_a_captured_tree_without_room_is_refused(max_bs, tokens):
 
 
 @pytest.mark.parametrize(
-    ("changes", "came"),
+    ("changes", "got"),
     [
         ({"sliding_window_size": 8}, "sliding_window_size 8"),
         ({"attention_chunk_size": 16}, "attention_chunk_size 16"),

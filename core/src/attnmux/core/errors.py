@@ -36,7 +36,7 @@ class InvalidInput(AttnmuxError, ValueError):
         self.argument = argument
         self.got = got
         self.expected = expected
-        super().__init__(f"{argument}: expected {expected}, got {came}")
+        super().__init__(f"{argument}: expected {expected}, got {got}")
 
 
 class PoolExhausted(AttnmuxError):

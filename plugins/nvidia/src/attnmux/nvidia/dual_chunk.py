@@ -222,7 +222,7 @@ def _check_layer(layer: LayerSpec) -> None:
         value = getattr(layer, feature)
         if value is not plain and value != plain:
             got = "a tensor" if isinstance(value, torch.Tensor) else value
-            raise InvalidInput(name, got=f"{feature} {came}", expected=str(plain))
+            raise InvalidInput(name, got=f"{feature} {got}", expected=str(plain))
     if layer.v_head_dim != layer.qk_head_dim:
         raise InvalidInput(
             name, got=f"v_head_dim {layer.v_head_dim}", expected=f"K's {layer.qk_head_dim}"

@@ -70,7 +70,7 @@ def check_tree(batch: ForwardBatch) -> None:
             continue
         raise InvalidInput(
             "spec_info.custom_mask",
-            got=f"{came} in request {request} of the batch",
+            got=f"{got} in request {request} of the batch",
             expected="the mask of a draft tree, which hides only drafts",
         )
 

@@ -170,7 +170,7 @@ class Request:
         try:
             return cls(**given, origins=dict.fromkeys(given, "model"))
         except InvalidInput as error:
-            got = f"{error.came} in {path}"
+            got = f"{error.got} in {path}"
             raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
