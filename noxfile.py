@@ -46,7 +46,16 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy in strict mode."""
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "mypy", "nox", "pytest", "hypothesis")
+    session.install(
+        *CONSTRAINTS,
+        *MEMBERS,
+        *TEST_SUPPORT,
+        "mypy",
+        "import-linter",
+        "nox",
+        "pytest",
+        "hypothesis",
+    )
     session.run("mypy")
 
 
