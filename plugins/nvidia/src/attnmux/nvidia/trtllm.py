@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HINT = (
-    "flashinfer compiles its kernels when they are first used: it needs ninja and, in CUDA_HOME or "
-    "on PATH, the nvcc of a CUDA toolkit that fits the driver; pip install "
-    "'attnmux-nvidia[flashinfer]' ninja"
-)
 COUNTER_BYTES = 8 << 20
 """decode.py, `xqa_batch_decode_with_kv_cache`; trtllm_fmha_kernel_launcher.cu has as many."""
 BLOCK_ROWS = 32

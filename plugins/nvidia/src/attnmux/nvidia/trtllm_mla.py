@@ -23,6 +23,7 @@ from attnmux.core import (
     segment_of_place,
 )
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, with_lens
+from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.latent import (
     RANK,
     ROPE,
@@ -34,7 +35,7 @@ from attnmux.nvidia.latent import (
 from attnmux.nvidia.page_tables import KeyGroup, Keys
 from attnmux.nvidia.pools import check_bfloat16_or_fp8
 from attnmux.nvidia.rows import by_request, is_writable
-from attnmux.nvidia.trtllm import HINT, by_major, queries_like, workspace
+from attnmux.nvidia.trtllm import by_major, queries_like, workspace
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

@@ -11,6 +11,7 @@ import torch
 
 from attnmux.core import InvalidInput
 from attnmux.nvidia.page_tables import KeyGroup
+from attnmux.nvidia.pools import kv_pages
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec
@@ -51,10 +52,7 @@ class TRTLLMMHALayer:
         _check(layer, context)
         pool = context.token_to_kv_pool
         k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        k_cache, v_cache = (
-            buffer.view(-1, pool.page_size, *buffer.shape[1:])
-            for buffer in pool.get_kv_buffer(layer.layer_id)
-        )
+        k_cache, v_cache = kv_pages(layer, context, pool.page_size)
         bmm1_scale = layer.scaling * k_scale
         return cls(
             layer=layer,
