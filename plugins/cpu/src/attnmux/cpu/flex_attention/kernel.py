@@ -1,4 +1,4 @@
-"""What is compiled: `flex_attention` for tiles of queries over blocks of keys."""
+"""The compiled kernel: `flex_attention` for tiles of queries over blocks of keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnmux.core import BackendFailed, in_brief
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSpec:
-    """One shape bucket of one kind of layer."""
+    """The shapes and features that a kernel is compiled for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -28,23 +28,23 @@ class KernelSpec:
     tile_size: int
     """Queries of a tile."""
     group: int
-    """Query heads a KV head: all of them are rows of one tile."""
+    """Query heads per KV head. Each is a row of the tile."""
     num_kv_heads: int
     qk_head_dim: int
     v_head_dim: int
     latent: bool
-    """V is the front of K."""
+    """Whether V is the first `v_head_dim` columns of K."""
     block: int
     listed: int
-    """Room for blocks in a tile's list."""
+    """The most blocks in the list of a tile."""
     capacity: int
-    """Room for blocks in `columns`."""
+    """The most blocks in `columns`."""
     has_items: bool
     """Whether `KernelInput.hidden` is given."""
     mask_room: int
-    """Room for the flat custom mask; 0 without one."""
+    """Elements of the padded custom mask; 0 without one."""
     split: bool
-    """Blocks that need no look at the mask are listed apart."""
+    """Whether blocks that need no mask are listed separately."""
     capped: bool
     lse: bool
 
@@ -54,7 +54,7 @@ class KernelSpec:
 
     @property
     def kernel_options(self) -> FlexKernelOptions:
-        """Tiles of Triton's kernels, held to blocks and to the shared memory of an SM."""
+        """The tile sizes of Triton's kernels: they divide a block and fit an SM's shared memory."""
         if self.device.type == "cpu":
             return {}
         row_bytes = 2 * max(self.qk_head_dim, self.v_head_dim) * self.dtype.itemsize
@@ -65,7 +65,7 @@ class KernelSpec:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block of queries: on a GPU a power of two that a tensor core can take."""
+        """Rows of a block of queries: on a GPU a power of two from 16, for tensor cores."""
         if self.device.type == "cpu":
             return self.rows
         return max(16, 1 << (self.rows - 1).bit_length())
@@ -73,22 +73,23 @@ class KernelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KernelInput:
-    """The arguments that a step and a rule give, the same for all of their layers."""
+    """The kernel's arguments that all layers of a plan share."""
 
     columns: torch.Tensor
     """[capacity] int32: the first column of each block."""
     first: torch.Tensor
     end: torch.Tensor
-    """[N, tile_size] int32: the range of columns that a query sees."""
+    """[N, tile_size] int32, both: the range of columns that each query sees, `end` excluded."""
     num_partial: torch.Tensor
-    """[N, 1, 1] int32."""
+    """[N, 1, 1] int32: the used length of each list of partial blocks."""
     partial: torch.Tensor
-    """[N, 1, 1, reach] int32."""
+    """[N, 1, 1, reach] int32: the blocks that need the mask, see `block_list`."""
     num_whole: torch.Tensor | None
     whole: torch.Tensor | None
+    """Like the partial ones, for blocks that need no mask; None unless they are separate."""
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     mask: tuple[torch.Tensor, torch.Tensor] | None
-    """As on `Ranges`."""
+    """Both as on `Ranges`."""
 
 
 def heads_first(cache: torch.Tensor) -> torch.Tensor:
@@ -97,40 +98,43 @@ def heads_first(cache: torch.Tensor) -> torch.Tensor:
 
 
 def list_room(device: torch.device, num_tiles: int, listed: int, capacity: int) -> int:
-    """Elements of memory for the lists of all tiles."""
+    """The number of elements that the lists of all tiles take."""
     return (num_tiles - 1) * listed + _reach(device, listed, capacity)
 
 
 def block_list(memory: torch.Tensor, num_tiles: int, listed: int, capacity: int) -> torch.Tensor:
-    """[N, 1, 1, reach] over `list_room` elements, `listed` of which are each tile's own."""
+    """A view [N, 1, 1, reach] of `list_room` elements. A tile owns `listed` of its row."""
     reach = _reach(memory.device, listed, capacity)
     return memory.as_strided((num_tiles, 1, 1, reach), (listed, listed, listed, 1))
 
 
 def _reach(device: torch.device, listed: int, capacity: int) -> int:
-    """Length of a list as the kernel is told it. The C++ one wants room for every block there is;
-    lists then overlap where it reads none of them."""
+    """The length of a list as the kernel sees it.
+
+    The C++ kernel expects room for every block of the pool. The lists then overlap, in parts that
+    it does not read.
+    """
     return max(listed, capacity) if device.type == "cpu" else listed
 
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
-"""Out [N, Hkv, rows, Dv], and LSE [N, Hkv, rows] fp32 where it is asked for."""
+"""Out [N, Hkv, rows, Dv], and LSE [N, Hkv, rows] float32 if `KernelSpec.lse`, else None."""
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput], Result]
-"""(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], [scale, cap] fp32, the rest)."""
+"""(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], [scale, cap] float32, the plan's)."""
 
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """No autograd, and no inference tensors: a kernel is compiled for one kind of tensor."""
+    """Disable autograd and inference tensors, since a kernel is compiled for one kind of tensor."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @functools.cache
 def kernel(spec: KernelSpec) -> Kernel:
-    """The compiled kernel, of which all backends of the process share one.
+    """The compiled kernel. All backends of the process share it.
 
     Raises BackendFailed where it does not compile.
     """
@@ -199,8 +203,8 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
             column = columns[key // block] + key % block
             seen = (column >= first[tile, query]) & (column < end[tile, query])
             if hidden is not None:
-                behind_prefix = column >= hidden[0][tile, query]
-                seen = seen & ~(behind_prefix & (column < hidden[1][tile, query]))
+                after_prefix = column >= hidden[0][tile, query]
+                seen = seen & ~(after_prefix & (column < hidden[1][tile, query]))
             if mask is not None:
                 place = (mask[1][tile, query] + column).clamp(0, room - 1)
                 seen = seen & mask[0][place]
@@ -240,7 +244,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
         )
         return out, aux.lse
 
-    # Dynamo limits how often one code object is compiled: a spec has one of its own.
+    # Dynamo limits how often it compiles one code object, so each spec gets its own.
     attend.__code__ = attend.__code__.replace()
     return attend
 
@@ -248,7 +252,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
 def _tiny(
     spec: KernelSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput]:
-    """Arguments of the spec's shapes that ask for nothing, over two blocks of keys."""
+    """The smallest arguments of the spec's shapes: two blocks of keys, and tiles that read none."""
     made = functools.partial(torch.zeros, device=spec.device)
     shape = (spec.num_tiles, spec.num_kv_heads, spec.rows, spec.qk_head_dim)
     q = made(shape, dtype=spec.dtype)

@@ -1,4 +1,4 @@
-"""Once a step: what the kernel is given for the layers that share a rule and a pool."""
+"""The plan of a step: the kernel's arguments, shared by layers of one rule and one pool."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ if TYPE_CHECKING:
 
 
 ROWS = 64
-"""Of a tile, at most; on a CPU less, since one with AMX would pack the whole pool at every call."""
+"""The most rows of a tile on a GPU. A CPU takes one less: with 64, one with AMX would
+repack the whole pool at every call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """One step of the layers that share a rule, a pool and a number of heads to a group."""
+    """A step of the layers that share a rule, a pool and a number of query heads per KV head."""
 
     tile_size: int
     block: int
     listed: int
     tokens: torch.Tensor
-    """[N * tile_size] int64: rows of q."""
+    """[N * tile_size] int64: the row of q that each place of a tile holds."""
     places: torch.Tensor
-    """[T] int64: where each row of q is among these."""
+    """[T] int64: the place of each row of q in `tokens`."""
     slots: torch.Tensor | None
-    """What to gather, see `Keys.slots`."""
+    """As `Keys.slots`."""
     given: KernelInput
 
 
 def tile_size(layer: LayerSpec, device: torch.device) -> int:
-    """Queries of a tile in an extend step: a power of two, all heads of a group within `ROWS`."""
+    """Queries of a tile in an extend step: the largest power of two whose rows fit into `ROWS`."""
     group = layer.tp_q_head_num // layer.tp_k_head_num
     rows = ROWS - 1 if device.type == "cpu" else ROWS
     return 1 << max(rows // group, 1).bit_length() - 1
@@ -94,13 +95,16 @@ def make_plan(
 
 
 def splits(device: torch.device) -> bool:
-    """Whether blocks that need no mask are listed apart: a CPU works a mask out key by key, and
-    Triton's decode kernel would share them out among its splits by the size of the pool."""
+    """Whether to list the blocks that need no mask separately.
+
+    A CPU computes a mask key by key, so that it gains. Triton's decode kernel would
+    divide such a list among its splits by the size of the pool.
+    """
     return device.type == "cpu"
 
 
 def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> KernelSpec:
-    """What to call for a layer under its plan."""
+    """The kernel that serves a layer of the plan."""
     given = plan.given
     return KernelSpec(
         device=given.first.device,
@@ -124,7 +128,7 @@ def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> K
 
 
 def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
-    """What the shortest steps of the request's phases call, for each kind of layer."""
+    """The kernels of the shortest steps of the request's phases, for each kind of layer."""
     request, pool, device = context.request, context.token_to_kv_pool, context.device
     phases = set(request.phases)
     masked = bool(request.custom_mask or (request.spec_topk or 1) > 1)
@@ -166,7 +170,7 @@ def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
 
 
 def _room(context: BackendContext, layer: LayerSpec, block: int) -> tuple[int, int]:
-    """Capacity and listed of the layer's kernels, see `KernelSpec`; for gathered keys the least."""
+    """`capacity` and `listed` of the layer's `KernelSpec`; the least for gathered keys."""
     if not block:
         return LEAST_CAPACITY, LEAST_LISTED
     return capacity_of(context, layer.layer_id, block), listed_of(context, block)
@@ -200,7 +204,7 @@ def _given(keys: Keys, seen: Ranges, lists: BlockLists) -> KernelInput:
 
 
 class FixedPlan:
-    """Room for the largest step of graphs. One step is in it at a time."""
+    """Buffers for the largest step of graphs. They hold one step at a time."""
 
     def __init__(
         self, context: BackendContext, layer_id: int, size: int, *, max_bs: int, max_num_tokens: int
@@ -209,7 +213,7 @@ class FixedPlan:
         block = block_of_page(context.token_to_kv_pool.page_size)
         columns = context.req_to_token_pool.req_to_token.shape[1]
         self.width = -(-columns // block)
-        """Blocks a request, of the longest that may come."""
+        """Blocks of the longest request that the table has room for."""
         self._listed = listed_of(context, block)
         self._capacity = capacity_of(context, layer_id, block)
         count, device = tile_count(max_num_tokens, max_bs, size), context.device
@@ -224,11 +228,11 @@ class FixedPlan:
         self._lists = torch.zeros((lists, room), dtype=torch.int32, device=device)
 
     def has_room(self, max_bs: int, max_num_tokens: int) -> bool:
-        """Whether it is large enough for steps of these sizes."""
+        """Whether steps of these sizes fit."""
         return max_bs <= self.max_bs and max_num_tokens <= self.max_num_tokens
 
     def holds(self, batch: ForwardBatch) -> bool:
-        """Whether it has room for the step, and the step needs nothing that it has not."""
+        """Whether the step fits. Steps with a custom mask or items have no buffers here."""
         is_plain = batch.multi_item is None and (
             batch.spec_info is None or batch.spec_info.custom_mask is None
         )
@@ -236,7 +240,7 @@ class FixedPlan:
         return is_plain and has_graphs and self.has_room(batch.batch_size, batch.num_tokens)
 
     def take(self, plan: Plan) -> Plan:
-        """The plan, copied here."""
+        """Copy a plan into the buffers and return the copy."""
         given, count = plan.given, plan.given.first.shape[0]
         whole = num_whole = None
         if given.whole is not None and given.num_whole is not None:
@@ -267,5 +271,5 @@ class FixedPlan:
 
 
 def first_of(fixed: Iterable[FixedPlan], batch: ForwardBatch) -> FixedPlan | None:
-    """The first that holds the step: the same at its capture and at every replay."""
+    """The first buffers that hold the step: the same ones at capture and at every replay."""
     return next((each for each in fixed if each.holds(batch)), None)
