@@ -1,4 +1,4 @@
-"""`ForwardBatch`: its modes, its number of tokens, and parts of it."""
+"""`ForwardBatch`: its modes, its number of tokens, and its slices."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_step_goes_to_the_backend_of_its_size(step, name) -> None:
 
 
 def test_each_graph_has_the_backend_of_its_size() -> None:
-    """5 requests of 5 sizes, padded: what is replayed is right, and by whom was captured."""
+    """5 requests of 5 sizes, padded: replays are right, by the backend that was captured."""
     setup = make_setup(CASE, fake_platform(), "cpu")
     backend = of_sizes(setup.context)
     step = prepare_step(setup, CASE.steps[0])

@@ -95,7 +95,7 @@ def test_a_model_compiles_as_one_graph(steps, settings) -> None:
 
 
 def test_the_op_survives_functionalisation() -> None:
-    """What it writes is declared, so that a compiler keeps and orders it."""
+    """The op declares its writes, so that a compiler keeps and orders them."""
     setup = setup_of(extend((3, 5)))
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)
@@ -122,7 +122,7 @@ class IndexedModel(Model):
 
 @pytest.mark.parametrize("steps", [(decode(30, 9, 4),), (extend((20, 5), (0, 4)),)])
 def test_what_a_compiled_indexer_writes_is_read_by_its_own_layer(steps) -> None:
-    """Functionalised, the writes come behind all ops."""
+    """Functionalisation moves the writes after all ops."""
     setup = setup_of(*steps, **{**LATENT, "kind": "nsa", "index_topk": 6})
     step = prepare_step(setup, setup.case.steps[0])
     backend = FakeBackend(setup.context)

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources."""
+"""The import rules between packages, read from the sources."""
 
 from __future__ import annotations
 

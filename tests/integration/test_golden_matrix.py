@@ -37,7 +37,7 @@ CELLS = [
 
 
 def clauses_of(kind: str, backend: str) -> list[Clause]:
-    """What the cards that the name means say of requests of this kind."""
+    """The verdicts of the cards of that name on requests of this kind."""
     asked = OWN_KINDS.get(backend, kind)
     meant = [c for c in CARDS.values() if backend in (c.name, *c.aliases)]
     clauses = [clause for c in meant for clause in c.clauses if clause.kind.admits(asked)]

@@ -1,4 +1,4 @@
-"""What a config.json means, against the config classes of transformers."""
+"""Our reading of config.json agrees with the config classes of transformers."""
 
 from __future__ import annotations
 

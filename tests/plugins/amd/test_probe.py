@@ -23,7 +23,7 @@ ANSWERS = json.loads((DATA / "amdsmi.json").read_text())
 
 @pytest.fixture(autouse=True)
 def without_libraries(monkeypatch) -> None:
-    """Neither AMD SMI nor a torch that brings ROCm, whatever this machine has."""
+    """Hide AMD SMI and torch's ROCm, whether or not this machine has them."""
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     monkeypatch.setattr(module, "installed_version", lambda name: None)
 

@@ -81,7 +81,7 @@ ON_GPU = tuple(
 
 
 class TestEmulated(AttentionBackendTests):
-    """What a GPU serves, LSE, sinks and graphs too, with plain torch in the kernel's place."""
+    """The features that a GPU adds (LSE, sinks, graphs), with plain torch as the kernel."""
 
     backend = replace(WHOLE, card=replace(WHOLE.card, clauses=ON_GPU), factory=emulating)
     page_sizes = (1, 16)
@@ -124,7 +124,7 @@ def attend(setup: CaseSetup, backend: AttentionBackend, step: Step) -> list[torc
 
 
 def plan_of(step: Step, **of_case: Any) -> Plan:
-    """What the first layer's kernel is told of a step."""
+    """The arguments of the first layer's kernel in a step."""
     setup = world_of(step, windows=(of_case.pop("window", None),), **of_case)
     backend = FlexAttentionBackend(setup.context)
     backend.init_forward_metadata(prepare_step(setup, step).batch)

@@ -1,4 +1,4 @@
-"""What attnmux-cpu advertises."""
+"""The offers of attnmux-cpu."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 @pytest.mark.parametrize("shape", [(2**16, 2), (255,), (3, 5, 7), (0, 4)])
 def test_every_value_is_the_same(source, target, shape):
     count = torch.Size(shape).numel()
-    if shape == (2**16, 2):  # every value beside every other
+    if shape == (2**16, 2):  # every pair of values
         first = torch.arange(2**16) % 256
         second = torch.arange(2**16) // 256
         bits = torch.stack([first, second], dim=1).to(torch.uint8)

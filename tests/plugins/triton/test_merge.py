@@ -88,7 +88,7 @@ def test_one_side_alone_is_that_side_bit_for_bit():
 
 
 def test_no_keys_on_either_side():
-    """Whatever the parts' memory holds."""
+    """The memory of unused parts does not matter."""
     junk, none = torch.full((3, 2, 6), torch.nan), torch.full((3, 2), EMPTY)
     out, lse = merge_state(junk, none, junk, none)
     assert torch.equal(out, torch.zeros_like(out))

@@ -103,7 +103,7 @@ def in_one_launch(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: Any) 
 
 
 def bits(buffer: torch.Tensor) -> torch.Tensor:
-    """As integers, every NaN as the same one."""
+    """The bits as integers, with one value for every NaN."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.itemsize]
     return buffer.view(word).masked_fill(buffer.float().isnan(), 0x7F)
 
@@ -167,7 +167,7 @@ def test_any_width(heads, dims):
 
 
 def as_slices(rows: torch.Tensor) -> torch.Tensor:
-    """Of one projection: tokens are far apart."""
+    """K and V as slices of one projection, so that tokens are far apart."""
     room = torch.full((rows.shape[0], 2, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
     room[:, 1] = rows
     return room[:, 1]
@@ -295,7 +295,7 @@ BAD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "a dtype of none in V": lambda call: {"v": call.v.int()},
     "another device": lambda call: {"v": call.v.to("meta")},
     "a latent": lambda call: {"v": None, "k_rope": call.k},
-    "a latent beside V": lambda call: {"k_rope": call.k},
+    "a latent and V": lambda call: {"k_rope": call.k},
     "an unknown layer": lambda call: {"layer": replace(call.layer, layer_id=77)},
     "cross attention without slots": lambda call: {
         "layer": replace(call.layer, is_cross_attention=True)

@@ -1,4 +1,4 @@
-"""What attnmux-amd offers, as data: the probe of AMD devices, and its backends.
+"""The offers of attnmux-amd, as data: the probe of AMD devices, and its backends.
 
 Each card has its own module, `cards/<backend>.py`. Importing this module imports no torch.
 """

@@ -24,7 +24,7 @@ listed, they would make every such machine with a GPU ambiguous."""
 
 
 class Device(NamedTuple):
-    """What tells one kind of device from another."""
+    """The facts that distinguish kinds of devices."""
 
     arch: str
     name: str

@@ -1,4 +1,4 @@
-"""What attnmux-ascend offers, as data: the probe of Ascend devices, and its backends.
+"""The offers of attnmux-ascend, as data: the probe of Ascend devices, and its backends.
 
 Each card has its own module, `cards/<backend>.py`. Importing this module imports no torch.
 """

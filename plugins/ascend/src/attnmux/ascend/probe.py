@@ -25,7 +25,7 @@ ARCH_OF_PCI: Mapping[str, str] = {
     "0xd802": "910b",
     "0xd803": "910_93",
 }
-"""As the report tool of the driver's package names them (PCIE_BDF_910_93 and its like)."""
+"""Chip names of the driver package's report tool, such as PCIE_BDF_910_93."""
 
 ARCH_OF_NAME: Mapping[str, str] = {
     r"(Ascend)?310P\w*": "310p",

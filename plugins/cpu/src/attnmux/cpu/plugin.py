@@ -1,4 +1,4 @@
-"""What attnmux-cpu offers, as data. Importing this module imports no torch.
+"""The offers of attnmux-cpu, as data. Importing this module imports no torch.
 
 The CPU itself is found by core, since it is on every machine.
 """
@@ -121,7 +121,7 @@ TORCH_NATIVE = BackendCard(
 
 
 def _flex(dtype: str, **more: Condition) -> Clause:
-    """What flex_attention serves of one dtype, which K and V have to be stored in."""
+    """The clause of flex_attention for one dtype. K and V must be stored in it."""
     everywhere: dict[str, Condition] = {
         "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
         "kind": one_of("mha"),
@@ -200,7 +200,7 @@ FLEX_ATTENTION = BackendCard(
             when=when(vendor=one_of("cpu")),
             source="benchmarks/results/flex_attention-cpu.md: 0.4 to 0.7 times torch_native",
         ),
-        Prior(rank=800, source="a general kernel, behind those that were made for paged KV"),
+        Prior(rank=800, source="a general kernel, ranked after kernels made for paged KV"),
     ),
 )
 

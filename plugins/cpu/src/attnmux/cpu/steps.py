@@ -1,4 +1,4 @@
-"""What both backends of this plugin read off a step: its lengths, its keys, and who sees which."""
+"""A step as both backends of this plugin read it: lengths, keys, and the keys each query sees."""
 
 from __future__ import annotations
 

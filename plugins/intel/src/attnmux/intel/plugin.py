@@ -1,4 +1,4 @@
-"""What attnmux-intel offers, as data: the probe of Intel devices, and its backends.
+"""The offers of attnmux-intel, as data: the probe of Intel devices, and its backends.
 
 Each card has its own module, `cards/<backend>.py`. Importing this module imports no torch.
 """

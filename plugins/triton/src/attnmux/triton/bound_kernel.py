@@ -37,7 +37,7 @@ class CompiledVariant:
     """A kernel that Triton compiled for some arguments, loaded on a device."""
 
     run: Callable[..., None]
-    """Of a `triton.compiler.CompiledKernel`."""
+    """The function of a `triton.compiler.CompiledKernel`."""
     launched: tuple[object, ...]
     """The first arguments of `run`: the kernel's own, and no hooks."""
     values: list[object]

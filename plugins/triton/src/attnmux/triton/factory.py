@@ -13,7 +13,7 @@ from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.warmup import compile_ahead, rehearse
 
 ADDRESS = "triton/triton"
-"""Of the backend in `TunedLaunch.backend`."""
+"""The backend's name in `TunedLaunch.backend`."""
 
 
 def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend:

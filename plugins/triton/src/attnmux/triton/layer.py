@@ -35,7 +35,7 @@ class TritonLayer:
     """Factors of the pool's K and V."""
     tiles: TileConfig
     hiding_tiles: TileConfig
-    """In steps with a custom mask or items."""
+    """For steps with a custom mask or items."""
     launcher: Launcher = field(default_factory=Launcher)
 
     @classmethod

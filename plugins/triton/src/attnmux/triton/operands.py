@@ -35,7 +35,7 @@ ALIGNED_ELEMENTS = 16
 
 
 class Results(NamedTuple):
-    """Where kernels write. They need each token's heads side by side."""
+    """The tensor that kernels write to. Each token's heads must be contiguous."""
 
     out: torch.Tensor
     """[T, Hq, Dv]."""
@@ -99,7 +99,7 @@ def whole_rows(rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Te
 def strides(
     q: torch.Tensor, tail: torch.Tensor | None, results: Results, slots: Slots | None
 ) -> tuple[int, ...]:
-    """In the order of STRIDES."""
+    """The strides, in the order of STRIDES."""
     out, lse = results
     return (
         *q.stride()[:2],
@@ -111,7 +111,7 @@ def strides(
 
 
 def key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
-    """In the order of KEY_STRIDES."""
+    """The strides, in the order of KEY_STRIDES."""
     return (
         *keys.k.stride()[:2],
         *((0, 0) if tail is None else tail.stride()[:2]),

@@ -1,4 +1,4 @@
-"""What attnmux-triton offers, as data: two cards, and no platform, as Triton belongs to no vendor.
+"""The offers of attnmux-triton, as data: two cards. Triton belongs to no vendor, so no platform.
 
 Importing this module imports no torch.
 """
@@ -207,7 +207,7 @@ DOUBLE_SPARSITY = BackendCard(
         )
         for dtype in ("bfloat16", "float16")
     ),
-    priors=(Prior(rank=2000, source="an approximation is for those who ask for it by name"),),
+    priors=(Prior(rank=2000, source="an approximation, so only by name"),),
 )
 """Decode over the tokens that matter.
 

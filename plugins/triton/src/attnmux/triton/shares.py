@@ -94,7 +94,7 @@ def _count(options: Mapping[str, object], name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareKey:
-    """What a plan of shares depends on: layers with the same key share one."""
+    """The key of a plan of shares: layers with equal keys share a plan."""
 
     queries: int
     is_cross: bool

@@ -1,4 +1,4 @@
-"""Where each request's keys are: in the request table, or in a table of another pool's pages."""
+"""The places of each request's keys: the request table, or a table of another pool's pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SlotGroup:
         return self.pool_group > 0
 
     def page_size(self, context: BackendContext) -> int:
-        """Of the table that holds the places of the keys."""
+        """The row stride of the table that holds the places of the keys."""
         return own_page_size(context) if self.has_own_table else 1
 
 

@@ -58,7 +58,7 @@ TENSORS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileKey:
-    """What a plan of tiles depends on: layers with the same key share one."""
+    """The key of a plan of tiles: layers with equal keys share a plan."""
 
     group: int
     """Query heads of a KV head."""

@@ -39,7 +39,7 @@ ASCEND = BackendCard(
         ),
         "head_dim": "the same operator: a multiple of 16, at most 512",
         "num_q_heads": "the same operator over a latent: 32, 64 or 128, to which fewer are padded",
-        "kv_lora_rank": "the same operator: 512 beside a rotary part of 64",
+        "kv_lora_rank": "the same operator: 512 and a rotary part of 64",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
     clauses=tuple(

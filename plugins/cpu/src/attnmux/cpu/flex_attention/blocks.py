@@ -236,7 +236,7 @@ def gathered_keys(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ranges:
-    """What the queries of N tiles see."""
+    """The keys that the queries of N tiles see."""
 
     first: torch.Tensor
     """[N, size] int32: the first column in range."""
@@ -261,7 +261,7 @@ class BlockLists:
 
 
 def ranges(rule: KeyRule, batch: ForwardBatch, lens: StepLens, tiles: Tiles, keys: Keys) -> Ranges:
-    """What each query sees under a rule.
+    """The keys that each query sees under a rule.
 
     Raises InvalidInput for a custom mask whose size is not that of the step.
     """
@@ -322,8 +322,8 @@ def block_lists(seen: Ranges, tiles: Tiles, keys: Keys, *, split: bool) -> Block
     whole_from = torch.minimum(torch.maximum(whole_from, low), high)
     whole_to = torch.minimum(torch.maximum(whole_to, whole_from), high)
     num_before = (whole_from - low).unsqueeze(1)
-    behind = whole_to.unsqueeze(1) + order - num_before
-    listed = torch.where(order < num_before, low.unsqueeze(1) + order, behind)
+    after = whole_to.unsqueeze(1) + order - num_before
+    listed = torch.where(order < num_before, low.unsqueeze(1) + order, after)
     whole = (whole_from.unsqueeze(1) + order).clamp_(max=width - 1)
     return BlockLists(
         partial=table.gather(1, listed.clamp_(max=width - 1)),

@@ -79,7 +79,7 @@ class Visibility:
 
 
 def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility:
-    """What each query sees under a rule. Everything is on the host, except the flat mask.
+    """The keys that each query sees under a rule. All of it is on the host, except the flat mask.
 
     Raises InvalidInput for a custom mask whose size is not that of the step.
     """

@@ -42,7 +42,7 @@ INTEL_XPU = BackendCard(
     sources={
         "version": "XMX units as Xe2 has them",
         "dtype": "sgl-kernel-xpu's flash_attn_with_kvcache: fp16 and bf16",
-        "kv_dtype": "SGLang's manual: no 8-bit KV, though the kernel takes scales of it",
+        "kv_dtype": "SGLang's manual: no 8-bit KV, although the kernel takes its scales",
         "page_size": (
             "decode is built for pages of 64 and 128 tokens; SGLang 0.5.23 also lets 16 and 32 be "
             "over a latent"

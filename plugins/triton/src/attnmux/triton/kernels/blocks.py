@@ -47,7 +47,7 @@ class Sight(NamedTuple):
     end: tl.tensor
     """One past the last."""
     mask_rows: tl.tensor
-    """Where the row's key 0 is in the custom mask; read where HAS_MASK."""
+    """The place of the row's key 0 in the custom mask; read where HAS_MASK."""
     shared_end: tl.tensor
     item_start: tl.tensor
     """Keys from shared_end to item_start are hidden where HAS_ITEMS."""

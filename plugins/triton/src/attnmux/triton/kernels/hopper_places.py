@@ -1,4 +1,4 @@
-"""What `hopper_tiles` is compiled for, and which rows and keys a program takes."""
+"""The constants of `hopper_tiles`, and the rows and keys of each program."""
 
 # No annotations as strings: an aggregate reads those of its fields.
 
@@ -13,7 +13,7 @@ visible_range = gluon.jit(blocks.visible_range.fn)
 
 @aggregate
 class Kind:
-    """What a kernel is compiled for, by the names of its arguments."""
+    """The constants of a kernel, named like its arguments."""
 
     GROUP: gl.constexpr
     D: gl.constexpr
@@ -44,7 +44,7 @@ class Tile:
     """The request's first token among the step's."""
     first_row: gl.tensor
     num_rows: gl.tensor
-    """Of the request: query heads of the KV head times new tokens."""
+    """Rows of the request: query heads of the KV head times new tokens."""
     cached: gl.tensor
     """The position of its first new token."""
     num_keys: gl.tensor

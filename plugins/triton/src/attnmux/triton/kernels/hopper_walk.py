@@ -96,7 +96,7 @@ def next_request(
 
 @aggregate
 class ShareKind:
-    """What `hopper_shares` is compiled for, by the names of the kernel's arguments."""
+    """The constants of `hopper_shares`, named like the kernel's arguments."""
 
     KV_HEADS: gl.constexpr
     GROUP: gl.constexpr
