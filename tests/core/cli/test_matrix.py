@@ -32,7 +32,9 @@ from attnmux.core.cli.verbs import verbs
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "support-matrix.md"
 OURS = tuple(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir()))
-COMMAND = f"ATTNMUX_ALLOW_PLUGINS={','.join(OURS)} attnmux matrix > docs/support-matrix.md"
+COMMAND = (
+    f"ATTNMUX_ALLOW_PLUGINS={','.join(OURS)} attnmux matrix --markdown > docs/support-matrix.md"
+)
 
 PLAIN = {
     "vendor": ANY,
@@ -235,7 +237,7 @@ def call(monkeypatch):
 
 def test_the_verb_takes_third_parties_as_they_come(call) -> None:
     third = offer({"vendor": one_of("acme"), "sinks": ANY}, name="acme_attn", plugin="acme")
-    result = call(offers=(third, offer()))
+    result = call("--markdown", offers=(third, offer()))
     assert result.exit_code == 0
     assert "| `acme_attn` | acme | available | acme |" in result.stdout
     assert "bad" in result.stderr
@@ -250,7 +252,7 @@ def test_the_verb_takes_third_parties_as_they_come(call) -> None:
 def test_json_has_what_markdown_has(call) -> None:
     pytest.importorskip("attnmux.cpu.plugin")
     data = json.loads(call("--json").stdout)
-    page = call().stdout
+    page = call("--markdown").stdout
     assert len(data["rows"]) == sum(line.startswith("| `") for line in page.splitlines())
     for row in data["rows"]:
         assert f"| `{row['backend']}` | {row['plugin']} | {row['status']} |" in page

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.ask.values import KINDS
+from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.verified import hardware
-from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, rows_of
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.select import machine
+from attnmux.core.errors import InvalidInput
 
 INTRODUCTION = """\
 # Support matrix
 
-What each backend serves, as its card says. `attnmux matrix` prints this page; cards of other
-installed plugins are in it too. Empty cells are not served. A number leads to the limits under
-which a cell holds. A planned backend can be asked about for any machine and does not run yet.
+What each backend serves, as its card says. `attnmux matrix --markdown` prints this page; cards of
+other installed plugins are in it too. Empty cells are not served. A number leads to the limits
+under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
 "Run on" is the hardware on which a backend passed the conformance suite; "an emulator alone" is
 none of it: the vendor's functions in plain torch."""
 
@@ -33,12 +38,43 @@ LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "r
 
 
 @click.command()
+@click.argument("backends", nargs=-1, metavar="[BACKEND]...")
+@click.option("--platform", help=f"Only what serves a machine: {GRAMMAR}, or a vendor here.")
+@click.option("--request", "fields", help="Only what serves a request: FIELD=VALUE,…")
+@click.option(
+    "--by",
+    type=click.Choice(["backend", "feature"]),
+    default="backend",
+    show_default=True,
+    help="A line for each backend, or for each feature.",
+)
+@click.option("--markdown", "as_markdown", is_flag=True, help="One wide table, as Markdown.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page to this file."
+)
 @common_options
 @pass_run
-def matrix(run: Run, as_json: bool) -> None:
-    """Print what each backend of the installed plugins serves, as Markdown."""
-    plugins = run.plugins(run.settings())
-    rows = rows_of(plugins.offers())
+def matrix(
+    run: Run,
+    as_json: bool,
+    backends: tuple[str, ...],
+    platform: str | None,
+    fields: str | None,
+    by: str,
+    as_markdown: bool,
+    html: Path | None,
+) -> None:
+    """Show what the backends of the installed plugins serve; with names, every limit of those."""
+    settings = run.settings()
+    plugins = run.plugins(settings)
+    offers = plugins.offers()
+    if unknown := [name for name in backends if not any(name in each.names for each in offers)]:
+        known = ", ".join(sorted(offer.card.name for offer in offers))
+        raise InvalidInput("BACKEND", got=repr(unknown[0]), expected=f"one of {known}")
+    named = [offer for offer in offers if not backends or offer.names.intersection(backends)]
+    device = machine(run, settings, plugins, platform)[0] if platform else None
+    request = Request().replace(**dict(parse_fields(fields))) if fields else None
+    rows = rows_of(narrowed(named, request, device))
     if as_json:
         echo_json(
             {
@@ -47,8 +83,18 @@ def matrix(run: Run, as_json: bool) -> None:
                 "warnings": run.warnings,
             }
         )
-        return
-    click.echo(markdown(rows))
+    elif html is not None:
+        # jinja2 is an extra, and slow to import, as rich is below
+        from attnmux.core.cli.matrix_page import page  # noqa: PLC0415
+
+        with writing(html, otherwise="name another file"):
+            html.write_text(page(rows, TITLES), encoding="utf-8")
+    elif as_markdown:
+        click.echo(markdown(rows))
+    else:
+        from attnmux.core.cli.matrix_view import show  # noqa: PLC0415
+
+        show(rows, TITLES, by_feature=by == "feature", in_full=bool(backends))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -6,13 +6,13 @@ names their difference from the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import KINDS, PHASES
-from attnmux.core.choosing.judge.axes import AXES, CACHED, Axis, Question
+from attnmux.core.choosing.judge.axes import AXES, CACHED, PLATFORM, Axis, Question, meets
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Clause, Offer
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
@@ -81,6 +81,8 @@ class Row:
     """Backends that must not share a KV cache with this one."""
     companions: tuple[str, ...]
     """Backends, any of which serves the phase that this one does not when it is named alone."""
+    sources: Mapping[str, str]
+    """As on the card."""
 
     def to_dict(self) -> dict[str, Any]:
         cells = zip(COLUMNS, self.cells, strict=True)
@@ -94,7 +96,40 @@ class Row:
             "features": {column.title: asdict(cell) for column, cell in cells},
             "excludes": list(self.excludes),
             "companions": list(self.companions),
+            "sources": dict(self.sources),
         }
+
+
+def narrowed(
+    offers: Iterable[Offer], request: Request | None = None, platform: Platform | None = None
+) -> list[Offer]:
+    """The offers, each with only the clauses that admit a request or a machine, if it has any.
+
+    A clause counts for a request if it admits one of the request's phases. No solver runs: values
+    that the request leaves open demand nothing.
+    """
+    asked = request or Request()
+    machine = platform or Platform(vendor="any", device_type="any", arch="any")
+    questions = [
+        Question(request=asked, platform=machine, phase=phase, hypothetical=True)
+        for phase in asked.phases
+    ]
+
+    def counts(axis: Axis) -> bool:
+        of_machine = axis.weight == PLATFORM and axis.name not in ("kind", "phase")
+        return (platform if of_machine else request) is not None
+
+    demanded = [[demand for demand in q.demands if counts(demand[0])] for q in questions]
+
+    def admits(clause: Clause) -> bool:
+        return any(meets(clause, demands) for demands in demanded)
+
+    kept = [(offer, tuple(filter(admits, offer.card.clauses))) for offer in offers]
+    return [
+        replace(offer, card=replace(offer.card, clauses=clauses))
+        for offer, clauses in kept
+        if clauses
+    ]
 
 
 def rows_of(offers: Iterable[Offer]) -> tuple[Row, ...]:
@@ -139,6 +174,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,
+        sources=offer.card.sources,
     )
 
 

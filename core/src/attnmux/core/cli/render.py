@@ -26,7 +26,8 @@ PROSE_WIDTH = 30
 """Width below which a column of sentences is unreadable."""
 
 
-def _console() -> Console:
+def plain_console() -> Console:
+    """A console without markup, as wide as the terminal up to `WIDTH`."""
     console = Console()
     # A pipe has no width of its own
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
@@ -55,7 +56,7 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
             platform.runtime,
             " ".join(sorted(platform.features)),
         )
-    _console().print(table)
+    plain_console().print(table)
 
 
 def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
@@ -68,7 +69,7 @@ def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
             _here(offer, reasons),
             offer.card.summary,
         )
-    _console().print(table)
+    plain_console().print(table)
 
 
 def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
@@ -94,7 +95,7 @@ def render_answer(
     told, values = explanation.outcomes, explanation.values
     if isinstance(answer, NoBackend):
         if explain:
-            console = _console()
+            console = plain_console()
             _print_losers(console, told, len(request.phases), every=every)
             _print_values(console, values)
     elif explain:
@@ -105,7 +106,7 @@ def render_answer(
 
 def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
     """The summary, the changes, the backends that fit, and the number of others."""
-    console = _console()
+    console = plain_console()
     _print_head(console, decision)
     fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
     rows = [(*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting]
@@ -132,7 +133,7 @@ def render_explanation(
 
     `every` shows all reasons of a backend that was not chosen, instead of the first one.
     """
-    console = _console()
+    console = plain_console()
     _print_head(console, decision)
     rows = [
         (*_candidate(outcome, len(decision.phases)), _sourced(outcome))
