@@ -1,24 +1,14 @@
-"""The emulator of `flash_attn.cute` has the real signature, conventions and refusals."""
+"""The emulator of `flash_attn.cute` has the conventions and refusals."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import math
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
-
-RECORDED = json.loads(
-    (Path(__file__).parent / "data" / "flash-attn-4-4.0.0b18.json").read_text(encoding="utf-8")
-)
-SIGNATURE = RECORDED["signatures"]["flash_attn_varlen_func"]
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -56,37 +46,6 @@ def latent(heads: int = 16, arch: int = 100, **more: Any) -> tuple[torch.Tensor,
     keys = {"seqused_k": ints(5), "page_table": ints(2).view(1, 1), "causal": True}
     given = {"k": cache[..., 512:], "v": cache[..., :512], **queries, **keys}
     return call(arch, {**given, **more})
-
-
-def test_emulated_signature() -> None:
-    function = FlashAttnCute(arch=90).flash_attn_varlen_func
-    found = [
-        [each.name, each.kind.name, None if each.default is each.empty else repr(each.default)]
-        for each in inspect.signature(function).parameters.values()
-    ]
-    assert found == SIGNATURE
-
-
-def test_installed_signature() -> None:
-    """The installed library takes the recorded arguments, in order."""
-    try:
-        installed = distribution(RECORDED["distribution"])
-    except PackageNotFoundError:
-        pytest.skip(f"{RECORDED['distribution']} is not installed")
-    # It imports only where a CUDA driver is.
-    module = ast.parse(Path(str(installed.locate_file(RECORDED["file"]))).read_text("utf-8"))
-    (arguments,) = (
-        node.args
-        for node in module.body
-        if isinstance(node, ast.FunctionDef) and node.name == "flash_attn_varlen_func"
-    )
-    required = len(arguments.args) - len(arguments.defaults)
-    defaults = [None] * required + [ast.unparse(each) for each in arguments.defaults]
-    found = [
-        [argument.arg, "POSITIONAL_OR_KEYWORD", default]
-        for argument, default in zip(arguments.args, defaults, strict=True)
-    ]
-    assert [each for each in found if each in SIGNATURE] == SIGNATURE
 
 
 def test_lse_is_natural_and_by_heads() -> None:

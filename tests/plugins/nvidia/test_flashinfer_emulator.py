@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import json
 import math
-from collections.abc import Callable
-from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,47 +17,10 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.shared import writable_lse
 from attnmux.testing import RecordingGraphs
 
-RECORDED: dict[str, Any] = {
-    name: parameters
-    for file in ("flashinfer-0.6.13.json", "flashinfer-mla-0.6.13.json")
-    for name, parameters in json.loads((Path(__file__).parent / "data" / file).read_text())[
-        "signatures"
-    ].items()
-}
-MODULES = {
-    "fast_decode_plan": "flashinfer.decode",
-    "get_batch_prefill_attention_sink_uri": "flashinfer.jit.attention",
-    "BatchMLAPagedAttentionWrapper": "flashinfer.mla",
-}
-"""Where the library has names that the package itself does not export."""
-
 KERNELS = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 DECODE = emulator.BatchDecodeWithPagedKVCacheWrapper
 PAGED = emulator.BatchPrefillWithPagedKVCacheWrapper
 RAGGED = emulator.BatchPrefillWithRaggedKVCacheWrapper
-
-
-def parameters(function: Callable[..., Any]) -> list[list[str | None]]:
-    """Name, kind and default of each, as recorded."""
-    return [
-        [found.name, found.kind.name, None if found.default is found.empty else repr(found.default)]
-        for found in inspect.signature(function).parameters.values()
-    ]
-
-
-@pytest.mark.parametrize("name", sorted(RECORDED))
-def test_emulated_signature(name) -> None:
-    assert parameters(attrgetter(name)(emulator)) == RECORDED[name]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(RECORDED))
-def test_installed_signature(name) -> None:
-    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
-    pytest.importorskip("flashinfer")
-    module = importlib.import_module(MODULES.get(name.split(".")[0], "flashinfer"))
-    installed = parameters(attrgetter(name)(module))
-    assert [each for each in installed if each in RECORDED[name]] == RECORDED[name]
 
 
 HEADS = {
