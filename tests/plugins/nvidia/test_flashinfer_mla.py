@@ -135,7 +135,7 @@ def test_heads_are_padded_only_for_causal_kernels(heads, padded) -> None:
 @pytest.mark.parametrize("heads", [20, 96])
 def test_tiles_that_end_within_a_token(monkeypatch, heads) -> None:
     """The kernels would leave out keys of tokens whose keys end on a multiple of 64."""
-    step = extend(*((prefix, 10) for prefix in range(54, 66)))
+    step = extend(*((prefix, 10) for prefix in range(54, 66, 1 if heads == 20 else 5)))
     assert_agrees(step, num_q_heads=heads, lse=True)
     monkeypatch.setattr(planning, "padded_heads", lambda num_heads: num_heads)
     outcome = run_case(CANDIDATE, case_of(step, num_q_heads=heads))

@@ -290,7 +290,7 @@ LONG: dict[str, Any] = {"spec_topk": 1, "max_context_len": 640}
 
 def drafts_over_e4m3(drafts: int, heads: int) -> Case:
     settings = {**SETTINGS, **FP8, **LONG, "num_q_heads": heads, "lse": True}
-    return Case(name="drafts", steps=(verify(drafts, 0, 63, 300),), **settings)
+    return Case(name="drafts", steps=(verify(drafts, 0, 63, 108),), **settings)
 
 
 @pytest.mark.parametrize(("drafts", "heads", "status"), [(32, 128, "passed"), (33, 2, "refused")])
