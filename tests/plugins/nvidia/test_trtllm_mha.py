@@ -44,7 +44,7 @@ EMULATED = TRTLLMMHAKernels(
     trtllm_fmha_v2_prefill=trtllm_prefill.trtllm_fmha_v2_prefill,
     trtllm_batch_context_with_kv_cache=trtllm_prefill.trtllm_batch_context_with_kv_cache,
 )
-OPTIONS = {"workspace_bytes": 32 << 20}
+OPTIONS = {"workspace_bytes": 64 << 20}
 
 
 SETTINGS: dict[str, Any] = {"max_context_len": 256, "page_size": 16}

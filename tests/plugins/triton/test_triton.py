@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.layer import TritonLayer
-from attnmux.triton.shares import SplitOptions
+from attnmux.triton.share_plans import SplitOptions
 
 CANDIDATE = Candidate(
     card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
