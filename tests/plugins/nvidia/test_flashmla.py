@@ -289,7 +289,8 @@ LONG: dict[str, Any] = {"spec_topk": 1, "max_context_len": 640}
 
 
 def drafts_over_e4m3(drafts: int, heads: int) -> Case:
-    settings = {**SETTINGS, **FP8, **LONG, "num_q_heads": heads, "lse": True}
+    one_layer = {"windows": (None,), "lse": True}
+    settings = {**SETTINGS, **FP8, **LONG, **one_layer, "num_q_heads": heads}
     return Case(name="drafts", steps=(verify(drafts, 0, 63, 108),), **settings)
 
 
