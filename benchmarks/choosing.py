@@ -6,24 +6,24 @@ question, so that no answer is cached. Medians are printed in milliseconds, of w
 time, which other jobs disturb less, and as ratios of wall time to one verdict (`check` of the
 portable card in decode), which hold on a slower machine too.
 
-    python -m benchmarks.choosing [--rounds N] [--seed N]
+    python -m benchmarks.choosing [--rounds N] [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
+from pathlib import Path
 
 import click
-import importlib_metadata
-from rich.console import Console
-from rich.table import Table
+import torch
+from benchmarks.cases import json_option, rounds_option
 
+from attnmux.bench import Report, facts
 from attnmux.core import (
     ANY,
     NONE,
@@ -49,6 +49,7 @@ from attnmux.core import (
 from attnmux.core.choosing.judge.checking import check
 
 SMALL, LARGE = 40, 1000
+COLUMNS = {"": "", "ms": ".3f", "CPU ms": ".3f", "ratio": ".0f", "at most": "g"}
 MACHINES = {
     "nvidia": (versions(">=9.0,<10"), versions(">=8.0"), versions(">=10.0,<12.2")),
     "amd": (versions(">=9.4,<10"), ANY),
@@ -143,83 +144,69 @@ def requests(rng: random.Random) -> Iterator[Request]:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One row of the table."""
+def questions(
+    offers: Sequence[Offer], many: Sequence[Offer], rounds: int
+) -> Mapping[str, tuple[Callable[[Request], object], int, float | None]]:
+    """By name: the question, how often it is asked, and its bar in milliseconds."""
 
-    name: str
-    run: Callable[[Request], object]
-    rounds: int
-    most: float | None = None
-    """In milliseconds."""
-
-
-def rows(offers: Sequence[Offer], many: Sequence[Offer], rounds: int) -> list[Row]:
-    def decide(found: Sequence[Offer]) -> Callable[[Request], object]:
-        return lambda request: solve(request, PLATFORM, found, POLICY)
+    def decide(found: Sequence[Offer], request: Request) -> object:
+        return solve(request, PLATFORM, found, POLICY)
 
     def explain(request: Request) -> object:
         return len(solve(request, PLATFORM, offers, POLICY).candidates)
 
-    def refuse(found: Sequence[Offer]) -> Callable[[Request], object]:
+    def refuse(found: Sequence[Offer], request: Request) -> object:
         """No card but the portable one serves trees in float32 over pages of 7."""
-
-        def run(request: Request) -> object:
-            asked = request.replace(dtype="float32", page_size=7, spec_topk=4, deterministic=True)
-            try:
-                return solve(asked, PLATFORM, found[1:], POLICY)
-            except NoBackend as refusal:
-                return len(refusal.candidates)
-
-        return run
+        asked = request.replace(dtype="float32", page_size=7, spec_topk=4, deterministic=True)
+        try:
+            return solve(asked, PLATFORM, found[1:], POLICY)
+        except NoBackend as refusal:
+            return len(refusal.candidates)
 
     def one(request: Request) -> object:
         return check(offers[0].card, "decode", request, PLATFORM, policy=POLICY)
 
     few = max(rounds // 10, 5)
-    return [
-        Row(name="one verdict", run=one, rounds=rounds),
-        Row(name=f"{SMALL} cards, the decision", run=decide(offers), rounds=rounds, most=1),
-        Row(name=f"{SMALL} cards, every reason and hint", run=explain, rounds=rounds, most=10),
-        Row(name=f"{SMALL} cards, a refusal with all hints", run=refuse(offers), rounds=few),
-        Row(name=f"{LARGE} cards, the decision", run=decide(many), rounds=few, most=50),
-        Row(name=f"{LARGE} cards, a refusal with all hints", run=refuse(many), rounds=1),
-    ]
+    return {
+        "one verdict": (one, rounds, None),
+        f"{SMALL} cards, the decision": (partial(decide, offers), rounds, 1),
+        f"{SMALL} cards, every reason and hint": (explain, rounds, 10),
+        f"{SMALL} cards, a refusal with all hints": (partial(refuse, offers), few, None),
+        f"{LARGE} cards, the decision": (partial(decide, many), few, 50),
+        f"{LARGE} cards, a refusal with all hints": (partial(refuse, many), 1, None),
+    }
 
 
-def measure(row: Row, asked: Iterator[Request]) -> tuple[float, float]:
-    """Median seconds of a call, wall and CPU time. The first two calls fill caches of parsed text
-    and do not count."""
-    wall, cpu = [], []
-    for _ in range(row.rounds + 2):
+def measure(run: Callable[[Request], object], rounds: int, asked: Iterator[Request]) -> list[float]:
+    """Median milliseconds of a call, wall and CPU time. The first two calls fill caches of parsed
+    text and do not count."""
+    taken = []
+    for _ in range(rounds + 2):
         request = next(asked)
         start, busy = time.perf_counter(), time.process_time()
-        row.run(request)
-        cpu.append(time.process_time() - busy)
-        wall.append(time.perf_counter() - start)
-    return statistics.median(wall[2:]), statistics.median(cpu[2:])
+        run(request)
+        taken.append((time.perf_counter() - start, time.process_time() - busy))
+    return [statistics.median(clock) * 1e3 for clock in zip(*taken[2:], strict=True)]
 
 
 @click.command()
-@click.option("--rounds", default=200, help="Runs of each row; a tenth of them over many cards.")
+@rounds_option(200)
 @click.option("--seed", default=0, help="Of the cards and the requests.")
-def main(rounds: int, seed: int) -> None:
-    """Print the cost of a choice, in milliseconds and as a ratio to one verdict."""
-    rng = random.Random(seed)
+@json_option
+def main(rounds: int, seed: int, path: Path | None) -> None:
+    """Print the cost of a choice, in milliseconds and as a ratio to one verdict.
+
+    Over many cards, a tenth of the rounds.
+    """
+    rng, unit = random.Random(seed), None
     offers, many = cards(SMALL, rng), cards(LARGE, rng)
-    asked = requests(rng)
-    medians = {row.name: measure(row, asked) for row in rows(offers, many, rounds)}
-    version = importlib_metadata.version("attnmux-core")
-    title = f"5 phases; Python {platform.python_version()}, attnmux-core {version}"
-    table = Table("", "ms", "CPU ms", "ratio", "at most", title=title)
-    unit, _ = medians["one verdict"]
-    for row in rows(offers, many, rounds):
-        wall, cpu = medians[row.name]
-        style = "red" if row.most is not None and wall * 1e3 > row.most else None
-        limit = "" if row.most is None else f"{row.most:g}"
-        times = f"{wall * 1e3:.3f}", f"{cpu * 1e3:.3f}", f"{wall / unit:.0f}"
-        table.add_row(row.name, *times, limit, style=style)
-    Console().print(table)
+    asked, about = requests(rng), facts(torch.device("cpu"), "attnmux-core")
+    with Report(COLUMNS, about, path, title="requests of 5 phases, medians") as report:
+        for name, (run, count, most) in questions(offers, many, rounds).items():
+            wall, cpu = measure(run, count, asked)
+            unit = unit or wall
+            missed = most is not None and wall > most
+            report.add(name, wall, cpu, wall / unit, most, missed=missed)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,30 @@ Every round starts every process once, so that a disturbance hits all of them; m
 Bars: `attnmux select --json` at most 12, the table at most 20. The last rows split the time: the
 libraries alone, and the package without a verb.
 
-    python -m benchmarks.cold_start [--rounds N]
+    python -m benchmarks.cold_start [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
+import torch
+from benchmarks.cases import json_option, rounds_option
 
+from attnmux.bench import Report, facts, interleave, wall_meter
+from attnmux.bench.timing import Meter
+
+CPU = torch.device("cpu")
+COLUMNS = {"command": "", "ms": ".1f", "ratio": ".1f", "at most": "g"}
 NOTHING = "python -c pass"
 LIBRARIES = "import click, dataclasses, importlib_metadata, json, packaging.requirements, pluggy"
 
@@ -44,33 +49,32 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
     }
 
 
-def measure(rounds: int) -> dict[str, float]:
-    """Median wall time in seconds, by name."""
-    timed: dict[str, list[float]] = {name: [] for name in commands()}
+def start(command: list[str], folder: str) -> Meter:
+    """Wall time of one process in the folder, which has no configuration file."""
     # Sources that are installed as a link are compiled in the first round, as pip compiles others
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    with tempfile.TemporaryDirectory() as folder:  # no configuration file is found from here
-        for _ in range(rounds + 1):
-            for name, (command, _) in commands().items():
-                start = time.perf_counter()
-                subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
-                timed[name].append(time.perf_counter() - start)
-    # The first round fills the caches of bytecode and of the file system
-    return {name: statistics.median(times[1:]) for name, times in timed.items()}
+    run = partial(
+        subprocess.run, command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL
+    )
+    return wall_meter(run, CPU)
 
 
 @click.command()
-@click.option("--rounds", default=20, help="How often each command starts.")
-def main(rounds: int) -> None:
+@rounds_option(20)
+@json_option
+def main(rounds: int, path: Path | None) -> None:
     """Print each command's wall time as a ratio to an interpreter that does nothing."""
-    medians = measure(rounds)
-    table = Table("command", "ms", "ratio", "at most", title=f"Python {sys.version.split()[0]}")
-    for name, (_, bar) in commands().items():
-        ratio = medians[name] / medians[NOTHING]
-        style = "red" if bar is not None and ratio > bar else None
-        limit = "" if bar is None else f"{bar:g}"
-        table.add_row(name, f"{medians[name] * 1e3:.1f}", f"{ratio:.1f}", limit, style=style)
-    Console().print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        meters = {name: start(command, folder) for name, (command, _) in commands().items()}
+        # The first round fills the caches of bytecode and of the file system
+        times = interleave(meters, rounds, warm_up=1)
+    about, title = facts(CPU, "attnmux-core"), f"medians of {rounds} rounds"
+    with Report(COLUMNS, about, path, title=title) as report:
+        for name, (_, most) in commands().items():
+            median = times.median(name)
+            ratio = median / times.median(NOTHING)
+            missed = most is not None and ratio > most
+            report.add(name, median / 1e3, ratio, most, missed=missed)
 
 
 if __name__ == "__main__":

@@ -43,15 +43,16 @@ from benchmarks.triton_table import (
     PEERS,
     TINY,
     Figure,
-    Peer,
     Row,
     notes,
 )
 from triton.testing import do_bench
 
 from attnmux.bench import (
+    Ceilings,
     Report,
     Step,
+    ceilings,
     distance,
     error_of,
     facts,
@@ -76,11 +77,11 @@ class Benchmark:
         self.rounds = rounds
         self.missing: dict[str, str] = {}
         self._libraries: dict[str, Any] = {}
-        for peer in () if ours_only else PEERS:
+        for peer, (module, _) in PEERS.items() if not ours_only else ():
             try:
-                self._libraries[peer.name] = importlib.import_module(peer.module)
+                self._libraries[peer] = importlib.import_module(module)
             except Exception as error:  # an installed library may still not load
-                self.missing[peer.name] = in_brief(error)
+                self.missing[peer] = in_brief(error)
 
     def measure(self, family: str, case: Case) -> Row:
         is_extend = family == "extend"
@@ -106,8 +107,10 @@ class Benchmark:
         ready = time.perf_counter() - began
         if family == "fp8":
             admit(OUR_BF16, self.ours, replace(case, kv_dtype=case.dtype).step(self.device))
-        for peer in self._peers(family):
-            admit(peer.name, partial(peer.calls[family], self._libraries[peer.name]), step, whole)
+        for peer, library in self._libraries.items():
+            _, calls = PEERS[peer]
+            if family in calls:
+                admit(peer, partial(calls[family], library), step, whole)
         times = interleave(meters, self.rounds)
         for name in meters:
             figures[name] = replace(figures[name], us=times.median(name) / len(step.layers))
@@ -134,9 +137,6 @@ class Benchmark:
             for layer in step.layers
         ]
         return [partial(attend, call, batch) for call in calls]
-
-    def _peers(self, family: str) -> list[Peer]:
-        return [peer for peer in PEERS if peer.name in self._libraries and family in peer.calls]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,19 +178,6 @@ def cold_meter(run: Run, device: torch.device) -> Meter:
     return lambda: float(do_bench(run, warmup=20, rep=60, return_mode="median")) * 1e3
 
 
-def rates(device: torch.device) -> dict[str, float]:
-    """The largest rates of this device, measured: TB/s and TFLOP/s."""
-    count, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 16, 64)
-    source = torch.ones(count, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / cold_meter(partial(target.copy_, source), device)()
-    read = source.nbytes / cold_meter(partial(torch.sum, source), device)()
-    del source, target
-    left, right = torch.randn(2, side, side, device=device).to(torch.bfloat16)
-    product = 2 * side**3 / cold_meter(partial(torch.matmul, left, right), device)()
-    return {"copy TB/s": copied / 1e6, "read TB/s": read / 1e6, "matmul TFLOP/s": product / 1e6}
-
-
 def _platform(*, dry_run: bool) -> Platform:
     """Of the device that torch drives."""
     if dry_run:
@@ -216,16 +203,20 @@ def main(
         raise click.UsageError("--dry-run runs kernels in Triton's interpreter: TRITON_INTERPRET=1")
     with torch.no_grad(), emulated_libraries() if dry_run else nullcontext():
         benchmark = Benchmark(rounds=rounds, ours_only=ours_only, dry_run=dry_run)
-        reached = rates(benchmark.device)
+        reached = Ceilings(read_gbs=0, matmul_tflops=0)
+        if not dry_run:
+            reached = ceilings(benchmark.device, torch.bfloat16, 0.3)
         about = facts(
             benchmark.device,
             *("triton", "flashinfer-python", "sglang-kernel"),
             platform=str(benchmark.platform),
             missing=benchmark.missing,
-            ceilings=reached,
+            ceilings=asdict(reached),
         )
-        said = ", ".join(f"{name} {figure:.2f}" for name, figure in reached.items())
-        title = f"ceilings: {said}; medians of {rounds} rounds, us of a layer"
+        title = (
+            f"{reached.read_gbs:.0f} GB/s and {reached.matmul_tflops:.0f} TFLOP/s measured; "
+            f"medians of {rounds} rounds, us of a layer"
+        )
         rows: list[Row] = []
         with Report(COLUMNS, about, path, title=title) as report:
             for name, reason in benchmark.missing.items():

@@ -1,6 +1,6 @@
 """Host time of the Triton backend: what an eager step waits for before its kernels run.
 
-    python -m benchmarks.triton_host [--rounds 21] [--only WORKLOAD] [--profile] [--json FILE]
+    python -m benchmarks.triton_host [--rounds 21] [--only WORKLOAD] [--json FILE]
     python -m benchmarks.triton_host --dry-run      without a GPU: launches go nowhere
 
 Wall time of one call, without waiting for the device: `metadata` is `init_forward_metadata`, once a
@@ -13,10 +13,8 @@ is installed. `build` is the time to make the backend, its kernels compiled or f
 
 from __future__ import annotations
 
-import cProfile
 import importlib
 import importlib.util
-import pstats
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -127,38 +125,17 @@ def _unbound(call: Run) -> None:
     hook.remove(drop)
 
 
-def profile(step: Step) -> None:
-    """Print where the time of eager steps goes."""
-    backend, new = make_backend(step), libraries.new_kv(step)
-
-    def run() -> None:
-        backend.init_forward_metadata(step.batch)
-        for layer, kv in zip(step.layers, new, strict=True):
-            backend.forward(step.q, *kv, layer, step.batch)
-
-    run()
-    with cProfile.Profile() as found:
-        for _ in range(50):
-            run()
-    pstats.Stats(found).sort_stats("tottime").print_stats(25)
-
-
 @click.command()
 @rounds_option(21)
 @only_option
-@click.option("--profile", "profiled", is_flag=True, help="Print where the time goes instead.")
 @json_option
 @dry_run_option("Tiny sizes on the CPU, launches go nowhere")
-def main(rounds: int, only: str, profiled: bool, path: Path | None, dry_run: bool) -> None:
+def main(rounds: int, only: str, path: Path | None, dry_run: bool) -> None:
     """Print the host time of the Triton backend's steps and layers."""
     device = torch.device("cpu" if dry_run else "cuda")
     if dry_run:
         driver.set_active(NowhereDriver())
     cases = [each for each in (TINY if dry_run else CASES) if only in str(each)]
-    if profiled:
-        for case in cases:
-            profile(case.step(device))
-        return
     title = f"32/8 heads x 128, bfloat16; medians of {rounds} rounds, us."
     about = facts(device, "triton", "flashinfer-python")
     with Report(COLUMNS, about, path, title=title) as report, torch.no_grad():

@@ -17,8 +17,6 @@ from attnmux.bench.timing import Run
 
 OURS, OUR_BF16 = "ours", "our bf16"
 FAMILIES = ("decode", "fp8", "mla", "extend")
-
-
 SIDES = (OURS, OUR_BF16, "flashinfer", "flashinfer fa2", "fa3", "flashmla")
 COLUMNS = {
     **{"family": "", "workload": "", "layers": "d"},
@@ -27,56 +25,37 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """The largest geometric mean and the largest single ratio that a family may have."""
-
-    mean: float | None = None
-    worst: float
-
-
-BARS = {
-    "decode": Bar(mean=0.96, worst=1.01),
-    "fp8": Bar(worst=1 / 1.8),
-    "mla": Bar(worst=1.10),
-    "extend": Bar(worst=1.20),
+BARS: Mapping[str, tuple[float | None, float]] = {
+    "decode": (0.96, 1.01),
+    "fp8": (None, 1 / 1.8),
+    "mla": (None, 1.10),
+    "extend": (None, 1.20),
 }
+"""The largest geometric mean and the largest single ratio that a family may have."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
-    """A kernel of a library, and its calls for each family that it serves."""
-
-    name: str
-    module: str
-    calls: Mapping[str, Callable[[Any, Step], list[Run]]]
-
-
-PEERS = (
-    Peer(
-        name="flashinfer",
-        module="flashinfer",
-        calls={
+Calls = Mapping[str, Callable[[Any, Step], list[Run]]]
+PEERS: Mapping[str, tuple[str, Calls]] = {
+    "flashinfer": (
+        "flashinfer",
+        {
             **dict.fromkeys(("decode", "fp8", "extend"), library_flashinfer.flashinfer),
             "mla": library_flashinfer.flashinfer_mla,
         },
     ),
-    Peer(
-        name="flashinfer fa2",
-        module="flashinfer",
-        calls={"extend": partial(library_flashinfer.flashinfer, backend="fa2")},
+    "flashinfer fa2": (
+        "flashinfer",
+        {"extend": partial(library_flashinfer.flashinfer, backend="fa2")},
     ),
-    Peer(
-        name="fa3",
-        module="sgl_kernel.flash_attn",
-        calls={**dict.fromkeys(("decode", "extend"), libraries.fa3), "mla": libraries.fa3_mla},
+    "fa3": (
+        "sgl_kernel.flash_attn",
+        {**dict.fromkeys(("decode", "extend"), libraries.fa3), "mla": libraries.fa3_mla},
     ),
-    Peer(
-        name="flashmla",
-        module="sgl_kernel.flash_mla",
-        calls={"mla": lambda library, step: libraries.flashmla(library, step)[1]},
+    "flashmla": (
+        "sgl_kernel.flash_mla",
+        {"mla": lambda library, step: libraries.flashmla(library, step)[1]},
     ),
-)
+}
+"""Kernels of libraries: the module, and the calls for each family that they serve."""
 
 
 def uneven(batch_size: int, ctx: int) -> Workload:
@@ -199,10 +178,10 @@ def summary(family: str, rows: Sequence[Row], *, has_bars: bool) -> str:
         return f"{family}: nothing to compare with"
     mean = geometric_mean(ratio for ratio, _ in ratios)
     worst, where = max(ratios)
-    bar, of = BARS[family], f"{len(ratios)} of {len(rows)} workloads"
-    kept = worst <= bar.worst and (bar.mean is None or mean <= bar.mean)
+    (most_mean, most), of = BARS[family], f"{len(ratios)} of {len(rows)} workloads"
+    kept = worst <= most and (most_mean is None or mean <= most_mean)
     kept = kept and len(ratios) == len(rows)
-    bars = f"{'' if bar.mean is None else f'mean {bar.mean:.2f}, '}worst {bar.worst:.3f}"
+    bars = f"{'' if most_mean is None else f'mean {most_mean:.2f}, '}worst {most:.3f}"
     faster = f"; {1 / mean:.2f} times as fast" if family == "fp8" else ""
     verdict = ("kept" if kept else "MISSED") if has_bars else "none in a dry run"
     said = f"geometric mean {mean:.3f}, worst {worst:.3f} ({where}){faster}; {of}"

@@ -9,10 +9,9 @@ import torch
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, Platform
 from attnmux.emulators.nvidia import cutlass_mla as emulator
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cutlass_mla import CutlassMLABackend, CutlassMLAKernels, make
+from attnmux.nvidia.cutlass_mla import CutlassMLAKernels, make
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     Case,
     decode,
     extend,
@@ -24,6 +23,7 @@ from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,
+    assert_passes,
     outputs,
     recorded,
 )
@@ -33,12 +33,9 @@ EMULATED = CutlassMLAKernels(
     cutlass_mla_get_workspace_size=emulator.cutlass_mla_get_workspace_size,
 )
 BLACKWELL = Platform.parse("nvidia:sm100,cuda=13.0")
-CANDIDATE = Candidate(
-    card=replace(CUTLASS_MLA, status="available", requires=()),
-    platform=BLACKWELL,
-    device="cpu",
-    factory=lambda context, options: CutlassMLABackend(context, options, EMULATED),
-)
+SETTINGS: dict[str, Any] = {**LATENT, "page_size": 128, "max_context_len": 640}
+CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=SETTINGS)
+CANDIDATE = CUTLASS.candidate(CUTLASS_MLA)
 
 
 class TestCutlassMLAEmulated(AttentionBackendTests):
@@ -46,7 +43,10 @@ class TestCutlassMLAEmulated(AttentionBackendTests):
     page_sizes = (128,)
 
 
-SETTINGS: dict[str, Any] = {**LATENT, "page_size": 128, "max_context_len": 640}
+class TestCutlassMLAAdapter(LatentDecodeTests):
+    adapter = CUTLASS
+
+
 CASES = {
     "nothing": ((decode(1, 0, 130), decode(0, 0, 3)), {}),
     "longer": ((decode(640, 639, 256, 128, 129), decode(1, 128)), {}),
@@ -67,9 +67,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_other_steps(name, splits, graph) -> None:
     steps, settings = CASES[name]
-    case = Case(name=name, steps=steps, **{**SETTINGS, **settings}, graph=graph)
-    outcome = run_case(replace(CANDIDATE, options={"num_kv_splits": splits}), case)
-    assert outcome.status == "passed", outcome.message
+    candidate = replace(CANDIDATE, options={"num_kv_splits": splits})
+    assert_passes(candidate, *steps, **{**SETTINGS, **settings}, graph=graph)
 
 
 def test_splits_that_the_kernel_chooses_run_without_graphs() -> None:
@@ -81,16 +80,8 @@ def test_splits_that_the_kernel_chooses_run_without_graphs() -> None:
     assert "num_kv_splits" in outcome.message
 
 
-CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=SETTINGS)
-
-
-class TestCutlassMLAAdapter(LatentDecodeTests):
-    adapter = CUTLASS
-
-
 def test_scratch_memory_is_made_once_a_step() -> None:
-    kernels, calls = recorded(EMULATED)
-    outputs(*CUTLASS.prepared(decode(40, 7), kernels=kernels))
+    calls = CUTLASS.calls(decode(40, 7))
     assert [call.name for call in calls] == [
         "cutlass_mla_get_workspace_size",
         "cutlass_mla_decode",

@@ -10,24 +10,20 @@ import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput, MultiItem, Platform, imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
-from attnmux.nvidia.dual_chunk import DualChunkBackend, DualChunkKernels, make, merge
+from attnmux.nvidia.dual_chunk import DualChunkKernels, make, merge
 from attnmux.nvidia.dual_chunk_regions import Pieces, longest_keys, most_pieces
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
-    Case,
-    Step,
     decode,
     extend,
     prepare_step,
     reference,
-    run_case,
     verify,
 )
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
-    KernelCall,
+    assert_passes,
     check_graphs_side_by_side,
     check_layers_outside_the_pool,
     misaligned,
@@ -37,16 +33,11 @@ from attnmux.testing.adapters import (
 
 EMULATED = imported(DualChunkKernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-CANDIDATE = Candidate(
-    card=replace(DUAL_CHUNK_FLASH_ATTN, status="available", requires=()),
-    platform=HOPPER,
-    device="cpu",
-    factory=lambda context, options: DualChunkBackend(context, options, EMULATED),
-)
 CHUNKS: dict[str, Any] = {"kind": "dual_chunk", "dual_chunk_len": 32}
 WORLD = AdapterWorld(
     library=make, kernels=EMULATED, platform=HOPPER, settings={**CHUNKS, "max_context_len": 256}
 )
+CANDIDATE = WORLD.candidate(DUAL_CHUNK_FLASH_ATTN)
 ONE_LAYER = (None,)
 
 
@@ -59,22 +50,15 @@ class TestDualChunkAdapter(AdapterTests):
     adapter = WORLD
 
 
-def calls_of(step: Step, **settings: Any) -> list[KernelCall]:
-    kernels, calls = recorded(EMULATED)
-    outputs(*WORLD.prepared(step, kernels=kernels, **{"kv_in_pool": False, **settings}))
-    return calls
-
-
 @pytest.mark.parametrize("head_dim", [96, 192, 256])
 @pytest.mark.parametrize("step", [decode(75, 3), extend((0, 71), (16, 7))])
 def test_other_head_dims(head_dim, step):
     dims = {"head_dim": head_dim, "v_head_dim": head_dim, "page_size": 16, "lse": True}
-    outcome = run_case(CANDIDATE, Case(name="dim", steps=(step,), **CHUNKS, **dims))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(CANDIDATE, step, **CHUNKS, **dims)
 
 
 def test_each_query_meets_its_own_keys():
-    calls = [call.kwargs for call in calls_of(decode(5, 40, 70, 200), windows=ONE_LAYER)]
+    calls = [call.kwargs for call in WORLD.calls(decode(5, 40, 70, 200), windows=ONE_LAYER)]
     assert [call["cache_seqlens"].tolist() for call in calls] == [
         [5, 8, 6, 8],
         [0, 32, 32, 32],
@@ -88,7 +72,7 @@ def test_each_query_meets_its_own_keys():
     ("longest", "host_lens", "calls"), [(32, True, 1), (33, True, 2), (65, True, 3), (5, False, 3)]
 )
 def test_queries_that_no_request_needs_are_left_out(longest, host_lens, calls):
-    made = calls_of(decode(longest, 3), windows=ONE_LAYER, host_lens=host_lens)
+    made = WORLD.calls(decode(longest, 3), windows=ONE_LAYER, host_lens=host_lens)
     assert len(made) == calls
 
 
@@ -96,8 +80,7 @@ def test_queries_that_no_request_needs_are_left_out(longest, host_lens, calls):
 def test_a_context_of_few_chunks(max_context_len):
     steps = decode(32, 7), extend((0, 32), (9, 4))
     settings = {"max_context_len": max_context_len, "lse": True, "graph": True}
-    outcome = run_case(CANDIDATE, Case(name="short", steps=steps, **CHUNKS, **settings))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(CANDIDATE, *steps, **CHUNKS, **settings)
 
 
 @pytest.mark.parametrize("step", [decode(20, 3), extend((0, 20), (4, 9))])
@@ -113,7 +96,7 @@ def test_one_region_is_written_where_the_caller_wants_it(step):
 
 @pytest.mark.parametrize(("page_size", "chunk_len", "seen"), [(16, 32, 16), (16, 24, 1), (1, 7, 1)])
 def test_chunks_that_begin_in_mid_page_are_read_by_slots(page_size, chunk_len, seen):
-    call, *_ = calls_of(decode(60, 3), page_size=page_size, dual_chunk_len=chunk_len)
+    call, *_ = WORLD.calls(decode(60, 3), page_size=page_size, dual_chunk_len=chunk_len)
     assert call.kwargs["page_table"].shape[1] == -(-chunk_len // seen)
 
 
@@ -127,7 +110,7 @@ def test_requests_without_keys(host_lens):
 
 
 def test_layers_of_one_chunk_length_share_their_tables():
-    tables = [call.kwargs["page_table"].data_ptr() for call in calls_of(decode(70, 3))]
+    tables = [call.kwargs["page_table"].data_ptr() for call in WORLD.calls(decode(70, 3))]
     assert tables[:3] == tables[3:]
     assert len(set(tables)) == 3
 

@@ -1,6 +1,6 @@
 """The emulators and the real libraries take the same arguments.
 
-Libraries for MLA import on their devices alone, so their signatures are read from their files.
+Most libraries import on their devices alone, so their signatures are read from their files.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import json
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnmux.emulators.nvidia import cutlass_mla
+from attnmux.emulators.nvidia import cutlass_mla, flashinfer, sgl_flash_attn
+from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
 from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
 
 EMULATORS: dict[str, tuple[object, ...]] = {
+    "flash-attn-4-4.0.0b18": (FlashAttnCute(arch=90),),
+    "flashinfer-0.6.13": (flashinfer,),
+    "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
+    "sglang-kernel-flash_attn-0.4.5": (sgl_flash_attn,),
     "sglang-kernel-flash_mla-0.4.5": (sgl_kernel, SglKernel),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
     "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
-    "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
 }
 DATA = Path(__file__).parent / "data"
 RECORDED = {name: json.loads((DATA / f"{name}.json").read_text()) for name in EMULATORS}
@@ -68,27 +73,27 @@ def parsed(source: str, name: str) -> Parameters:
 
 
 def installed(module: str, name: str) -> Parameters:
-    package, _, rest = module.partition(".")
+    package, *rest = module.split(".")
     if package == "flashinfer":
-        return parameters(getattr(importlib.import_module(module), name))
+        return parameters(attrgetter(name)(importlib.import_module(module)))
     spec = find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations
-    return parsed(Path(spec.submodule_search_locations[0], f"{rest}.py").read_text(), name)
+    file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+    return parsed(file.read_text(encoding="utf-8"), name)
 
 
 @pytest.mark.parametrize(("library", "module", "name"), FUNCTIONS)
 def test_emulated_signature(library, module, name) -> None:
-    (function,) = (
-        getattr(emulator, name) for emulator in EMULATORS[library] if hasattr(emulator, name)
-    )
+    (emulator,) = (each for each in EMULATORS[library] if hasattr(each, name.split(".")[0]))
+    function = attrgetter(name)(emulator)
     assert parameters(function) == RECORDED[library]["modules"][module][name]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("library", "module", "name"), FUNCTIONS)
 def test_installed_signature(library, module, name) -> None:
-    """Whatever is installed takes what the adapter passes: the recorded arguments, in order."""
+    """The installed library takes the recorded arguments, in order."""
     distribution = RECORDED[library]["distribution"]
     try:
         # Two distributions share the name of a package.

@@ -9,13 +9,11 @@ import torch
 
 from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform, imported
 from attnmux.nvidia.cards.fa3 import FA3
-from attnmux.nvidia.fa3 import FA3Backend, make
+from attnmux.nvidia.fa3 import make
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     Case,
-    Step,
     decode,
     extend,
     prepare_step,
@@ -26,6 +24,7 @@ from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
+    assert_passes,
     check_graphs_side_by_side,
     check_layers_outside_the_pool,
     outputs,
@@ -34,15 +33,10 @@ from attnmux.testing.adapters import (
 
 EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-CANDIDATE = Candidate(
-    card=replace(FA3, requires=()),
-    platform=HOPPER,
-    device="cpu",
-    factory=lambda context, options: FA3Backend(context, options, EMULATED),
-)
 WORLD = AdapterWorld(
     library=make, kernels=EMULATED, platform=HOPPER, settings={"max_context_len": 256}
 )
+CANDIDATE = WORLD.candidate(FA3)
 PAGED, PACKED = "flash_attn_with_kvcache", "flash_attn_varlen_func"
 SCHEDULE, MERGE = "get_scheduler_metadata", "merge_state_v2"
 
@@ -54,13 +48,6 @@ class TestFA3Emulated(AttentionBackendTests):
 
 class TestFA3Adapter(AdapterTests):
     adapter = WORLD
-
-
-def calls_of(step: Step, **settings: Any) -> list[KernelCall]:
-    """What the library is called with in a step of two layers."""
-    kernels, calls = recorded(EMULATED)
-    outputs(*WORLD.prepared(step, kernels=kernels, **{"kv_in_pool": False, **settings}))
-    return calls
 
 
 def attentions(calls: list[KernelCall]) -> list[KernelCall]:
@@ -75,12 +62,11 @@ def names(calls: list[KernelCall]) -> list[str]:
 @pytest.mark.parametrize("step", [decode(45, 3), extend((0, 41), (16, 7))])
 def test_other_head_dims(head_dim, step):
     dims = {"head_dim": head_dim, "v_head_dim": head_dim}
-    outcome = run_case(CANDIDATE, Case(name="dim", steps=(step,), page_size=16, lse=True, **dims))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(CANDIDATE, step, page_size=16, lse=True, **dims)
 
 
 def test_layers_of_one_pool_share_a_page_table():
-    calls = attentions(calls_of(decode(40, 7), windows=(None, 8, 21), page_size=16))
+    calls = attentions(WORLD.calls(decode(40, 7), windows=(None, 8, 21), page_size=16))
     assert len({call.kwargs["page_table"].data_ptr() for call in calls}) == 1
     assert [call.kwargs["window_size"] for call in calls] == [(-1, -1), (8, 0), (21, 0)]
 
@@ -100,13 +86,13 @@ def test_decode_reads_the_lengths_of_the_batch():
 )
 def test_longest_lengths(host_lens, deterministic, longest):
     step, settings = extend((10, 30), (0, 7)), {"page_size": 16, "deterministic": deterministic}
-    call = calls_of(step, host_lens=host_lens, **settings)[0].kwargs
+    call = WORLD.calls(step, host_lens=host_lens, **settings)[0].kwargs
     assert (call["max_seqlen_q"], call["page_table"].shape[1]) == longest
     assert call["num_splits"] == (1 if deterministic else 0)
 
 
 def test_an_option_fixes_the_splits():
-    calls = calls_of(decode(40), options={"num_splits": 4})
+    calls = WORLD.calls(decode(40), options={"num_splits": 4})
     assert [call.kwargs["num_splits"] for call in calls] == [4] * 3
 
 
@@ -129,7 +115,7 @@ def test_sinks_of_many_heads(heads, sinks, served):
 
 
 def test_a_schedule_serves_the_layers_of_a_kind():
-    calls = calls_of(decode(40, 7), windows=(None, 8, None), page_size=16)
+    calls = WORLD.calls(decode(40, 7), windows=(None, 8, None), page_size=16)
     assert names(calls) == [SCHEDULE, SCHEDULE, PAGED, PAGED, PAGED]
     assert [call.kwargs["window_size"] for call in calls[:2]] == [(-1, -1), (8, 0)]
     first, windowed, last = (call.kwargs["scheduler_metadata"] for call in calls[2:])
@@ -143,14 +129,14 @@ def test_a_schedule_serves_the_layers_of_a_kind():
 )
 def test_calls_without_a_schedule(step, settings):
     """Packed queries are split by their number; where keys are never split, nothing is saved."""
-    calls = calls_of(step, **settings)
+    calls = WORLD.calls(step, **settings)
     assert names(calls) == [PAGED, PAGED]
     assert all(call.kwargs.get("scheduler_metadata") is None for call in calls)
 
 
 def test_without_requests_nothing_is_launched():
     """The library would launch no block, and end the process."""
-    assert calls_of(decode()) == []
+    assert WORLD.calls(decode()) == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +156,7 @@ def test_where_keys_are_read(step, settings, name):
     """From the call where it brings them all; `flash_attn_varlen_func` ignores a page table. From
     the pool where it quantises them, where results must not depend on the rest of the batch, and
     where the host does not know of prefixes."""
-    calls = attentions(calls_of(step, windows=(None, 3), page_size=16, **settings))
+    calls = attentions(WORLD.calls(step, windows=(None, 3), page_size=16, **settings))
     assert names(calls) == [name] * 2
 
 
@@ -246,7 +232,7 @@ def test_graphs_of_several_modes_live_side_by_side():
 
 
 def test_a_tree_is_two_calls_and_a_merge():
-    prefix, drafts, merge, *_ = calls = calls_of(verify(6, 9, 0), spec_topk=4, page_size=16)
+    prefix, drafts, merge, *_ = calls = WORLD.calls(verify(6, 9, 0), spec_topk=4, page_size=16)
     assert names(calls) == [PAGED, PAGED, MERGE] * 2
     assert prefix.kwargs["cache_seqlens"].tolist() == [9, 0]
     assert len(drafts.kwargs["cache_seqlens"]) == 12
@@ -273,8 +259,7 @@ def test_trees(settings, graph):
     clauses = tuple(replace(clause, page_size=ANY) for clause in FA3.clauses)
     wider = replace(CANDIDATE, card=replace(CANDIDATE.card, clauses=clauses))
     steps = verify(6, 9, 0, 33), verify(6, 70, padding=1)
-    outcome = run_case(wider, Case(name="tree", steps=steps, spec_topk=4, graph=graph, **settings))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(wider, *steps, spec_topk=4, graph=graph, **settings)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +325,6 @@ def test_keys_of_another_dtype_are_refused():
 
 
 def test_scale_and_cap_are_the_layers():
-    calls = attentions(calls_of(decode(3), scaling=0.3, logit_cap=2.0))
+    calls = attentions(WORLD.calls(decode(3), scaling=0.3, logit_cap=2.0))
     assert [call.kwargs["softcap"] for call in calls] == [2.0, 4.0]
     assert math.isclose(calls[1].kwargs["softmax_scale"], 0.6)

@@ -10,12 +10,11 @@ from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform
 from attnmux.core.spec import tree_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_layers import FA3Kernels
-from attnmux.nvidia.fa3_mla import FA3MLABackend, make
+from attnmux.nvidia.fa3_mla import make
 from attnmux.nvidia.fa3_trees import draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     CaseSetup,
     decode,
     extend,
@@ -35,12 +34,6 @@ from attnmux.testing.adapters import (
 
 EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-CANDIDATE = Candidate(
-    card=replace(FA3_MLA, status="available", requires=()),
-    platform=HOPPER,
-    device="cpu",
-    factory=lambda context, options: FA3MLABackend(context, options, EMULATED),
-)
 SETTINGS = {**LATENT, "num_q_heads": 4, "max_context_len": 256}
 WORLD = AdapterWorld(library=make, kernels=EMULATED, platform=HOPPER, settings=SETTINGS)
 PAGED, SCHEDULE = "flash_attn_with_kvcache", "get_scheduler_metadata"
@@ -49,7 +42,7 @@ TREE = (-1, 0, 0, 0, 1, 1)
 
 
 class TestFA3MLAEmulated(AttentionBackendTests):
-    backend = CANDIDATE
+    backend = WORLD.candidate(FA3_MLA)
     page_sizes = (1, 16)
 
 
@@ -58,9 +51,7 @@ class TestFA3MLAAdapter(AdapterTests):
 
 
 def attentions(step, **settings: Any) -> list[Any]:
-    kernels, calls = recorded(EMULATED)
-    outputs(*WORLD.prepared(step, kernels=kernels, **settings))
-    return [call for call in calls if call.name != SCHEDULE]
+    return [call for call in WORLD.calls(step, **settings) if call.name != SCHEDULE]
 
 
 def test_the_cache_is_two_views_of_the_pool():

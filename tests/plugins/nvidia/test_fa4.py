@@ -16,16 +16,12 @@ from attnmux.core import (
 )
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.nvidia.cards.fa4 import FA4
-from attnmux.nvidia.fa4 import FA4Backend, FA4Kernels, make
+from attnmux.nvidia.fa4 import FA4Kernels, make
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
-    Case,
-    Step,
     decode,
     extend,
     prepare_step,
-    run_case,
     verify,
 )
 from attnmux.testing.adapters import (
@@ -33,30 +29,29 @@ from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
+    assert_passes,
     check_layers_outside_the_pool,
     outputs,
     recorded,
 )
 
+PAGES: dict[str, Any] = {"page_size": 128, "max_context_len": 256}
+OVER_LATENTS = {**LATENT, "num_q_heads": 4, "max_context_len": 256}
 
-def emulated(arch: int) -> FA4Kernels:
-    return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
-
-def candidate(arch: int) -> Candidate:
-    return Candidate(
-        card=replace(FA4, status="available", requires=()),
+def world_on(arch: int) -> AdapterWorld:
+    function = FlashAttnCute(arch=arch).flash_attn_varlen_func
+    return AdapterWorld(
+        library=make,
+        kernels=FA4Kernels(flash_attn_varlen_func=function),
         platform=Platform.parse(f"nvidia:sm{arch},cuda=13.0"),
-        device="cpu",
-        factory=lambda context, options: FA4Backend(context, options, emulated(arch)),
+        settings=PAGES,
     )
 
 
-SM90, SM100 = candidate(90), candidate(100)
-EMULATED = emulated(100)
-PAGES: dict[str, Any] = {"page_size": 128, "max_context_len": 256}
-OVER_LATENTS = {**LATENT, "num_q_heads": 4, "max_context_len": 256}
-WORLD = AdapterWorld(library=make, kernels=EMULATED, platform=SM100.platform, settings=PAGES)
+WORLD = world_on(100)
+EMULATED = WORLD.kernels
+SM90, SM100 = world_on(90).candidate(FA4), WORLD.candidate(FA4)
 
 
 class TestFA4EmulatedOnSM90(AttentionBackendTests):
@@ -84,37 +79,27 @@ class TestFA4Adapter(AdapterTests):
             backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
 
 
-def calls_of(step: Step, **settings: Any) -> list[KernelCall]:
-    kernels, calls = recorded(EMULATED)
-    outputs(*WORLD.prepared(step, kernels=kernels, **settings))
-    return calls
-
-
 @pytest.mark.parametrize("on", [SM90, SM100], ids=["sm90", "sm100"])
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(72, 72), (96, 96), (192, 128)])
 @pytest.mark.parametrize("save_kv_cache", [True, False])
 def test_other_head_dims(on, head_dim, v_head_dim, save_kv_cache) -> None:
     step = extend((140 if save_kv_cache else 0, 16), (0, 7))
     dims = {"head_dim": head_dim, "v_head_dim": v_head_dim, "save_kv_cache": save_kv_cache}
-    outcome = run_case(on, Case(name="dims", steps=(step,), lse=True, **dims, **PAGES))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(on, step, lse=True, **dims, **PAGES)
 
 
 @pytest.mark.parametrize("on", [SM90, SM100], ids=["sm90", "sm100"])
 @pytest.mark.parametrize(("num_q_heads", "head_dim"), [(10, 128), (10, 72), (6, 104), (12, 64)])
 def test_heads_that_fill_no_tile(on, num_q_heads, head_dim) -> None:
     shape = {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": head_dim}
-    case = Case(name="heads", steps=(extend((140, 16), (0, 7)),), lse=True, **shape, **PAGES)
-    outcome = run_case(on, case)
-    assert outcome.status == "passed", outcome.message
+    assert_passes(on, extend((140, 16), (0, 7)), lse=True, **shape, **PAGES)
 
 
 @pytest.mark.parametrize("num_q_heads", [16, 24])
 @pytest.mark.parametrize("page_size", [1, 64, 128])
 def test_latent_heads_that_pack_and_that_do_not(num_q_heads, page_size) -> None:
     settings = {**OVER_LATENTS, "num_q_heads": num_q_heads, "page_size": page_size, "lse": True}
-    outcome = run_case(SM100, Case(name="heads", steps=(extend((30, 4), (0, 3)),), **settings))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(SM100, extend((30, 4), (0, 3)), **settings)
 
 
 def test_layers_share_a_page_table_and_read_the_pool() -> None:
@@ -171,7 +156,7 @@ def test_no_rows_are_masked_where_the_host_knows_the_lengths() -> None:
 
 
 def test_arguments_of_a_layer() -> None:
-    calls = calls_of(extend((9, 5)), scaling=0.3, logit_cap=2.0, sinks=True)
+    calls = WORLD.calls(extend((9, 5)), scaling=0.3, logit_cap=2.0, sinks=True)
     first, second = (call.kwargs for call in calls)
     assert (first["softcap"], second["softcap"]) == (2.0, 4.0)
     assert (first["softmax_scale"], second["softmax_scale"]) == (0.3, 0.6)
@@ -183,7 +168,7 @@ def test_arguments_of_a_layer() -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_longest_request_does_not_count_where_bits_must_not_depend_on_it(deterministic) -> None:
     step = extend((9, 5), (0, 3))
-    call, *_ = calls_of(step, deterministic=deterministic, host_lens=True)
+    call, *_ = WORLD.calls(step, deterministic=deterministic, host_lens=True)
     assert call.kwargs["max_seqlen_q"] == (256 if deterministic else 5)
 
 
@@ -203,9 +188,7 @@ def test_steps_that_are_refused(step) -> None:
 
 
 def test_mixed_steps_are_served() -> None:
-    step = extend((140, 1), (3, 6), mode=ForwardMode.MIXED)
-    outcome = run_case(SM90, Case(name="mixed", steps=(step,), **PAGES))
-    assert outcome.status == "passed", outcome.message
+    assert_passes(SM90, extend((140, 1), (3, 6), mode=ForwardMode.MIXED), **PAGES)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from attnmux.core import (
     solve,
 )
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
-from attnmux.nvidia.flashinfer.backend import FlashInferBackend, make
+from attnmux.nvidia.flashinfer.backend import make
 from attnmux.nvidia.flashinfer.layers import PlanGroup
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.settings import graph_plan_bytes, graph_workspace_bytes
@@ -35,7 +35,6 @@ from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer.step import LONGEST, Items
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     Case,
     RecordingGraphs,
     Step,
@@ -44,13 +43,13 @@ from attnmux.testing import (
     make_setup,
     prepare_step,
     reference,
-    run_case,
     verify,
 )
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
+    assert_passes,
     misaligned,
     outputs,
     recorded,
@@ -58,12 +57,6 @@ from attnmux.testing.adapters import (
 
 EMULATED = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-CANDIDATE = Candidate(
-    card=replace(FLASHINFER, requires=()),
-    platform=HOPPER,
-    device="cpu",
-    factory=lambda context, options: FlashInferBackend(context, options, EMULATED),
-)
 ADAPTER = AdapterWorld(
     library=make,
     kernels=EMULATED,
@@ -71,6 +64,7 @@ ADAPTER = AdapterWorld(
     host_lens=True,
     settings={"max_context_len": 64},
 )
+CANDIDATE = ADAPTER.candidate(FLASHINFER)
 UNEVEN = extend((0, 7), (9, 3))
 
 
@@ -97,28 +91,11 @@ def given(calls: list[KernelCall], name: str, keyword: str) -> list[Any]:
     return [call.kwargs[keyword] for call in calls if call.name == name]
 
 
-def run_steps(*steps: Step, **settings: Any) -> list[KernelCall]:
-    """The calls of the steps, run eagerly as the suite would."""
-    kernels, calls = recorded(EMULATED)
-    setup = ADAPTER.world(*steps, **settings)
-    backend = ADAPTER.backend(setup.context, kernels=kernels)
-    for step in steps:
-        prepared = ADAPTER.prepare(setup, step)
-        backend.init_forward_metadata(prepared.batch)
-        outputs(backend, prepared)
-    return calls
-
-
 def rehearsed(step: Step, options: Any = None, **settings: Any) -> list[KernelCall]:
     """The calls of the trial of a backend for the step's phase."""
     kernels, calls = recorded(EMULATED)
     rehearse(ADAPTER.backend(ADAPTER.world(step, **settings).context, options, kernels))
     return calls
-
-
-def passes(*steps: Step, **settings: Any) -> None:
-    outcome = run_case(CANDIDATE, Case(name="of-this-test", steps=steps, **settings))
-    assert outcome.status == "passed", outcome.message
 
 
 def groups_of(**settings: Any) -> tuple[PlanGroup, ...]:
@@ -127,13 +104,13 @@ def groups_of(**settings: Any) -> tuple[PlanGroup, ...]:
 
 
 def test_extend_without_a_prefix_reads_the_calls_keys() -> None:
-    calls = run_steps(extend((0, 7), (0, 3)))
+    calls = ADAPTER.calls(extend((0, 7), (0, 3)))
     assert counts(calls) == {f"{RAGGED}.plan": 1, f"{RAGGED}.run": 2}
     assert given(calls, f"{RAGGED}.plan", "causal") == [True]
 
 
 def test_a_prefix_is_merged_by_lse() -> None:
-    calls = run_steps(UNEVEN)
+    calls = ADAPTER.calls(UNEVEN)
     for name in ("merge_state_in_place", f"{RAGGED}.run", f"{PAGED}.run"):
         assert counts(calls)[name] == 2
     assert given(calls, f"{PAGED}.plan", "causal") == [False]
@@ -146,45 +123,45 @@ def test_a_prefix_is_merged_by_lse() -> None:
     ids=["window", "quantised", "nothing-given"],
 )
 def test_other_extends_read_the_pool(settings) -> None:
-    calls = run_steps(UNEVEN, **settings)
+    calls = ADAPTER.calls(UNEVEN, **settings)
     assert counts(calls)[f"{PAGED}.run"] == 2
     assert not counts(calls)[f"{RAGGED}.run"]
     assert not counts(calls)["merge_state_in_place"]
 
 
 def test_cross_attention_reads_the_pool_and_is_not_causal() -> None:
-    calls = run_steps(extend((0, 5), (0, 3), encoder=(12, 4)))
+    calls = ADAPTER.calls(extend((0, 5), (0, 3), encoder=(12, 4)))
     assert given(calls, f"{PAGED}.plan", "causal") == [True, False]
     assert not counts(calls)[f"{RAGGED}.run"]
 
 
 def test_cross_attention_has_no_window() -> None:
     step = extend((0, 5), (0, 3), encoder=(12, 4))
-    calls = run_steps(step, windows=(4, 4))
+    calls = ADAPTER.calls(step, windows=(4, 4))
     assert given(calls, f"{PAGED}.plan", "window_left") == [4, -1]
-    passes(step, windows=(4, 4))
+    assert_passes(CANDIDATE, step, windows=(4, 4))
 
 
 def test_windows_have_a_plan_each_and_layers_share_it() -> None:
-    calls = run_steps(decode(5, 30), windows=(8, None, 21, 8))
+    calls = ADAPTER.calls(decode(5, 30), windows=(8, None, 21, 8))
     assert counts(calls) == {f"{DECODE}.plan": 3, f"{DECODE}.run": 4}
     assert given(calls, f"{DECODE}.plan", "window_left") == [8, -1, 21]
 
 
 def test_layers_of_another_scale_or_cap_have_a_plan_of_their_own() -> None:
-    calls = run_steps(decode(5, 30), scaling=0.3, logit_cap=2.0)
+    calls = ADAPTER.calls(decode(5, 30), scaling=0.3, logit_cap=2.0)
     assert given(calls, f"{DECODE}.plan", "sm_scale") == [0.3, 0.6]
     assert given(calls, f"{DECODE}.plan", "logits_soft_cap") == [2.0, 4.0]
 
 
 def test_scales_of_quantised_pools_are_numbers() -> None:
-    calls = run_steps(decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
+    calls = ADAPTER.calls(decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
     assert given(calls, f"{DECODE}.run", "k_scale") == [0.5, None]
     assert given(calls, f"{DECODE}.run", "v_scale") == [3.0, 6.0]
 
 
 def test_steps_plan_once_and_layers_do_not() -> None:
-    calls = run_steps(decode(5, 30), decode(6, 31), windows=(None,) * 5)
+    calls = ADAPTER.calls(decode(5, 30), decode(6, 31), windows=(None,) * 5)
     assert counts(calls) == {f"{DECODE}.plan": 2, f"{DECODE}.run": 10}
 
 
@@ -233,7 +210,7 @@ def test_tensor_cores_from_four_heads_on_and_with_fp8(settings, expected) -> Non
 
 
 def test_deterministic_decode_does_not_split_keys() -> None:
-    calls = run_steps(decode(5, 30), deterministic=True, kv_in_pool=True)
+    calls = ADAPTER.calls(decode(5, 30), deterministic=True, kv_in_pool=True)
     assert given(calls, f"{DECODE}.plan", "disable_split_kv") == [True]
 
 
@@ -365,7 +342,7 @@ def test_the_trial_runs_the_kernels_of_the_steps(step, settings, expected) -> No
 
 
 def test_more_heads_than_a_block_of_the_merge_holds() -> None:
-    passes(UNEVEN, num_q_heads=72, num_kv_heads=8, lse=True, head_dim=128)
+    assert_passes(CANDIDATE, UNEVEN, num_q_heads=72, num_kv_heads=8, lse=True, head_dim=128)
 
 
 @pytest.mark.parametrize("step", [extend((0, 9), (0, 4)), UNEVEN, decode(9, 4)])
@@ -403,7 +380,7 @@ def test_plans_are_made_when_those_of_the_step_before_were_copied(monkeypatch) -
         monkeypatch.setattr(Staging, name, noted(name))
     planner = "attnmux.nvidia.flashinfer.planning.Planner.plan_eager"
     monkeypatch.setattr(planner, lambda *_: order.append("plan") or Stub())
-    run_steps(UNEVEN, decode(5), kv_in_pool=True)
+    ADAPTER.calls(UNEVEN, decode(5), kv_in_pool=True)
     eager, lazy = ["wait", "plan", "plan", "mark"], ["plan", "mark"]
     assert order == [*eager, *lazy, "wait", "plan", "mark"]
 
@@ -429,18 +406,22 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=lambda m: m.name)
 def test_many_items_with(mode, settings) -> None:
-    passes(
-        replace(ITEMS, mode=mode), replace(ITEMS, mode=mode, trailing=4), page_size=3, **settings
+    assert_passes(
+        CANDIDATE,
+        replace(ITEMS, mode=mode),
+        replace(ITEMS, mode=mode, trailing=4),
+        page_size=3,
+        **settings,
     )
 
 
 def test_the_last_of_many_short_items_load_no_value_after_the_keys() -> None:
     """The reserved slot's value is then multiplied by 0, and here it is NaN."""
-    passes(extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24)), page_size=1)
+    assert_passes(CANDIDATE, extend((30, 20), (0, 126), items=((5, 5, 5), (5,) * 24)), page_size=1)
 
 
 def test_items_are_planned_once_a_step_and_for_fa2() -> None:
-    calls = run_steps(ITEMS, extend((0, 7)), windows=(8, None))
+    calls = ADAPTER.calls(ITEMS, extend((0, 7)), windows=(8, None))
     plans = [call.kwargs for call in calls if call.name == f"{PAGED}.plan"]
     first, second, *others = [plan.get("prefix_len_ptr") for plan in plans]
     assert first is second
@@ -515,11 +496,11 @@ SUNK: dict[str, tuple[Step, dict[str, Any]]] = {
 def test_sinks_with(step, settings, graph) -> None:
     if graph and (settings.get("deterministic") or not step.can_be_captured):
         pytest.skip("no graph serves it")
-    passes(step, sinks=True, lse=True, graph=graph, **settings)
+    assert_passes(CANDIDATE, step, sinks=True, lse=True, graph=graph, **settings)
 
 
 def test_sinks_are_compiled_into_the_paged_kernels() -> None:
-    calls = run_steps(decode(5, 30), windows=(8, None), sinks=True)
+    calls = ADAPTER.calls(decode(5, 30), windows=(8, None), sinks=True)
     assert counts(calls) == {
         "get_batch_prefill_attention_sink_uri": 2, f"{PAGED}.plan": 2, f"{PAGED}.run": 2,
     }  # fmt: skip

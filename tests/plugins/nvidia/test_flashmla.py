@@ -22,15 +22,12 @@ from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.flashmla import (
     FP8_REQUESTS,
     ROWS,
-    FlashMLABackend,
-    FlashMLAKernels,
     from_flash_mla,
     from_sgl_kernel,
     make,
 )
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     Case,
     decode,
     extend,
@@ -42,36 +39,43 @@ from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,
+    assert_passes,
     check_graphs_side_by_side,
     outputs,
     recorded,
 )
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(sgl_kernel), "flash_mla": from_flash_mla(flash_mla)}
-HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-
-
-def candidate(kernels: FlashMLAKernels) -> Candidate:
-    return Candidate(
-        card=replace(FLASHMLA, status="available", requires=()),
-        platform=HOPPER,
-        device="cpu",
-        factory=lambda context, options: FlashMLABackend(context, options, kernels),
-    )
+SETTINGS: dict[str, Any] = {**LATENT, "page_size": 64, "max_context_len": 320}
+FP8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+FLASH = AdapterWorld(
+    library=make,
+    kernels=EMULATED["sgl_kernel"],
+    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    settings=SETTINGS,
+)
+OF_ITS_OWN = replace(FLASH, kernels=EMULATED["flash_mla"])
+CANDIDATES = {"sgl_kernel": FLASH.candidate(FLASHMLA), "flash_mla": OF_ITS_OWN.candidate(FLASHMLA)}
 
 
 class TestFlashMLAOfSglKernel(AttentionBackendTests):
-    backend = candidate(EMULATED["sgl_kernel"])
+    backend = CANDIDATES["sgl_kernel"]
     page_sizes = (64,)
 
 
 class TestFlashMLAOfItsOwn(AttentionBackendTests):
-    backend = candidate(EMULATED["flash_mla"])
+    backend = CANDIDATES["flash_mla"]
     page_sizes = (64,)
 
 
-SETTINGS: dict[str, Any] = {**LATENT, "page_size": 64, "max_context_len": 320}
-FP8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+class TestFlashMLAAdapter(LatentDecodeTests):
+    adapter = FLASH
+
+
+class TestFlashMLAAdapterOverE4M3(LatentDecodeTests):
+    adapter = replace(OF_ITS_OWN, settings={**SETTINGS, **FP8})
+
+
 DRAFTS = extend((20, 3), (64, 1), (9, 4), (0, 2), mode=ForwardMode.DRAFT_EXTEND)
 CASES = {
     "nothing": ((decode(1, 0, 70), decode(0, 0, 3)), {"lse": True}),
@@ -106,22 +110,8 @@ CAPTURED = [name for name, (steps, _) in CASES.items() if any(s.can_be_captured 
 )
 def test_other_steps(name, graph, quantised) -> None:
     steps, settings = CASES[name]
-    case = Case(name=name, steps=steps, **{**SETTINGS, **quantised, **settings}, graph=graph)
-    outcome = run_case(candidate(EMULATED["flash_mla" if graph else "sgl_kernel"]), case)
-    assert outcome.status == "passed", outcome.message
-
-
-FLASH = AdapterWorld(
-    library=make, kernels=EMULATED["sgl_kernel"], platform=HOPPER, settings=SETTINGS
-)
-
-
-class TestFlashMLAAdapter(LatentDecodeTests):
-    adapter = FLASH
-
-
-class TestFlashMLAAdapterOverE4M3(LatentDecodeTests):
-    adapter = replace(FLASH, kernels=EMULATED["flash_mla"], settings={**SETTINGS, **FP8})
+    candidate = CANDIDATES["flash_mla" if graph else "sgl_kernel"]
+    assert_passes(candidate, *steps, **{**SETTINGS, **quantised, **settings}, graph=graph)
 
 
 @pytest.mark.parametrize("settings", [{}, FP8])
@@ -299,20 +289,21 @@ LONG: dict[str, Any] = {"spec_topk": 1, "max_context_len": 640}
 
 
 def drafts_over_e4m3(drafts: int, heads: int) -> Case:
-    settings = {**SETTINGS, **FP8, **LONG, "num_q_heads": heads, "lse": True}
-    return Case(name="drafts", steps=(verify(drafts, 0, 63, 300),), **settings)
+    one_layer = {"windows": (None,), "lse": True}
+    settings = {**SETTINGS, **FP8, **LONG, **one_layer, "num_q_heads": heads}
+    return Case(name="drafts", steps=(verify(drafts, 0, 63, 108),), **settings)
 
 
 @pytest.mark.parametrize(("drafts", "heads", "status"), [(32, 128, "passed"), (33, 2, "refused")])
 def test_the_card_has_fewer_drafts_over_e4m3(drafts, heads, status) -> None:
     """As many as every Hopper GPU serves."""
-    outcome = run_case(candidate(EMULATED["flash_mla"]), drafts_over_e4m3(drafts, heads))
+    outcome = run_case(CANDIDATES["flash_mla"], drafts_over_e4m3(drafts, heads))
     assert outcome.status == status, outcome.message
 
 
 @pytest.mark.parametrize(("drafts", "heads"), [(66, 2), (64, 130)])
 def test_as_many_drafts_as_the_kernel_over_e4m3_takes(drafts, heads) -> None:
-    mine = candidate(EMULATED["flash_mla"])
+    mine = CANDIDATES["flash_mla"]
     clauses = tuple(replace(clause, spec_draft_tokens=ANY) for clause in mine.card.clauses)
     mine = replace(mine, card=replace(mine.card, clauses=clauses))
     outcome = run_case(mine, drafts_over_e4m3(drafts, heads))

@@ -221,32 +221,19 @@ def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
         assert lookup(context) is indices.topk_slots
 
 
-def test_emulator_by_hand() -> None:
-    """Equal logits, a key that is named twice, one beyond the end, a row without keys."""
+def test_the_emulator_s_lse() -> None:
+    """A key counts as often as it is named, keys beyond the end do not, and no keys give +inf."""
     kv = torch.zeros(4, 1, 576, dtype=torch.bfloat16)
-    kv[0, 0, :512], kv[1, 0, :512], kv[3] = 2, 5, torch.nan
+    kv[3] = torch.nan
     q = torch.zeros(3, 64, 576, dtype=torch.bfloat16)
-    indices = torch.full((3, 1, 128), -1, dtype=torch.int32)
-    indices[0, 0, :3] = torch.tensor([0, 1, 99])
-    indices[1, 0, 5:8] = torch.tensor([1, 0, 1])
-    out, top, lse = sparse_prefill(q, kv, indices, 1.0, 512, None, None)
-    torch.testing.assert_close(out[0].float(), torch.full((64, 512), 3.5))
-    torch.testing.assert_close(out[1].float(), torch.full((64, 512), 4.0))
-    assert not out[2].any()
+    picks = torch.full((3, 1, 128), -1, dtype=torch.int32)
+    picks[0, 0, :3] = torch.tensor([0, 1, 99])
+    picks[1, 0, 5:8] = torch.tensor([1, 0, 1])
+    out, top, lse = sparse_prefill(q, kv, picks, 1.0, 512, None, None)
     torch.testing.assert_close(lse[:2, 0], torch.tensor([2.0, 3.0]).log())
+    assert not out[2].any()
     assert bool(lse[2].isposinf().all())
     assert bool(top[2].isneginf().all())
-    _, _, log2 = SglKernel.flash_mla_sparse_fwd(q, kv, indices, 1.0)
-    torch.testing.assert_close(log2[0, 0], torch.tensor(1.0))
-    lengths = torch.tensor([1, 6, 0], dtype=torch.int32)
-    shorter, _, _ = sparse_prefill(q, kv, indices, 1.0, 512, None, lengths)
-    torch.testing.assert_close(shorter[:2, 0, 0].float(), torch.tensor([2.0, 5.0]))
-    sink = torch.zeros(64)
-    halved, _, unchanged = sparse_prefill(q, kv, indices, 1.0, 512, sink, None)
-    torch.testing.assert_close(
-        halved[0, 0, 0].float(), torch.tensor(3.5 * 2 / 3), rtol=1e-2, atol=0
-    )
-    torch.testing.assert_close(unchanged, lse)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend, TRTLLMMHAKernels, make
 from attnmux.nvidia.trtllm_mha.decode import chain_mask
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
     Case,
     Step,
     decode,
@@ -33,6 +32,7 @@ from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
+    assert_passes,
     check_graphs_side_by_side,
     outputs,
     recorded,
@@ -47,17 +47,27 @@ EMULATED = TRTLLMMHAKernels(
 OPTIONS = {"workspace_bytes": 64 << 20}
 
 
-def candidate(arch: str) -> Candidate:
-    return Candidate(
-        card=replace(TRTLLM_MHA, status="available", requires=()),
+SETTINGS: dict[str, Any] = {"max_context_len": 256, "page_size": 16}
+
+
+def small(context: Any, options: Any, kernels: TRTLLMMHAKernels) -> TRTLLMMHABackend:
+    """The adapter with a workspace that the emulators have to clear in little time."""
+    return TRTLLMMHABackend(context, {**OPTIONS, **options}, kernels)
+
+
+WORLDS = {
+    arch: AdapterWorld(
+        library=replace(make, backend=small),
+        kernels=EMULATED,
         platform=Platform.parse(f"nvidia:{arch},cuda=13.0"),
-        device="cpu",
-        options=OPTIONS,
-        factory=lambda context, options: TRTLLMMHABackend(context, options, EMULATED),
+        settings=SETTINGS,
     )
-
-
-CANDIDATES = {arch: candidate(arch) for arch in ("sm90", "sm100", "sm120")}
+    for arch in ("sm90", "sm100", "sm120")
+}
+HOPPER = WORLDS["sm90"]
+CANDIDATES = {
+    arch: replace(world.candidate(TRTLLM_MHA), options=OPTIONS) for arch, world in WORLDS.items()
+}
 
 
 class TestOnHopper(AttentionBackendTests):
@@ -73,23 +83,6 @@ class TestOnDatacenterBlackwell(AttentionBackendTests):
 class TestOnDesktopBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm120"]
     page_sizes = (64,)
-
-
-WORLDS = {
-    arch: AdapterWorld(
-        library=replace(
-            make,
-            backend=lambda context, options, kernels: TRTLLMMHABackend(
-                context, {**OPTIONS, **options}, kernels
-            ),
-        ),
-        kernels=EMULATED,
-        platform=candidate.platform,
-        settings={"max_context_len": 256, "page_size": 16},
-    )
-    for arch, candidate in CANDIDATES.items()
-}
-HOPPER = WORLDS["sm90"]
 
 
 class TestTiledAdapter(AdapterTests):
@@ -110,19 +103,8 @@ class TestGeneratedPrefillAdapter(AdapterTests):
     step = extend((20, 3), (0, 9))
 
 
-def called(arch: str, step: Step, **settings: Any) -> list[KernelCall]:
-    """What the kernels are called with in a step."""
-    kernels, calls = recorded(EMULATED)
-    backend, prepared = WORLDS[arch].prepared(step, kernels=kernels, **settings)
-    calls.clear()
-    outputs(backend, prepared)
-    return calls
-
-
-def passes(arch: str, *steps: Step, **settings: Any) -> None:
-    case = Case(name="mine", steps=steps, **{"page_size": 16, "max_context_len": 256, **settings})
-    outcome = run_case(CANDIDATES[arch], case)
-    assert outcome.status == "passed", outcome.message
+def passes(arch: str, step: Step, **settings: Any) -> None:
+    assert_passes(CANDIDATES[arch], step, **{**SETTINGS, **settings})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +118,7 @@ def passes(arch: str, *steps: Step, **settings: Any) -> None:
 def test_kernels_by_platform(arch, functions):
     for step in decode(5), verify(2, 5), extend((3, 4)):
         expected = functions[step.mode is ForwardMode.EXTEND]
-        assert {call.name for call in called(arch, step, spec_topk=1)} == {expected}
+        assert {call.name for call in WORLDS[arch].calls(step, spec_topk=1)} == {expected}
 
 
 @pytest.mark.parametrize("arch", CANDIDATES)
@@ -147,10 +129,7 @@ def test_windows_of_nothing_and_of_more_than_all_keys(arch, step):
 
 
 def test_verify_steps_with_a_window_have_no_kernel_on_hopper():
-    case = Case(
-        name="w", steps=(verify(2, 9),), windows=(8, None), page_size=16, spec_topk=1,
-        max_context_len=256,
-    )  # fmt: skip
+    case = Case(name="w", steps=(verify(2, 9),), windows=(8, None), spec_topk=1, **SETTINGS)
     assert run_case(CANDIDATES["sm90"], case).status == "refused"
     assert run_case(CANDIDATES["sm100"], case).status == "passed"
     with pytest.raises(InvalidInput, match="a window in a verify step"):
@@ -230,13 +209,13 @@ def test_requests_without_keys_cost_xqa_no_launch(sinks):
 
 @pytest.mark.parametrize("arch", CANDIDATES)
 def test_heads_of_a_group_that_xqa_compiles_for(arch):
-    assert called(arch, decode(3), num_q_heads=32, num_kv_heads=2)
+    assert WORLDS[arch].calls(decode(3), num_q_heads=32, num_kv_heads=2)
     more = {"num_q_heads": 34, "num_kv_heads": 2}
     if arch == "sm100":
-        assert called(arch, decode(3), **more)
+        assert WORLDS[arch].calls(decode(3), **more)
     else:
         with pytest.raises(InvalidInput, match="17 query heads of one KV head"):
-            called(arch, decode(3), **more)
+            WORLDS[arch].calls(decode(3), **more)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +224,7 @@ def test_heads_of_a_group_that_xqa_compiles_for(arch):
 def test_sinks_of_drafts_are_those_of_their_heads(group, drafts, is_served):
     step = verify(drafts, 9, 20)
     shape = {"num_q_heads": 2 * group, "num_kv_heads": 2, "sinks": True, "spec_topk": 1}
-    case = Case(name="sinks", steps=(step,), page_size=16, max_context_len=256, **shape)
+    case = Case(name="sinks", steps=(step,), **SETTINGS, **shape)
     outcome = run_case(CANDIDATES["sm90"], case)
     assert outcome.status == ("refused" if 32 % group else "passed"), outcome.message
     if is_served:
@@ -274,7 +253,7 @@ def test_the_decode_kernels_memory_is_their_own():
 
 
 def test_staged_keys_are_those_of_the_step_alone():
-    calls = called("sm90", extend((16, 5), (0, 3)), windows=(None, 8), host_lens=True)
+    calls = HOPPER.calls(extend((16, 5), (0, 3)), windows=(None, 8), host_lens=True)
     first, second = (call.args[0][1] for call in calls)
     assert first.shape == (3, 2, 16, 2, 128)
     assert first.data_ptr() == second.data_ptr()
@@ -358,7 +337,7 @@ def test_many_drafts_take_more_workspace():
 
 
 def test_the_usual_workspace():
-    (first, *_) = called("sm90", decode(3), options={"workspace_bytes": 0})
+    (first, *_) = HOPPER.calls(decode(3), options={"workspace_bytes": 0})
     assert first.args[2].numel() == 512 << 20
 
 

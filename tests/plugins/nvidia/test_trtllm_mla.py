@@ -16,22 +16,20 @@ from attnmux.core import (
 )
 from attnmux.emulators.nvidia.flashinfer import trtllm_mla
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.trtllm_mla import Padding, TRTLLMMLABackend, TRTLLMMLAKernels, make
+from attnmux.nvidia.trtllm_mla import Padding, TRTLLMMLAKernels, make
 from attnmux.testing import (
     AttentionBackendTests,
-    Candidate,
-    Case,
     Step,
     decode,
     extend,
     prepare_step,
-    run_case,
     verify,
 )
 from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,
+    assert_passes,
     check_graphs_side_by_side,
     outputs,
     recorded,
@@ -43,36 +41,27 @@ EMULATED = TRTLLMMLAKernels(
 )
 
 
-def candidate(arch: str) -> Candidate:
-    return Candidate(
-        card=replace(TRTLLM_MLA, status="available", requires=()),
+SETTINGS: dict[str, Any] = {**LATENT, "max_context_len": 256, "page_size": 32}
+WORLDS = {
+    arch: AdapterWorld(
+        library=make,
+        kernels=EMULATED,
         platform=Platform.parse(f"nvidia:{arch},cuda=13.0"),
-        device="cpu",
-        factory=lambda context, options: TRTLLMMLABackend(context, options, EMULATED),
+        settings=SETTINGS,
     )
-
-
-CANDIDATES = {arch: candidate(arch) for arch in ("sm100", "sm120")}
+    for arch in ("sm100", "sm120")
+}
+GENERATED, XQA = WORLDS.values()
 
 
 class TestOnDatacenterBlackwell(AttentionBackendTests):
-    backend = CANDIDATES["sm100"]
+    backend = GENERATED.candidate(TRTLLM_MLA)
     page_sizes = (32, 64)
 
 
 class TestOnDesktopBlackwell(AttentionBackendTests):
-    backend = CANDIDATES["sm120"]
+    backend = XQA.candidate(TRTLLM_MLA)
     page_sizes = (64,)
-
-
-SETTINGS: dict[str, Any] = {**LATENT, "max_context_len": 256, "page_size": 32}
-WORLDS = {
-    arch: AdapterWorld(
-        library=make, kernels=EMULATED, platform=candidate.platform, settings=SETTINGS
-    )
-    for arch, candidate in CANDIDATES.items()
-}
-GENERATED, XQA = WORLDS.values()
 
 
 class TestGeneratedAdapter(LatentDecodeTests):
@@ -88,13 +77,12 @@ def test_graphs_of_several_modes_live_side_by_side() -> None:
 
 
 def passes(arch: str, step: Step, **settings: Any) -> None:
-    case = Case(name="of-this-test", steps=(step,), **{**LATENT, "page_size": 32, **settings})
-    outcome = run_case(CANDIDATES[arch], case)
-    assert outcome.status == "passed", outcome.message
+    candidate = WORLDS[arch].candidate(TRTLLM_MLA)
+    assert_passes(candidate, step, **{**LATENT, "page_size": 32, **settings})
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("arch", CANDIDATES)
+@pytest.mark.parametrize("arch", WORLDS)
 def test_requests_without_keys(arch, graph):
     passes(arch, decode(9, 0, 70), graph=graph)
 
@@ -121,9 +109,8 @@ def test_xqa_takes_fewer_heads_padded(heads):
 @pytest.mark.parametrize(("page_size", "multiple"), [(32, 4), (64, 2)])
 @pytest.mark.parametrize("longest", [5, 129, 250])
 def test_tables_are_whole_tiles(page_size, multiple, longest):
-    kernels, calls = recorded(EMULATED)
     settings = {"page_size": page_size, "max_context_len": 250, "host_lens": True}
-    outputs(*GENERATED.prepared(decode(longest, 3), kernels=kernels, **settings))
+    calls = GENERATED.calls(decode(longest, 3), **settings)
     assert calls[0].args[6].shape[1] == -(-longest // 128) * multiple
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from attnmux.core import InvalidInput
 from attnmux.triton.configs import ShareConfig
-from attnmux.triton.shares import ShareKey, SharePlan, Splitting
+from attnmux.triton.share_plans import ShareKey, SharePlan, Splitting
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tiles import TileKey, TilePlan
 

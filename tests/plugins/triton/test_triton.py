@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.layer import TritonLayer
-from attnmux.triton.shares import SplitOptions
+from attnmux.triton.share_plans import SplitOptions
 
 CANDIDATE = Candidate(
     card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
@@ -44,7 +44,6 @@ ONCE_MORE = {
     "decode-fp8_e4m3-scales",
     "decode-larger-than-graphs",
     "decode-length-0-and-1",
-    "decode-long-sinks-lse",
     "decode-long-windows",
     "decode-padding",
     "decode-sinks-lse",
@@ -57,7 +56,6 @@ ONCE_MORE = {
     "extend-cross-unsaved",
     "extend-empty-prefix",
     "extend-fp8_e5m2-scales",
-    "extend-long",
     "extend-multi-item",
     "extend-padding",
     "extend-prefix",
@@ -71,7 +69,6 @@ ONCE_MORE = {
     "mla-verify-chain",
     "verify-and-decode",
     "verify-larger-than-graphs",
-    "verify-long",
     "verify-padding",
     "verify-tree",
     "verify-tree-window",

@@ -17,6 +17,7 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     AttnmuxError,
+    BackendCard,
     BackendContext,
     BackendFailed,
     ForwardMode,
@@ -29,11 +30,13 @@ from attnmux.core import (
 )
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import reference
+from attnmux.testing.candidate import Candidate
 from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case, Step, decode, extend
 from attnmux.testing.placement import buffers
 from attnmux.testing.prepared import PreparedStep, prepare_step
 from attnmux.testing.recording import RecordingGraphs
+from attnmux.testing.runner import run_case
 
 K = TypeVar("K")
 
@@ -137,6 +140,42 @@ class AdapterWorld:
         prepared = prepare_step(world, step, host_lens=host_lens or self.host_lens)
         backend.init_forward_metadata(prepared.batch)
         return backend, prepared
+
+    def calls(
+        self,
+        *steps: Step,
+        options: Mapping[str, object] | None = None,
+        host_lens: bool = False,
+        **settings: Any,  # noqa: ANN401  # fields of Case
+    ) -> list[KernelCall]:
+        """The calls that the adapter makes in the steps; by default they bring K and V."""
+        kernels, calls = recorded(self.kernels)
+        world = self.world(*steps, **settings)
+        backend = self.backend(world.context, options, kernels)
+        for step in steps:
+            prepared = prepare_step(world, step, host_lens=host_lens or self.host_lens)
+            backend.init_forward_metadata(prepared.batch)
+            outputs(backend, prepared)
+        return calls
+
+    def candidate(self, card: BackendCard) -> Candidate:
+        """The adapter for the conformance suite; its card needs no library."""
+        return Candidate(
+            card=replace(card, status="available", requires=()),
+            platform=self.platform,
+            device="cpu",
+            factory=self.backend,
+        )
+
+
+def assert_passes(
+    candidate: Candidate,
+    *steps: Step,
+    **settings: Any,  # noqa: ANN401  # fields of Case
+) -> None:
+    """Run the steps as a case of the conformance suite."""
+    outcome = run_case(candidate, Case(name="adapter", steps=steps, **settings))
+    assert outcome.status == "passed", outcome.message
 
 
 def outputs(

@@ -168,6 +168,8 @@ def find_candidate(
     if not found:
         present = ", ".join(sorted({platform.device_type for platform in platforms}))
         raise InvalidInput("device", got=repr(device), expected=f"one of {present}")
+    if len(found) == 1:
+        return found[0]
     return next((one for one in found if any(map(one.admits, one.cases()))), found[0])
 
 

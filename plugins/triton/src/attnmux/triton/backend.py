@@ -24,7 +24,8 @@ from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.layer import TritonLayer
 from attnmux.triton.operands import Results
-from attnmux.triton.shares import ShareAttention, ShareKey, SharePlan, SplitOptions
+from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
+from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep
 from attnmux.triton.tiles import TileAttention, TileKey, TilePlan

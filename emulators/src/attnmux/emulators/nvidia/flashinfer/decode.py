@@ -73,11 +73,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
             raise ValueError("fixed_split_size is only supported by tensor core decode for now.")
         self._check_group(num_qo_heads // num_kv_heads)
         if self._use_cuda_graph:
-            room = len(self._paged_kv_indices_buf)
-            self._check_graph(len(last_page_len), self._fixed_batch_size, len(indices), room)
-            self._paged_kv_indptr_buf.copy_(indptr)
-            self._paged_kv_last_page_len_buf.copy_(last_page_len)
-            self._paged_kv_indices_buf[: len(indices)].copy_(indices)
+            self._copy_pages(indptr, indices, last_page_len)
         self._was_planned = True
         fast_decode_plan(
             self,
@@ -165,8 +161,7 @@ def fast_decode_plan(
         raise RuntimeError("Error in standard plan: no module, since plan was never called")
     size = len(last_page_len)
     if self._use_cuda_graph:
-        room = len(self._paged_kv_indices_buf)
-        self._check_graph(size, self._fixed_batch_size, len(indices), room)
+        self._check_graph(size, len(indices))
     else:
         self._paged_kv_indptr_buf = indptr
         self._paged_kv_indices_buf = indices

@@ -104,12 +104,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
             mask = pack_bits(custom_mask, torch.cumsum(qo_indptr.diff() * lens, 0))
         if self._use_cuda_graph:
             self._check_rows(rows)
-            room = len(self._paged_kv_indices_buf)
-            self._check_graph(size, self._fixed_batch_size, len(paged_kv_indices), room)
+            self._copy_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
             self._qo_indptr_buf.copy_(qo_indptr)
-            self._paged_kv_indptr_buf.copy_(paged_kv_indptr)
-            self._paged_kv_last_page_len_buf.copy_(paged_kv_last_page_len)
-            self._paged_kv_indices_buf[: len(paged_kv_indices)].copy_(paged_kv_indices)
             if mask is not None:
                 if self._mask is None:
                     raise ValueError("custom_mask_buf must be initialized in cuda graph mode")

@@ -65,17 +65,6 @@ class Wrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
-    def _check_graph(self, batch_size: int, fixed: int, num_indices: int, room: int) -> None:
-        if batch_size != fixed:
-            raise ValueError(
-                f"The batch size should be fixed in cudagraph mode, the runtime batch size "
-                f"{batch_size} mismatches the batch size set during initialization {fixed}"
-            )
-        if num_indices > room:
-            raise ValueError(
-                "The size of indices should be less than or equal to the allocated buffer"
-            )
-
     def _check_rows(self, rows: int) -> None:
         if not self._use_cuda_graph:
             return
@@ -210,7 +199,30 @@ class Paged(Wrapper):
     _paged_kv_indices_buf: torch.Tensor
     _paged_kv_last_page_len_buf: torch.Tensor
     _page_size: int
+    _fixed_batch_size: int
+    """In graphs."""
     _mask: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _check_graph(self, batch_size: int, num_indices: int) -> None:
+        if batch_size != self._fixed_batch_size:
+            raise ValueError(
+                f"The batch size should be fixed in cudagraph mode, the runtime batch size "
+                f"{batch_size} mismatches the batch size set during initialization "
+                f"{self._fixed_batch_size}"
+            )
+        if num_indices > len(self._paged_kv_indices_buf):
+            raise ValueError(
+                "The size of indices should be less than or equal to the allocated buffer"
+            )
+
+    def _copy_pages(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
+    ) -> None:
+        """Into the buffers that graphs read."""
+        self._check_graph(len(last_page_len), len(indices))
+        self._paged_kv_indptr_buf.copy_(indptr)
+        self._paged_kv_last_page_len_buf.copy_(last_page_len)
+        self._paged_kv_indices_buf[: len(indices)].copy_(indices)
 
     def _run_paged(
         self,

@@ -25,12 +25,10 @@ from attnmux.nvidia.flashinfer_mla.planning import (
     MOST_HEADS,
     FlashInferMLAKernels,
     GraphIndices,
-    LatentGroup,
-    Planned,
     Planner,
     Settings,
 )
-from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep
+from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, Planned
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
 from attnmux.nvidia.pools import SIXTEEN_BITS
 from attnmux.nvidia.rows import aligned, is_aligned

@@ -1,18 +1,15 @@
-"""One step's lengths, the pages of its keys, and what one plan holds of it."""
+"""One step's lengths, the pages of its keys, the parts that plans serve, and the plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from attnmux.core import BackendContext, ForwardBatch, InvalidInput, cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
-
-if TYPE_CHECKING:
-    from attnmux.nvidia.flashinfer_mla.planning import LatentGroup, Planned
 
 TILE = 128
 """Rows of a tile, a row being a head of a token. Short requests have tiles of half as many, and
@@ -38,6 +35,76 @@ class Part:
     """[B + 1] int32: where each request's pages begin among those of the step."""
     kv_lens: torch.Tensor
     """[B] int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentGroup:
+    """What a plan fixes. Layers that agree on it share one."""
+
+    num_heads: int
+    scaling: float
+    pool_group: int
+    """As `KVPool.group_of`."""
+    layer_id: int = field(compare=False)
+    """One of the layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Planned:
+    """A step's plan for a group of layers."""
+
+    num_heads: int
+    """Of Q as the kernels get it."""
+    num_rows: int
+    """Of Q that belong to requests."""
+    calls: tuple[tuple[slice | None, Any], ...]
+    """Rows of Q, None for all, and the wrapper that is planned for them: one, but in the longest
+    steps."""
+    slots: torch.Tensor
+    """[keys] int32: the pool's rows, which are read from there where they are widened."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        latents: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Write the rows of requests to `out` [T, Hq, 512], and their natural LSE."""
+        num_rows, num_heads = self.num_rows, out.shape[1]
+        if self.num_heads == num_heads:
+            self._run(q, q_rope, latents, out, lse)
+            return
+        q, q_rope = _padded(q, self.num_heads), _padded(q_rope, self.num_heads)
+        wide_out = torch.empty_like(q)
+        wide_lse = None if lse is None else lse.new_empty(q.shape[:2])
+        self._run(q, q_rope, latents, wide_out, wide_lse)
+        out[:num_rows].copy_(wide_out[:num_rows, :num_heads])
+        if lse is not None and wide_lse is not None:
+            lse[:num_rows].copy_(wide_lse[:num_rows, :num_heads])
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        latents: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        for rows, wrapper in self.calls:
+            given: tuple[torch.Tensor | None, ...] = (q, q_rope, out, lse)
+            if rows is not None:
+                given = tuple(None if each is None else each[rows] for each in given)
+            wrapper.run(
+                given[0],
+                given[1],
+                *latents,
+                out=given[2],
+                lse=given[3],
+                return_lse=lse is not None,
+                return_lse_base_on_e=True,
+            )
 
 
 class FlashInferMLAStep:
@@ -124,6 +191,13 @@ class FlashInferMLAStep:
                 indices = out
             self._indices[group.pool_group] = indices
         return indices
+
+
+def _padded(q: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """q [T, H, D] as [T, num_heads, D], with zeros for missing heads."""
+    result = q.new_zeros((q.shape[0], num_heads, q.shape[2]))
+    result[:, : q.shape[1]].copy_(q)
+    return result
 
 
 def _part(
