@@ -14,12 +14,12 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.axes import admits, questions_of
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.problem import opposed, phases_by_lead
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import excluded
+from attnmux.core.choosing.tell.verdicts import effort, excluded
 
 Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
@@ -67,13 +67,12 @@ def outcomes_of_refusal(
     leads = {phase: lead for lead, phases in phases_by_lead(request).items() for phase in phases}
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
+    blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
     found = []
     for verdict in candidates:
         named = policy.named_for(leads[verdict.phase])
-        why = ""
-        if verdict.verdict != "rejected":
-            blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
-            why = f"fits, but {named[1]} was named" if named else f"fits, but {blocked}"
+        other = f"{named[1]} was named" if named else blocked
+        why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
         offer = cards.get(verdict.address)
         found.append(_outcome(verdict, offer, verdict.verdict, why, verdict.reasons))
 
@@ -106,15 +105,7 @@ class _Account:
         self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
         self.groups = phases_by_lead(decision.request)
         self.leads = {phase: lead for lead, phases in self.groups.items() for phase in phases}
-        self.questions = {
-            phase: Question(
-                request=decision.request,
-                platform=decision.platform,
-                phase=phase,
-                hypothetical=policy.hypothetical,
-            )
-            for phase in decision.phases
-        }
+        self.questions = questions_of(decision.request, decision.platform, policy.hypothetical)
 
     def outcome(self, verdict: Verdict) -> Outcome:
         offer = self.cards.get(verdict.address)
@@ -261,12 +252,10 @@ def _grouped(
 
 def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:
     """Rejected backends that need the smallest change come before other rejected ones."""
-    unfixable = sum(not reason.hint for reason in outcome.reasons)
     return (
         _ORDER.index(outcome.standing),
         PHASES.index(outcome.phases[0]) if outcome.standing == "chosen" else outcome.rank or 0,
-        unfixable,
-        len(outcome.reasons),
+        *effort(outcome.reasons),
         outcome.backend,
         outcome.plugin,
     )
