@@ -6,9 +6,9 @@ backend that fits alone may not fit at the page size and KV dtype that were deci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
@@ -25,7 +25,7 @@ Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
 another value of the request, which the decision left as it was."""
 
-_ORDER: tuple[Standing, ...] = ("chosen", "fits", "elsewhere", "coerced", "rejected")
+_ORDER: tuple[Standing, ...] = get_args(Standing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def outcomes_of_refusal(
 ) -> tuple[Outcome, ...]:
     """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
     cards = {offer.address: offer for offer in offers}
-    leads = {phase: lead for lead, phases in phases_by_lead(request).items() for phase in phases}
+    leads = _leads(phases_by_lead(request))
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
     blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
@@ -87,11 +87,7 @@ def outcomes_of_refusal(
 def joined_by_first_reason(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
     """A shorter list: phases with the same first reason share an outcome, which has the longest of
     their lists of reasons."""
-
-    def longest(alike: Sequence[Outcome]) -> Outcome:
-        return max(alike, key=lambda outcome: len(outcome.reasons))
-
-    return _grouped(told, lambda one: replace(one, phases=(), reasons=one.reasons[:1]), longest)
+    return _grouped(told, lambda one: replace(one, phases=(), reasons=one.reasons[:1]))
 
 
 class _Account:
@@ -104,7 +100,7 @@ class _Account:
         self.opposed = opposed(tuple(self.cards.values()))
         self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
         self.groups = phases_by_lead(decision.request)
-        self.leads = {phase: lead for lead, phases in self.groups.items() for phase in phases}
+        self.leads = _leads(self.groups)
         self.questions = questions_of(decision.request, decision.platform, policy.hypothetical)
 
     def outcome(self, verdict: Verdict) -> Outcome:
@@ -207,6 +203,11 @@ class _Account:
         return held.source if held is not None and held.rank == verdict.rank else ""
 
 
+def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
+    """The leading phase of each phase."""
+    return {phase: lead for lead, phases in groups.items() for phase in phases}
+
+
 def _outcome(
     verdict: Verdict,
     offer: Offer | None,
@@ -228,26 +229,20 @@ def _outcome(
 
 def _joined(each: Iterable[Outcome]) -> tuple[Outcome, ...]:
     """One outcome for the phases of a backend that share it, the most useful ones first."""
-    together = _grouped(each, lambda one: replace(one, phases=()), lambda alike: alike[0])
-    return tuple(sorted(together, key=_place))
+    return tuple(sorted(_grouped(each, lambda one: replace(one, phases=())), key=_place))
 
 
-def _grouped(
-    each: Iterable[Outcome],
-    key: Callable[[Outcome], Outcome],
-    pick: Callable[[Sequence[Outcome]], Outcome],
-) -> tuple[Outcome, ...]:
-    """One outcome for all with the same key: the picked one, with the phases of all."""
+def _grouped(each: Iterable[Outcome], key: Callable[[Outcome], Outcome]) -> tuple[Outcome, ...]:
+    """One outcome for all with the same key: that with the most reasons, with the phases of all."""
     groups: dict[Outcome, list[Outcome]] = {}
     for outcome in each:
         groups.setdefault(key(outcome), []).append(outcome)
-    return tuple(
-        replace(
-            pick(alike),
-            phases=tuple(sorted((p for one in alike for p in one.phases), key=PHASES.index)),
-        )
-        for alike in groups.values()
-    )
+    found = []
+    for alike in groups.values():
+        phases = sorted((phase for one in alike for phase in one.phases), key=PHASES.index)
+        longest = max(alike, key=lambda one: len(one.reasons))
+        found.append(replace(longest, phases=tuple(phases)))
+    return tuple(found)
 
 
 def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:

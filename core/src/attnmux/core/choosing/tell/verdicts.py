@@ -75,6 +75,10 @@ class _Verdicts:
         self._best = best
         self._plain = variants[0].questions
         self._serving = cache(self._served_by)
+        self._winners: dict[str, Sequence[Offer]] = {}
+        if best is not None:
+            for group, winner in zip(problem.groups, best.winners, strict=True):
+                self._winners[group.lead] = (winner,)
         # Each group can be served, but at no page size and KV dtype that all share
         self._conflict = best is None and all(
             any(problem.serves(offer, self._plain, group.phases) for offer in group.offers)
@@ -126,8 +130,9 @@ class _Verdicts:
             served = problem.serves(offer, variant.questions, group.phases)
             if served and not self._excluded(group, offer, place):
                 rank = problem.ranking(offer, variant.questions[phase])
-                eligible = self._is_eligible(group, offer)
-                return verdict(offer, phase, reasons, rank, coerced=True, eligible=eligible)
+                return verdict(
+                    offer, phase, reasons, rank, eligible=self._is_eligible(group, offer)
+                )
         return verdict(offer, phase, reasons, None)
 
     def _is_eligible(self, group: Group, offer: Offer) -> bool:
@@ -135,11 +140,7 @@ class _Verdicts:
         problem, best = self._problem, self._best
         if best is None or not problem.serves(offer, best.variant.questions, group.phases):
             return False
-        winners = {
-            other.lead: (winner,)
-            for other, winner in zip(problem.groups, best.winners, strict=True)
-        }
-        return not excluded(problem.opposed, offer, group.lead, winners)
+        return not excluded(problem.opposed, offer, group.lead, self._winners)
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""
