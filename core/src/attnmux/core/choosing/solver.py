@@ -95,7 +95,7 @@ def _decision(
         raise RuntimeError("the search returned an unresolved request")
     chosen = {}
     for group, offer in zip(problem.groups, best.winners, strict=True):
-        # A companion is nobody's choice: the user named another backend
+        # A companion has no origin: the user named another backend
         origin = "" if group.coercion else problem.policy.origin_of(group.lead)
         choice = choice_of(offer, given.get(offer.address, {}), origin)
         chosen.update(dict.fromkeys(group.phases, choice))

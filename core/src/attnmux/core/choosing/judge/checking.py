@@ -13,7 +13,14 @@ from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, withou
 from attnmux.core.choosing.judge.axes import Question, admits
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
+from attnmux.core.choosing.offer.card import (
+    ALWAYS,
+    CONTRACTS,
+    DEFAULT_RANK,
+    BackendCard,
+    Offer,
+    Prior,
+)
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
     assumed,
@@ -36,12 +43,18 @@ Ranking = Callable[[Offer, Question], Rank]
 """The expected rank of a backend that serves a question."""
 
 
+def prior_for(card: BackendCard, question: Question) -> Prior | None:
+    """The card's first prior that holds."""
+    for prior in card.priors:
+        if prior.when is ALWAYS or admits(prior.when, question):
+            return prior
+    return None
+
+
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
-    for prior in offer.card.priors:
-        if prior.when is ALWAYS or admits(prior.when, question):
-            return Rank(prior.rank)
-    return Rank(DEFAULT_RANK)
+    prior = prior_for(offer.card, question)
+    return Rank(DEFAULT_RANK if prior is None else prior.rank)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:

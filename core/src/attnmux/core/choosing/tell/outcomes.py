@@ -14,7 +14,8 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.judge.axes import admits, questions_of
+from attnmux.core.choosing.judge.axes import questions_of
+from attnmux.core.choosing.judge.checking import prior_for
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.problem import opposed, phases_by_lead
@@ -197,10 +198,8 @@ class _Account:
         """Of the prior that gave the rank, or of the measurements; else empty."""
         if verdict.measured:
             return "measured on this machine"
-        priors = () if offer is None else offer.card.priors
-        question = self.questions[verdict.phase]
-        held = next((prior for prior in priors if admits(prior.when, question)), None)
-        return held.source if held is not None and held.rank == verdict.rank else ""
+        held = offer and prior_for(offer.card, self.questions[verdict.phase])
+        return held.source if held and held.rank == verdict.rank else ""
 
 
 def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:

@@ -80,10 +80,7 @@ class _Verdicts:
             for group, winner in zip(problem.groups, best.winners, strict=True):
                 self._winners[group.lead] = (winner,)
         # Each group can be served, but at no page size and KV dtype that all share
-        self._conflict = best is None and all(
-            any(problem.serves(offer, self._plain, group.phases) for offer in group.offers)
-            for group in problem.groups
-        )
+        self._conflict = best is None and all(self._serving(0).values())
 
     def all(self) -> list[Verdict]:
         remedies, phases = Remedies(self._problem), demands_of(self._plain.values())
