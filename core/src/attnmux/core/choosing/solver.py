@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -11,7 +11,7 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
@@ -22,8 +22,7 @@ from attnmux.core.choosing.search.assignments import Assignment, best_assignment
 from attnmux.core.choosing.search.problem import Problem, groups_of, opposed
 from attnmux.core.choosing.tell.choice import choice_of
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.refusal import refusal
-from attnmux.core.choosing.tell.verdicts import verdicts
+from attnmux.core.choosing.tell.verdicts import refusal, verdicts
 from attnmux.core.errors import InvalidInput
 
 
@@ -49,6 +48,7 @@ def solve(
     offers = _in_order(offers)
     # The search and the verdicts, which may be read later, must see the same libraries
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
+    by_address = {offer.address: offer for offer in offers}
     given = read_options(policy.options, offers, libraries)
     problem = Problem(
         request=request,
@@ -56,7 +56,7 @@ def solve(
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred=_barred(policy, known),
+        barred=cache(lambda address: standing(by_address[address], policy, known)),
         ranking=ranking,
         opposed=opposed(offers),
     )
@@ -66,18 +66,6 @@ def solve(
         raise refusal(platform, problem.groups, verdicts(problem, variants, None))
     candidates = Deferred(partial(verdicts, problem, variants, best))
     return _decision(problem, best, given, candidates)
-
-
-def _barred(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequence[Reason]]:
-    """`standing`, computed once for each offer."""
-    found: dict[str, Sequence[Reason]] = {}
-
-    def barred(offer: Offer) -> Sequence[Reason]:
-        if offer.address not in found:
-            found[offer.address] = standing(offer, policy, libraries)
-        return found[offer.address]
-
-    return barred
 
 
 def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
@@ -102,12 +90,12 @@ def _decision(
     given: Mapping[str, Mapping[str, OptionValue]],
     candidates: Sequence[Verdict],
 ) -> Decision:
-    request = best.point.request
+    request = best.variant.request
     if request.page_size is None or request.kv_dtype is None:
         raise RuntimeError("the search returned an unresolved request")
     chosen = {}
     for group, offer in zip(problem.groups, best.winners, strict=True):
-        # A companion is nobody's choice: the user named another backend
+        # A companion has no origin: the user named another backend
         origin = "" if group.coercion else problem.policy.origin_of(group.lead)
         choice = choice_of(offer, given.get(offer.address, {}), origin)
         chosen.update(dict.fromkeys(group.phases, choice))
@@ -128,12 +116,12 @@ def _coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
         for group, offer in zip(problem.groups, best.winners, strict=True)
         if group.coercion is not None
     ]
-    for field in best.dropped:
+    for field in best.variant.dropped:
         made.append(
             Coercion(
                 field=field,
                 old=str(getattr(problem.request, field)),
-                new=str(getattr(best.point.request, field)),
+                new=str(getattr(best.variant.request, field)),
                 because=_because(problem, best, field),
                 origin=problem.request.origins[field],
             )
@@ -142,7 +130,7 @@ def _coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
 
 
 def _because(problem: Problem, best: Assignment, field: str) -> str:
-    asked = problem.questions(problem.request)
+    asked = problem.variant(problem.request).questions
     for group, offer in zip(problem.groups, best.winners, strict=True):
         for phase in group.phases:
             for reason in shortcomings(offer.card, asked[phase]):

@@ -6,7 +6,7 @@ field of `Platform`), and a row of `AXES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 
 from attnmux.core.choosing.ask.request import Request
@@ -80,6 +80,9 @@ class Axis:
 
 
 Demand = tuple[Axis, Value]
+
+Questions = Mapping[str, Question]
+"""The questions of a request, by phase."""
 
 
 def _said(value: Value) -> str:
@@ -204,6 +207,22 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(name="lse", wanted=_cached("lse"), settable=True),
 )
+
+
+def questions_of(
+    request: Request, platform: Platform, hypothetical: bool, opened: Questions | None = None
+) -> Questions:
+    """A request's questions; `opened`: those before the solver set the open values."""
+    return {
+        phase: Question(
+            request=request,
+            platform=platform,
+            phase=phase,
+            hypothetical=hypothetical,
+            opened=None if opened is None else opened[phase],
+        )
+        for phase in request.phases
+    }
 
 
 def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason, Verdict, without_hints
+from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
 from attnmux.core.choosing.judge.axes import Question, admits
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
+from attnmux.core.choosing.offer.card import (
+    ALWAYS,
+    CONTRACTS,
+    DEFAULT_RANK,
+    BackendCard,
+    Offer,
+    Prior,
+)
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
     assumed,
@@ -36,33 +43,38 @@ Ranking = Callable[[Offer, Question], Rank]
 """The expected rank of a backend that serves a question."""
 
 
+def prior_for(card: BackendCard, question: Question) -> Prior | None:
+    """The card's first prior that holds."""
+    for prior in card.priors:
+        if prior.when is ALWAYS or admits(prior.when, question):
+            return prior
+    return None
+
+
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
-    for prior in offer.card.priors:
-        if prior.when is ALWAYS or admits(prior.when, question):
-            return Rank(prior.rank)
-    return Rank(DEFAULT_RANK)
+    prior = prior_for(offer.card, question)
+    return Rank(DEFAULT_RANK if prior is None else prior.rank)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
     """The reasons that bar an offer from any request: contract, status, policy, libraries, …"""
     card = offer.card
     reasons = []
+
+    def bar(code: str, axis: str, wanted: str, offered: str, hint: str = "") -> None:
+        reasons.append(Reason(code=code, axis=axis, wanted=wanted, offered=offered, hint=hint))
+
     if not any(within(version, card.contract) for version in CONTRACTS):
-        wanted, offered = f"one of {', '.join(CONTRACTS)}", card.contract
-        reasons.append(Reason(code="CONTRACT", axis="contract", wanted=wanted, offered=offered))
+        bar("CONTRACT", "contract", f"one of {', '.join(CONTRACTS)}", card.contract)
     if card.status == "planned" and not policy.hypothetical:
-        reasons.append(Reason(code="PLANNED", axis="status", wanted="available", offered="planned"))
+        bar("PLANNED", "status", "available", "planned")
     if not policy.admits(offer.names):
-        wanted, offered = "a backend that the configuration allows", card.name
-        reasons.append(Reason(code="DENIED", axis="policy", wanted=wanted, offered=offered))
+        bar("DENIED", "policy", "a backend that the configuration allows", card.name)
     failure = policy.failed.get(offer.address)
     if failure is not None:
         hint = failure.hint or install_hint(card, offer.distribution)
-        wanted, offered = "kernels that load and compile", failure.reason
-        reasons.append(
-            Reason(code="FAILED", axis="kernels", wanted=wanted, offered=offered, hint=hint)
-        )
+        bar("FAILED", "kernels", "kernels that load and compile", failure.reason, hint)
     return reasons + missing(card, libraries, offer.distribution)
 
 
@@ -143,11 +155,10 @@ def verdict(
     reasons: Sequence[Reason],
     rank: Rank | None,
     *,
-    coerced: bool = False,
     eligible: bool = False,
 ) -> Verdict:
-    """The verdict on an offer: rejected without a rank, coerced where coercion makes it fit."""
-    fitting: Literal["coerced", "fits"] = "coerced" if coerced else "fits"
+    """The verdict on an offer: rejected without a rank, coerced with a rank and reasons."""
+    fitting: Status = "coerced" if reasons else "fits"
     return Verdict(
         backend=offer.card.name,
         plugin=offer.plugin,

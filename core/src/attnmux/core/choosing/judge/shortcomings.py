@@ -28,10 +28,15 @@ def admits_any(card: BackendCard, clauses: Iterable[Clause], demands: Sequence[D
 
 def knows(card: BackendCard, demands: Iterable[Demand]) -> bool:
     """Whether the card's contract knows every demanded axis."""
-    for axis, _ in demands:
-        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract):
-            return False
-    return True
+    return not _unknown(card, demands)
+
+
+def _unknown(card: BackendCard, demands: Iterable[Demand]) -> list[Demand]:
+    return [
+        (axis, value)
+        for axis, value in demands
+        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract)
+    ]
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
@@ -66,21 +71,15 @@ def shortcomings_by_phase(
 def _reasons(card: BackendCard, question: Question, failures: Sequence[Failure]) -> list[Reason]:
     if not failures:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
-    known = knows(card, question.demands)
-    undeclared = (
-        []
-        if known
-        else [
-            Reason(
-                code="UNDECLARED_FEATURE",
-                axis=axis.name,
-                wanted=str(value),
-                offered=f"a contract ({card.contract}) that does not know it",
-            )
-            for axis, value in question.demands
-            if not knows(card, [(axis, value)])
-        ]
-    )
+    undeclared = [
+        Reason(
+            code="UNDECLARED_FEATURE",
+            axis=axis.name,
+            wanted=str(value),
+            offered=f"a contract ({card.contract}) that does not know it",
+        )
+        for axis, value in _unknown(card, question.demands)
+    ]
     clause, failed = _nearest(failures)
     hints = {} if undeclared else _hints(failed, _changes(clause, question, failed))
     return undeclared + [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from attnmux.core.choosing.judge.axes import admits
@@ -20,7 +21,7 @@ from attnmux.core.choosing.search.points import (
     candidates_of,
     feasible_points,
 )
-from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant, opponents
 
 FALLBACK_PAGE_SIZE = 1
 """Where neither the request nor the winner has a preference."""
@@ -28,48 +29,49 @@ FALLBACK_PAGE_SIZE = 1
 Merit = tuple[int, int]
 """(place among the asker's preferences, rank); the smaller is better."""
 
+Key = tuple[object, ...]
+"""Of an assignment; the smallest wins."""
+
 Scored = Sequence[tuple[Merit, Offer]]
 
 
 class Assignment(NamedTuple):
     """A backend for each group, at one point."""
 
-    key: tuple[object, ...]
-    """The smallest wins."""
-    point: Point
+    variant: Variant
+    """With page size and KV dtype set."""
     winners: tuple[Offer, ...]
     """One for each group, in the order of the problem's groups."""
-    dropped: tuple[str, ...]
-    """Fields of the request that were coerced."""
 
 
 def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment | None:
     """The best assignment with the fewest coercions; None where nothing serves the request."""
     for _, alike in groupby(variants, key=lambda variant: len(variant.dropped)):
         found = [
-            assignment
+            ranked
             for variant in alike
             for point in feasible_points(problem, variant, candidates_of(problem, variant))
-            for assignment in _assignments(problem, point, variant.dropped)
+            for ranked in _assignments(problem, point)
         ]
         if found:
-            return min(found, key=lambda assignment: assignment.key)
+            return min(found, key=itemgetter(0))[1]
     return None
 
 
-def _assignments(problem: Problem, point: Point, dropped: tuple[str, ...]) -> Iterator[Assignment]:
-    """Assignments at one point, with the best one among them."""
+def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignment]]:
+    """Assignments at one point, with the best one among them: the one with the smallest key."""
+    variant, fitting = point
     preference, ranking = problem.policy.preference, problem.ranking
     scored = []
-    for group, offers in zip(problem.groups, point.fitting, strict=True):
-        question = point.questions[group.phases[0]]
+    for group, offers in zip(problem.groups, fitting, strict=True):
+        question = variant.questions[group.phases[0]]
         scored.append(
             [((preference(one.names), ranking(one, question).value), one) for one in offers]
         )
     for merits, winners in _compatible(problem, scored):
-        tie = _tie(problem, point, winners)
+        tie = _tie(problem, variant, winners)
         key = (merits, len({offer.address for offer in winners}), *tie)
-        yield Assignment(key, point, winners, dropped)
+        yield key, Assignment(variant, winners)
 
 
 def is_compatible(problem: Problem, fitting: Sequence[Sequence[Offer]]) -> bool:
@@ -105,15 +107,15 @@ def _compatible(
 def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
     """The places of two winners that exclude each other; empty where none do."""
     for one, other in combinations(range(len(winners)), 2):
-        opponents = problem.opponents(winners[one], problem.groups[one].lead)
-        if problem.groups[other].lead in CACHED_LEADS and winners[other].address in opponents:
+        barred = opponents(problem.opposed, winners[one].address, problem.groups[one].lead)
+        if problem.groups[other].lead in CACHED_LEADS and winners[other].address in barred:
             return one, other
     return ()
 
 
-def _tie(problem: Problem, point: Point, winners: tuple[Offer, ...]) -> tuple[object, ...]:
+def _tie(problem: Problem, variant: Variant, winners: tuple[Offer, ...]) -> Key:
     """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
-    request, question = point.request, point.questions[problem.groups[0].phases[0]]
+    request, question = variant.request, variant.questions[problem.groups[0].phases[0]]
     clauses = (clause for clause in winners[0].card.clauses if admits(clause, question))
     clause = next(clauses, None)
     preferred = () if clause is None else clause.page_size.examples()

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import count
 from math import ceil, lcm
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import DTYPES
-from attnmux.core.choosing.judge.axes import Demand, Question
+from attnmux.core.choosing.judge.axes import Demand, Question, Questions
 from attnmux.core.choosing.judge.shortcomings import admits_any, knows
 from attnmux.core.choosing.offer.card import Clause, Offer
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Excluding, Range
-from attnmux.core.choosing.search.problem import Group, Problem, Questions, Variant
+from attnmux.core.choosing.search.problem import Group, Problem, Variant
 
 V = TypeVar("V")
 
@@ -32,14 +32,8 @@ Candidate = tuple[Offer, tuple[list[Clause], ...]]
 group the clauses that admit it."""
 
 
-class Point(NamedTuple):
-    """A page size and a KV dtype at which every group is served."""
-
-    request: Request
-    """With page size and KV dtype set."""
-    questions: Questions
-    fitting: tuple[tuple[Offer, ...], ...]
-    """For each group, the offers that serve it here."""
+Point = tuple[Variant, tuple[tuple[Offer, ...], ...]]
+"""The variant with page size and KV dtype set, and for each group the offers that serve it."""
 
 
 def candidates_of(problem: Problem, variant: Variant) -> list[list[Candidate]]:
@@ -74,7 +68,7 @@ def _serving(
     for offer in {offer.address: offer for offer, _ in near}.values():
         served = all(offer.address in clauses for clauses in by_phase)
         known = (knows(offer.card, questions[phase].demands) for phase in group.phases)
-        if served and all(known) and not problem.barred(offer):
+        if served and all(known) and not problem.barred(offer.address):
             found.append((offer, tuple(clauses[offer.address] for clauses in by_phase)))
     return found
 
@@ -117,12 +111,12 @@ def feasible_points(
     opened = variant.questions
     for page_size in _page_sizes(variant.request, clauses):
         for kv_dtype in _kv_dtypes(variant.request, clauses):
-            resolved = _resolved(variant.request, page_size, kv_dtype)
-            questions = problem.questions(resolved, opened)
+            request = _resolved(variant.request, page_size, kv_dtype)
+            resolved = problem.variant(request, variant.dropped, opened)
             # Setting a value only adds demands: a clause that failed before still fails
             added = {
                 phase: question.demands[len(opened[phase].demands) :]
-                for phase, question in questions.items()
+                for phase, question in resolved.questions.items()
             }
             fitting = tuple(
                 tuple(
@@ -136,7 +130,7 @@ def feasible_points(
                 for group, found in zip(problem.groups, candidates, strict=True)
             )
             if all(fitting):
-                yield Point(resolved, questions, fitting)
+                yield resolved, fitting
 
 
 def _page_sizes(request: Request, clauses: Sequence[Clause]) -> list[int]:

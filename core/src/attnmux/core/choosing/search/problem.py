@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Coercion, Reason
-from attnmux.core.choosing.judge.axes import AXES, Question
+from attnmux.core.choosing.judge.axes import AXES, Questions, questions_of
 from attnmux.core.choosing.judge.checking import Ranking
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
@@ -33,9 +33,6 @@ CACHED_LEADS = ("decode", "extend")
 
 WEAK_ORIGINS = ("model", "platform", "default")
 """Origins of values that may be coerced without permission: no user insists on them."""
-
-Questions = Mapping[str, Question]
-"""The questions of a request, by phase."""
 
 Opposed = Mapping[str, frozenset[str]]
 """By address: the backends that must not serve decode where this one serves extend, nor extend
@@ -58,11 +55,12 @@ class Group:
 
 
 class Variant(NamedTuple):
-    """The request with some of the values that may be coerced left unset."""
+    """A request with its questions: as asked, with values unset or with the solver's values set."""
 
-    dropped: tuple[str, ...]
     request: Request
     questions: Questions
+    dropped: tuple[str, ...] = ()
+    """Fields of the asker's request that coercion left unset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -74,33 +72,16 @@ class Problem:
     policy: Policy
     offers: tuple[Offer, ...]
     groups: tuple[Group, ...]
-    barred: Callable[[Offer], Sequence[Reason]]
-    """The reasons that keep an offer out of any request. It may look for libraries: it is called
-    last, for offers whose clauses fit."""
+    barred: Callable[[str], Sequence[Reason]]
+    """The reasons that keep the offer with an address out of any request. It may look for
+    libraries: it is called last, for offers whose clauses fit."""
     ranking: Ranking
     opposed: Opposed
-
-    def questions(self, request: Request, opened: Questions | None = None) -> Questions:
-        """The request's questions; `opened`: those before the solver set the open values."""
-        return {
-            phase: Question(
-                request=request,
-                platform=self.platform,
-                phase=phase,
-                hypothetical=self.policy.hypothetical,
-                opened=None if opened is None else opened[phase],
-            )
-            for phase in request.phases
-        }
 
     def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
         served = all(is_served(offer.card, questions[phase]) for phase in phases)
-        return served and not self.barred(offer)
-
-    def opponents(self, offer: Offer, lead: str) -> frozenset[str]:
-        """Addresses of the backends that may not serve the other of decode and extend."""
-        return self.opposed.get(offer.address, NONE) if lead in CACHED_LEADS else NONE
+        return served and not self.barred(offer.address)
 
     def variants(self) -> tuple[Variant, ...]:
         """The request as it is, then with any one coercible value unset, any two, …"""
@@ -111,21 +92,19 @@ class Problem:
             and getattr(self.request, axis.name)
             and (self.policy.allow_coercion or self.request.origins[axis.name] in WEAK_ORIGINS)
         ]
-        sets = (
-            dropped
-            for number in range(len(coercible) + 1)
-            for dropped in combinations(coercible, number)
-        )
-        return tuple(map(self.variant, sets))
+        found = [self.variant(self.request)]
+        for number in range(1, len(coercible) + 1):
+            for dropped in combinations(coercible, number):
+                unset: dict[str, Any] = dict.fromkeys(dropped)
+                found.append(self.variant(self.request.replace(**unset), dropped))
+        return tuple(found)
 
-    def variant(self, dropped: tuple[str, ...] = ()) -> Variant:
-        """The request with the fields `dropped` unset."""
-        unset: dict[str, Any] = dict.fromkeys(dropped)
-        request = self.request.replace(**unset) if dropped else self.request
-        return Variant(dropped=dropped, request=request, questions=self.questions(request))
-
-
-NONE: frozenset[str] = frozenset()
+    def variant(
+        self, request: Request, dropped: tuple[str, ...] = (), opened: Questions | None = None
+    ) -> Variant:
+        """The variant of a request; `opened`: the questions before the solver set open values."""
+        questions = questions_of(request, self.platform, self.policy.hypothetical, opened)
+        return Variant(request, questions, dropped)
 
 
 def phases_by_lead(request: Request) -> Mapping[str, tuple[str, ...]]:
@@ -152,6 +131,11 @@ def opposed(offers: Sequence[Offer]) -> Opposed:
                 found.setdefault(offer.address, set()).add(other.address)
                 found.setdefault(other.address, set()).add(offer.address)
     return {address: frozenset(others) for address, others in found.items()}
+
+
+def opponents(opposed: Opposed, address: str, lead: str) -> frozenset[str]:
+    """Addresses of the backends that may not serve the other of decode and extend."""
+    return opposed.get(address, frozenset()) if lead in CACHED_LEADS else frozenset()
 
 
 def groups_of(

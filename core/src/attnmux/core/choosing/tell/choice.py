@@ -24,8 +24,7 @@ class Choice:
     backend: str
     plugin: str
     factory: str | None
-    """"module:attribute"; None for a planned backend, which only answers for another machine
-    contain."""
+    """"module:attribute"; None for a planned backend, chosen only for a machine elsewhere."""
     options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
     """Every option of the backend, defaults included."""
     distribution: str = ""
@@ -39,18 +38,12 @@ class Choice:
         return f"{self.plugin}/{self.backend}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.identity(), "origin": self.origin}
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return {**data, "options": dict(self.options)}
 
     def identity(self) -> dict[str, Any]:
         """The part that the decision's hash covers: all but the origin."""
-        return {
-            "backend": self.backend,
-            "plugin": self.plugin,
-            "factory": self.factory,
-            "options": dict(self.options),
-            "distribution": self.distribution,
-            "version": self.version,
-        }
+        return {name: value for name, value in self.to_dict().items() if name != "origin"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Choice:
@@ -131,15 +124,9 @@ def disagreements(
         yield from _otherwise(choice, found[address])
         failing: dict[Reason, list[str]] = {}
         for phase in phases:
-            verdict = check(
-                found[address].card,
-                phase,
-                request,
-                platform,
-                plugin=choice.plugin,
-                libraries=libraries,
-            )
-            for reason in verdict.reasons:
+            card, plugin = found[address].card, choice.plugin
+            told = check(card, phase, request, platform, plugin=plugin, libraries=libraries)
+            for reason in told.reasons:
                 failing.setdefault(reason, []).append(phase)
         for reason, those in failing.items():
             yield f"{address} does not serve {' and '.join(those)} here: {reason}"

@@ -148,16 +148,16 @@ class Decision:
         return decision
 
     def summary(self) -> str:
-        """One line: which backend serves what, where, and why it won."""
-        served: dict[tuple[str, str], list[str]] = {}
+        """One line: the backend of each phase, the machine, and why each backend won."""
+        served: dict[str, list[str]] = {}
         for phase, choice in self.phases.items():
-            served.setdefault((choice.backend, choice.plugin), []).append(phase)
-        planned = {c.backend: ", planned" for c in self.phases.values() if c.factory is None}
-        said = [
-            f"{name} ({plugin}{planned.get(name, '')}) serves {_listed(phases)}, "
-            f"{self._standing(name, plugin, phases)}"
-            for (name, plugin), phases in served.items()
-        ]
+            served.setdefault(choice.address, []).append(phase)
+        said = []
+        for phases in served.values():
+            won = self.phases["decode" if "decode" in phases else phases[0]]
+            planned = ", planned" if won.factory is None else ""
+            who = f"{won.backend} ({won.plugin}{planned})"
+            said.append(f"{who} serves {_listed(phases)}, {self._standing(won, phases)}")
         said += [
             f"{each.choice.backend} ({each.choice.plugin}) serves decode of {each} requests, "
             f"saving at least {each.gain:.0%} of the time (measured)"
@@ -167,21 +167,19 @@ class Decision:
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
         return f"{'; '.join(said)}; on {where}, {stored}"
 
-    def _standing(self, backend: str, plugin: str, phases: list[str]) -> str:
+    def _standing(self, choice: Choice, phases: list[str]) -> str:
         """How a winner stood among the candidates of the phase that decided: decode if served."""
         phase = "decode" if "decode" in phases else phases[0]
         fitting = [v for v in self.candidates if v.phase == phase and v.eligible]
-        own = [v.rank for v in fitting if (v.backend, v.plugin) == (backend, plugin)]
-        if not own:
+        own = next((v for v in fitting if v.address == choice.address), None)
+        if own is None:
             return "as decided elsewhere"
-        origin = self.phases[phase].origin
-        named = f"named by {origin}, " if origin else ""
-        moved = any(v.measured for v in fitting if (v.backend, v.plugin) == (backend, plugin))
-        rank = f"{named}rank {own[0]}{' (measured)' if moved else ''}"
+        named = f"named by {choice.origin}, " if choice.origin else ""
+        rank = f"{named}rank {own.rank}{' (measured)' if own.measured else ''}"
         if len(fitting) == 1:
             return f"{rank}, the only one that fits"
-        better = sum(v.rank < own[0] for v in fitting if v.rank is not None and own[0] is not None)
-        place = "the best" if not better else f"behind {better}"
+        better = sum((v.rank or 0) < (own.rank or 0) for v in fitting)
+        place = f"behind {better}" if better else "the best"
         return f"{rank}, {place} of {len(fitting)} that fit"
 
 

@@ -6,26 +6,27 @@ backend that fits alone may not fit at the page size and KV dtype that were deci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.axes import questions_of
+from attnmux.core.choosing.judge.checking import prior_for
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.problem import opposed, phases_by_lead
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import excluded
+from attnmux.core.choosing.tell.verdicts import effort, excluded
 
 Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
 another value of the request, which the decision left as it was."""
 
-_ORDER: tuple[Standing, ...] = ("chosen", "fits", "elsewhere", "coerced", "rejected")
+_ORDER: tuple[Standing, ...] = get_args(Standing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +65,15 @@ def outcomes_of_refusal(
 ) -> tuple[Outcome, ...]:
     """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
     cards = {offer.address: offer for offer in offers}
-    leads = {phase: lead for lead, phases in phases_by_lead(request).items() for phase in phases}
+    leads = _leads(phases_by_lead(request))
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
+    blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
     found = []
     for verdict in candidates:
         named = policy.named_for(leads[verdict.phase])
-        why = ""
-        if verdict.verdict != "rejected":
-            blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
-            why = f"fits, but {named[1]} was named" if named else f"fits, but {blocked}"
+        other = f"{named[1]} was named" if named else blocked
+        why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
         offer = cards.get(verdict.address)
         found.append(_outcome(verdict, offer, verdict.verdict, why, verdict.reasons))
 
@@ -88,11 +88,7 @@ def outcomes_of_refusal(
 def joined_by_first_reason(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
     """A shorter list: phases with the same first reason share an outcome, which has the longest of
     their lists of reasons."""
-
-    def longest(alike: Sequence[Outcome]) -> Outcome:
-        return max(alike, key=lambda outcome: len(outcome.reasons))
-
-    return _grouped(told, lambda one: replace(one, phases=(), reasons=one.reasons[:1]), longest)
+    return _grouped(told, lambda one: replace(one, phases=(), reasons=one.reasons[:1]))
 
 
 class _Account:
@@ -105,16 +101,8 @@ class _Account:
         self.opposed = opposed(tuple(self.cards.values()))
         self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
         self.groups = phases_by_lead(decision.request)
-        self.leads = {phase: lead for lead, phases in self.groups.items() for phase in phases}
-        self.questions = {
-            phase: Question(
-                request=decision.request,
-                platform=decision.platform,
-                phase=phase,
-                hypothetical=policy.hypothetical,
-            )
-            for phase in decision.phases
-        }
+        self.leads = _leads(self.groups)
+        self.questions = questions_of(decision.request, decision.platform, policy.hypothetical)
 
     def outcome(self, verdict: Verdict) -> Outcome:
         offer = self.cards.get(verdict.address)
@@ -210,10 +198,13 @@ class _Account:
         """Of the prior that gave the rank, or of the measurements; else empty."""
         if verdict.measured:
             return "measured on this machine"
-        priors = () if offer is None else offer.card.priors
-        question = self.questions[verdict.phase]
-        held = next((prior for prior in priors if admits(prior.when, question)), None)
-        return held.source if held is not None and held.rank == verdict.rank else ""
+        held = offer and prior_for(offer.card, self.questions[verdict.phase])
+        return held.source if held and held.rank == verdict.rank else ""
+
+
+def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
+    """The leading phase of each phase."""
+    return {phase: lead for lead, phases in groups.items() for phase in phases}
 
 
 def _outcome(
@@ -237,36 +228,28 @@ def _outcome(
 
 def _joined(each: Iterable[Outcome]) -> tuple[Outcome, ...]:
     """One outcome for the phases of a backend that share it, the most useful ones first."""
-    together = _grouped(each, lambda one: replace(one, phases=()), lambda alike: alike[0])
-    return tuple(sorted(together, key=_place))
+    return tuple(sorted(_grouped(each, lambda one: replace(one, phases=())), key=_place))
 
 
-def _grouped(
-    each: Iterable[Outcome],
-    key: Callable[[Outcome], Outcome],
-    pick: Callable[[Sequence[Outcome]], Outcome],
-) -> tuple[Outcome, ...]:
-    """One outcome for all with the same key: the picked one, with the phases of all."""
+def _grouped(each: Iterable[Outcome], key: Callable[[Outcome], Outcome]) -> tuple[Outcome, ...]:
+    """One outcome for all with the same key: that with the most reasons, with the phases of all."""
     groups: dict[Outcome, list[Outcome]] = {}
     for outcome in each:
         groups.setdefault(key(outcome), []).append(outcome)
-    return tuple(
-        replace(
-            pick(alike),
-            phases=tuple(sorted((p for one in alike for p in one.phases), key=PHASES.index)),
-        )
-        for alike in groups.values()
-    )
+    found = []
+    for alike in groups.values():
+        phases = sorted((phase for one in alike for phase in one.phases), key=PHASES.index)
+        longest = max(alike, key=lambda one: len(one.reasons))
+        found.append(replace(longest, phases=tuple(phases)))
+    return tuple(found)
 
 
 def _place(outcome: Outcome) -> tuple[int, int, int, int, str, str]:
     """Rejected backends that need the smallest change come before other rejected ones."""
-    unfixable = sum(not reason.hint for reason in outcome.reasons)
     return (
         _ORDER.index(outcome.standing),
         PHASES.index(outcome.phases[0]) if outcome.standing == "chosen" else outcome.rank or 0,
-        unfixable,
-        len(outcome.reasons),
+        *effort(outcome.reasons),
         outcome.backend,
         outcome.plugin,
     )

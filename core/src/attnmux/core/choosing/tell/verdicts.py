@@ -1,4 +1,4 @@
-"""Verdicts on all candidates, with the reasons why one does not fit.
+"""Verdicts on all candidates, and the error where nothing serves the request.
 
 `judge` gives the reasons that concern one card in one phase. This module adds those that concern
 other phases or other backends.
@@ -7,6 +7,7 @@ other phases or other backends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 from attnmux.core.choosing.ask.values import PHASES
@@ -14,6 +15,8 @@ from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import verdict
 from attnmux.core.choosing.judge.shortcomings import shortcomings_by_phase
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
 from attnmux.core.choosing.search.problem import (
@@ -22,8 +25,10 @@ from attnmux.core.choosing.search.problem import (
     Opposed,
     Problem,
     Variant,
+    opponents,
 )
 from attnmux.core.choosing.search.remedies import Remedies
+from attnmux.core.errors import NoBackend
 
 Serving = Mapping[str, Sequence[Offer]]
 """By leading phase, the offers that serve its group."""
@@ -43,10 +48,10 @@ def verdicts(
 
 def excluded(opposed: Opposed, offer: Offer, lead: str, serving: Serving) -> list[Reason]:
     """A reason where `offer` for `lead` excludes all that serve the other of decode and extend."""
-    opponents = opposed.get(offer.address, frozenset()) if lead in CACHED_LEADS else frozenset()
-    for other in CACHED_LEADS if opponents else ():
+    barred = opponents(opposed, offer.address, lead)
+    for other in CACHED_LEADS if barred else ():
         others = serving.get(other, ()) if other != lead else ()
-        if others and opponents.issuperset(one.address for one in others):
+        if others and barred.issuperset(one.address for one in others):
             names = " or ".join(one.card.name for one in others)
             return [
                 Reason(
@@ -70,20 +75,21 @@ class _Verdicts:
         self._best = best
         self._plain = variants[0].questions
         self._serving = cache(self._served_by)
+        self._winners: dict[str, Sequence[Offer]] = {}
+        if best is not None:
+            for group, winner in zip(problem.groups, best.winners, strict=True):
+                self._winners[group.lead] = (winner,)
         # Each group can be served, but at no page size and KV dtype that all share
-        self._conflict = best is None and all(
-            any(problem.serves(offer, self._plain, group.phases) for offer in group.offers)
-            for group in problem.groups
-        )
+        self._conflict = best is None and all(self._serving(0).values())
 
     def all(self) -> list[Verdict]:
         remedies, phases = Remedies(self._problem), demands_of(self._plain.values())
         found = []
         for offer in self._problem.offers:
             short = shortcomings_by_phase(offer.card, self._plain, phases)
-            for group in self._problem.groups:
+            for place, group in enumerate(self._problem.groups):
                 for phase in group.phases:
-                    reasons = remedies.checked(group, offer, short[phase])
+                    reasons = remedies.checked(place, offer, short[phase])
                     found.append(self._verdict(group, phase, offer, reasons))
         return found
 
@@ -97,7 +103,7 @@ class _Verdicts:
         }
 
     def _excluded(self, group: Group, offer: Offer, variant: int = 0) -> list[Reason]:
-        if not self._problem.opponents(offer, group.lead):
+        if not opponents(self._problem.opposed, offer.address, group.lead):
             return []
         return excluded(self._problem.opposed, offer, group.lead, self._serving(variant))
 
@@ -113,28 +119,25 @@ class _Verdicts:
         best = self._best
         if not reasons:
             questions = self._plain
-            if best is not None and problem.serves(offer, best.point.questions, (phase,)):
-                questions = best.point.questions
+            if best is not None and problem.serves(offer, best.variant.questions, (phase,)):
+                questions = best.variant.questions
             rank = problem.ranking(offer, questions[phase])
             return verdict(offer, phase, (), rank, eligible=self._is_eligible(group, offer))
         for place, variant in enumerate(self._variants[1:], 1):
             served = problem.serves(offer, variant.questions, group.phases)
             if served and not self._excluded(group, offer, place):
                 rank = problem.ranking(offer, variant.questions[phase])
-                eligible = self._is_eligible(group, offer)
-                return verdict(offer, phase, reasons, rank, coerced=True, eligible=eligible)
+                return verdict(
+                    offer, phase, reasons, rank, eligible=self._is_eligible(group, offer)
+                )
         return verdict(offer, phase, reasons, None)
 
     def _is_eligible(self, group: Group, offer: Offer) -> bool:
         """Whether the offer could serve the group as decided, with the winners of the others."""
         problem, best = self._problem, self._best
-        if best is None or not problem.serves(offer, best.point.questions, group.phases):
+        if best is None or not problem.serves(offer, best.variant.questions, group.phases):
             return False
-        winners = {
-            other.lead: (winner,)
-            for other, winner in zip(problem.groups, best.winners, strict=True)
-        }
-        return not excluded(problem.opposed, offer, group.lead, winners)
+        return not excluded(problem.opposed, offer, group.lead, self._winners)
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""
@@ -162,3 +165,81 @@ class _Verdicts:
             wanted=f"one page size and KV dtype for {phases}",
             offered=f"page size {' or '.join(pages)}, KV in {' or '.join(stored)}",
         )
+
+
+def refusal(
+    platform: Platform, groups: Sequence[Group], candidates: Sequence[Verdict]
+) -> NoBackend:
+    """The error: the phases that nothing serves, and each candidate's reasons there."""
+    where = platform.name or str(platform)
+    if not candidates:
+        line = f"pip install {VENDORS.get(platform.vendor, VENDORS['cpu']).distribution}"
+        hint = f"{line}, unless it is there and did not load or is not allowed"
+        return NoBackend(f"no attention backend for {where}: no plugin offers one ({hint})")
+    failing = [group for group in groups if not _is_served(group, candidates)]
+    named = sorted({group.named for group in failing if group.named})
+    who = f"{' and '.join(named)} cannot serve" if named else "no attention backend serves"
+    sources = dict.fromkeys(f"{g.named} is {g.source}" for g in failing if g.source)
+    unserved = {phase for group in failing for phase in group.phases}
+    phases = ", ".join(phase for phase in PHASES if phase in unserved)
+    eligible = {key for group in failing for offer in group.offers for key in _keys(group, offer)}
+    concerned = [v for v in candidates if v.reasons and (v.address, v.phase) in eligible]
+    near, others = (concerned, []) if named else _set_apart(concerned)
+    lines = [f"  {which}: {why}" for which, why in _grouped(near)]
+    lines += [f"  for {what}: {', '.join(names)}" for what, names in others]
+    encoder = any("encoder" in group.phases for group in failing)
+    said = [*sources, *(["multimodal=false asks for no encoder"] if encoder else ())]
+    hint = f" ({'; '.join(said)})" if said else ""
+    return NoBackend("\n".join([f"{who} {phases} on {where}{hint}", *lines]), candidates)
+
+
+def _is_served(group: Group, candidates: Sequence[Verdict]) -> bool:
+    """Whether one of the group's offers serves all its phases."""
+    serving = {(v.address, v.phase) for v in candidates if v.verdict != "rejected"}
+    return any(serving.issuperset(_keys(group, offer)) for offer in group.offers)
+
+
+def _set_apart(concerned: Sequence[Verdict]) -> tuple[list[Verdict], list[tuple[str, list[str]]]]:
+    """(verdicts worth reading, the others' purpose and names). Backends for another vendor or
+    another kind of attention are set apart, unless no other is left."""
+    near = list(concerned)
+    others = []
+    for axis, what in (("vendor", "other hardware"), ("kind", "other kinds of attention")):
+        left = [said for said in near if all(reason.axis != axis for reason in said.reasons)]
+        names = sorted({said.backend for said in near} - {said.backend for said in left})
+        if left and names:
+            near = left
+            others.append((what, names))
+    return near, others
+
+
+def _keys(group: Group, offer: Offer) -> list[tuple[str, str]]:
+    return [(offer.address, phase) for phase in group.phases]
+
+
+def effort(reasons: Sequence[Reason]) -> tuple[int, int]:
+    """The reasons that no change removes, and all of them: the fewer, the nearer the backend."""
+    return sum(not reason.hint for reason in reasons), len(reasons)
+
+
+def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """(backend and its phases, reasons), the nearest backend first; one entry where a backend's
+    phases share the reasons. Phases that the backend does not serve at all share one reason.
+    """
+    phases: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
+    for each in sorted(verdicts, key=lambda one: (*effort(one.reasons), one.backend)):
+        reasons = tuple(
+            replace(reason, wanted="") if reason.code == "PHASE" else reason
+            for reason in each.reasons
+        )
+        phases.setdefault((each.backend, each.plugin, reasons), []).append(each.phase)
+    return [
+        (
+            f"{backend} ({plugin}) for {', '.join(served)}",
+            "; ".join(
+                str(reason if reason.wanted else replace(reason, wanted=", ".join(served)))
+                for reason in reasons
+            ),
+        )
+        for (backend, plugin, reasons), served in phases.items()
+    ]
