@@ -54,7 +54,7 @@ def prior_for(card: BackendCard, question: Question) -> Prior | None:
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
     prior = prior_for(offer.card, question)
-    return Rank(DEFAULT_RANK if prior is None else prior.rank)
+    return Rank(DEFAULT_RANK) if prior is None else Rank(prior.rank)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:

@@ -28,15 +28,10 @@ def admits_any(card: BackendCard, clauses: Iterable[Clause], demands: Sequence[D
 
 def knows(card: BackendCard, demands: Iterable[Demand]) -> bool:
     """Whether the card's contract knows every demanded axis."""
-    return not _unknown(card, demands)
-
-
-def _unknown(card: BackendCard, demands: Iterable[Demand]) -> list[Demand]:
-    return [
-        (axis, value)
-        for axis, value in demands
-        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract)
-    ]
+    for axis, _ in demands:
+        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract):
+            return False
+    return True
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
@@ -78,7 +73,8 @@ def _reasons(card: BackendCard, question: Question, failures: Sequence[Failure])
             wanted=str(value),
             offered=f"a contract ({card.contract}) that does not know it",
         )
-        for axis, value in _unknown(card, question.demands)
+        for axis, value in question.demands
+        if not knows(card, [(axis, value)])
     ]
     clause, failed = _nearest(failures)
     hints = {} if undeclared else _hints(failed, _changes(clause, question, failed))
