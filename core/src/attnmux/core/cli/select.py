@@ -140,7 +140,7 @@ def decided(
     if not measurements:
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
-    from attnmux.core.choosing.measured.batch_sizes import solve_measured  # noqa: PLC0415
+    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 
