@@ -104,10 +104,15 @@ def test_json(installed, here) -> None:
             "prepare_us",
             "share",
             "error",
+            "rms_error",
+            "worst_error",
             "why",
         }
         assert (row["status"], row["backend"]) == ("measured", "fakes/FakeBackend")
         assert row["median_us"] > 0
+        assert 0 < row["rms_error"] < 2
+        assert row["rms_error"] == pytest.approx(row["error"] * 256)
+        assert row["worst_error"] >= row["rms_error"]
     assert data["ceilings"]["read_gbs"] > 0
     assert data["request"]["num_q_heads"] == 4
 
@@ -121,6 +126,9 @@ def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
     assert table[0].startswith("fakes/FakeBackend")
     assert table[1].startswith("fakes/Slow")
     assert " 1.00 " in table[0]
+    assert "error: rms in roundings of bfloat16" in " ".join(said)
+    error, worst = table[0].split()[4:6]
+    assert 0 < float(error) <= float(worst.strip("()")) < 4
     assert float(table[1].split()[2]) > 2
     (wrong,) = [line for line in table if line.startswith("fakes/Wrong")]
     assert "wrong: off by" in wrong
@@ -139,7 +147,9 @@ def test_exit_code_where_every_answer_is_wrong(installed, fakes) -> None:
     installed(fakes.Wrong)
     result = bench("--json", *STEPS)
     assert result.exit_code == 3
-    assert [row["status"] for row in json.loads(result.stdout)["rows"]] == ["wrong", "wrong"]
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["status"] for row in rows] == ["wrong", "wrong"]
+    assert all(row["rms_error"] == pytest.approx(25.6, rel=0.05) for row in rows)
 
 
 def test_no_backend_at_all(installed) -> None:

@@ -73,7 +73,7 @@ def bench(
         check_stated(asked)
     request = completed(asked)
     try:
-        from attnmux.bench.cli.bench_run import Keeper, find_place, measure  # noqa: PLC0415  # torch
+        from attnmux.bench.cli import bench_run  # noqa: PLC0415  # torch
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -81,18 +81,21 @@ def bench(
             "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
         ) from error
     settings = run.settings()
-    place = find_place(run, settings, platform, device)
-    keeper = Keeper.open(run, settings, asked, place) if keep else None
-    result = measure(
+    place = bench_run.find_place(run, settings, platform, device)
+    keeper = bench_run.Keeper.open(run, settings, asked, place) if keep else None
+    watch = bench_run.unwatched
+    if not as_json:
+        from attnmux.bench.cli.tables import track as watch  # noqa: PLC0415  # rich
+    result = bench_run.measure(
         place,
         request,
         settings.policy(),
         workloads=workloads,
         names=names,
         seconds=seconds,
-        show=not as_json,
+        watch=watch,
     )
-    kept = None if keeper is None else keeper.keep(result, check_seconds, show=not as_json)
+    kept = None if keeper is None else keeper.keep(result, check_seconds, watch)
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
