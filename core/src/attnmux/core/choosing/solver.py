@@ -12,6 +12,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
@@ -35,6 +36,7 @@ def solve(
     *,
     libraries: Libraries = installed_version,
     ranking: Ranking = prior_rank,
+    accuracy: Accuracy = by_card,
 ) -> Decision:
     """Choose a backend for each requested phase among the `offers` of the plugins, in any order.
 
@@ -56,7 +58,7 @@ def solve(
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred=_barred(policy, known),
+        barred=_barred(policy, known, partial(accuracy, request=request)),
         ranking=ranking,
         opposed=opposed(offers),
     )
@@ -68,13 +70,15 @@ def solve(
     return _decision(problem, best, given, candidates)
 
 
-def _barred(policy: Policy, libraries: Libraries) -> Callable[[Offer], Sequence[Reason]]:
-    """`standing`, computed once for each offer."""
+def _barred(
+    policy: Policy, libraries: Libraries, accuracy: Callable[[Offer], Sequence[Reason]]
+) -> Callable[[Offer], Sequence[Reason]]:
+    """`standing` and the lack of accuracy, computed once for each offer."""
     found: dict[str, Sequence[Reason]] = {}
 
     def barred(offer: Offer) -> Sequence[Reason]:
         if offer.address not in found:
-            found[offer.address] = standing(offer, policy, libraries)
+            found[offer.address] = [*standing(offer, policy, libraries), *accuracy(offer)]
         return found[offer.address]
 
     return barred

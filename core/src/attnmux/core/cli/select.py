@@ -158,6 +158,7 @@ def _answered(answer: Decision | NoBackend, request: Request, device: Platform) 
         "phases": {},
         "decode_sizes": [],
         "coercions": [],
+        "notes": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],
     }
 

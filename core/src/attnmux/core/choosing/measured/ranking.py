@@ -18,6 +18,7 @@ from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.accuracy import Current, by_measurement, notes_on
 from attnmux.core.choosing.measured.measurement import Measurement, insisted, shape_of, versions_of
 from attnmux.core.choosing.measured.records import LEAST_GAIN, Device, latest
 from attnmux.core.choosing.offer.card import Offer
@@ -30,9 +31,6 @@ from attnmux.core.choosing.tell.decision import Decision
 Times = Mapping[str, float]
 """Medians in microseconds by workload."""
 
-Current = Mapping[tuple[str, str], Mapping[str, Sequence[Measurement]]]
-"""Measurements that count, by (phase, shape) and the backend's address."""
-
 
 def solve_measured(
     request: Request,
@@ -43,15 +41,20 @@ def solve_measured(
     measurements: Iterable[Measurement],
     libraries: Libraries = installed_version,
 ) -> Decision:
-    """`solve` with the ranks of `ranking_by`, then `with_batch_sizes`.
+    """`solve` with the ranks of `ranking_by` and measured errors, then `with_batch_sizes`.
 
-    Raises what `solve` raises.
+    The decision notes a backend whose error is more than 3 times that of another that could serve
+    the phase. Raises what `solve` raises.
     """
     offers = tuple(offers)
     found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
     ranking = ranking_by(found, offers)
-    decision = solve(request, platform, offers, policy, libraries=libraries, ranking=ranking)
-    return with_batch_sizes(decision, offers, policy, found, libraries=libraries)
+    accuracy = by_measurement(found, platform)
+    decision = solve(
+        request, platform, offers, policy, libraries=libraries, ranking=ranking, accuracy=accuracy
+    )
+    decision = with_batch_sizes(decision, offers, policy, found, libraries=libraries)
+    return replace(decision, notes=notes_on(decision, found)) if found else decision
 
 
 def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
