@@ -46,6 +46,7 @@ def test_json_form(call) -> None:
         "phases",
         "decode_sizes",
         "coercions",
+        "notes",
         "candidates",
         "warnings",
     }
