@@ -136,8 +136,8 @@ def measure(
         launches=place.launches,
     )
     rows = bench.rows(field.workloads, field.entrants)
-    rows = tuple(watch(rows, f"timing on {place}", field.size))
-    return Result(place=place, request=request, ceilings=reached, field=field, rows=rows)
+    timed = tuple(watch(rows, f"timing on {place}", field.size))
+    return Result(place=place, request=request, ceilings=reached, field=field, rows=timed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

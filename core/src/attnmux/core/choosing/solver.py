@@ -58,7 +58,7 @@ def solve(
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred=_barred(policy, known, partial(accuracy, request=request)),
+        barred=_barred(policy, known, lambda offer: accuracy(offer, request)),
         ranking=ranking,
         opposed=opposed(offers),
     )

@@ -73,7 +73,8 @@ def select(
 ) -> None:
     """Choose the backend of each phase, and say why.
 
-    Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits.
+    Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits
+    or the model has layers that no backend serves.
     """
     request = requested(model, fields, tp, speculative_attention_mode)
     options = _parse_assignments(assignments)
@@ -127,6 +128,9 @@ def select(
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
     if isinstance(answer, NoBackend):
         raise answer
+    if request.unserved_layers:
+        said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
+        raise NoBackend(f"no backend serves these layers of the model: {said}")
 
 
 def decided(

@@ -69,6 +69,9 @@ class Request:
     deterministic: bool = False
     graph: bool = False
     lse: bool = False
+    unserved_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the model's layers that no attention backend serves: linear attention,
+    Mamba, convolutions. They ask nothing of a backend."""
     max_error: float | None = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     accuracy: str | None = None
@@ -140,7 +143,9 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**data, "phases": list(self.phases), "origins": dict(self.origins)}
+        layers = dict(self.unserved_layers)
+        plain = {"phases": list(self.phases), "unserved_layers": layers}
+        return {**data, **plain, "origins": dict(self.origins)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:

@@ -106,6 +106,18 @@ def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads 
     return tuple(phase for phase in PHASES if phase in asked)
 
 
+def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN401  # reads any value
+    """From "mamba:36+conv:2", a mapping or pairs."""
+    given = value
+    if isinstance(value, str):
+        given = [each.split(":") for each in value.split("+") if not _is_unset(each)]
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given or ()
+        return tuple(sorted((str(kind), _positive(name, count) or 1) for kind, count in pairs))
+    except (TypeError, ValueError):
+        raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
+
+
 READERS: Mapping[str, Reader] = {
     "kind": partial(_word, KINDS),
     "num_q_heads": _positive,
@@ -134,6 +146,7 @@ READERS: Mapping[str, Reader] = {
     "deterministic": _flag,
     "graph": _flag,
     "lse": _flag,
+    "unserved_layers": _layers,
     "max_error": partial(_number, float, "a positive number, or none"),
     "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import OptionValue as Value
+from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import Check, by_name, check_fields
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
@@ -26,6 +26,7 @@ from attnmux.core.choosing.measured.records import (
 )
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 
+Value = OptionValue
 VALUES = by_name("numbers and words by name", bool, int, float, str)
 TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
 VERSIONS = CHECKS["versions"]
