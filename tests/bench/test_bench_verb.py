@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from datetime import datetime, timezone
@@ -10,8 +11,8 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
+from attnmux.bench import Row, Workload, timing
 from attnmux.bench import cli as bench_cli
-from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, launch_file, read_measurements
 from attnmux.core.choosing.measured.records import Device
@@ -340,6 +341,44 @@ def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
     assert str(file) in result.stderr
     assert len(read_measurements(file).found) == 1
     assert file.with_name("measurements.json.damaged").read_text() == "{"
+
+
+def test_a_page_of_plots(installed, tmp_path, fakes) -> None:
+    pytest.importorskip("plotly")
+    from attnmux.bench.cli import plots  # noqa: PLC0415  # imports plotly
+
+    installed(FakeBackend, fakes.Wrong)
+    page = tmp_path / "bench.html"
+    longer = ("--workload", "decode:bs=1,ctx=40")
+    data = answer(bench("--json", "--html", str(page), *STEPS, *longer))
+    text = page.read_text()
+    assert "FakeBackend" in text
+    assert 'src="http' not in text
+    rows = []
+    for row in data["rows"]:
+        del row["phase"]
+        rows.append(Row(**{**row, "workload": Workload.parse(row["workload"])}))
+    made = plots.figure(rows, "a machine", "bfloat16")
+    lines = {(line.name, line.yaxis): line for line in made.data}
+    assert lines["fakes/FakeBackend", "y"].x == (9, 40)
+    assert len(lines["fakes/FakeBackend", "y2"].y) == 2
+    assert ("fakes/Wrong", "y") not in lines
+    assert lines["fakes/Wrong", "y2"].y[0] > 20
+    legend = sorted(line.name for line in made.data if line.showlegend)
+    assert legend == ["fakes/FakeBackend", "fakes/Wrong"]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_page_that_cannot_be_made_is_refused_before_timing(
+    installed, tmp_path, monkeypatch, found
+) -> None:
+    if not found:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("plotly")
+    result = bench("--html", str(tmp_path / "no" / "bench.html"), *STEPS)
+    assert result.exit_code == 2
+    assert ("a folder that exists" if found else "attnmux-bench[plot]") in result.stderr
 
 
 def test_without_keep_nothing_is_written(installed, file) -> None:

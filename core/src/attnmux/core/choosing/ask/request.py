@@ -89,12 +89,13 @@ class Request:
             if value is not default:
                 value = READERS[name](name, value)
                 object.__setattr__(self, name, value)
-            if value != default:
-                origins.setdefault(name, "user")
-            elif not value:
-                origins.pop(name, None)
-            else:
+                if value != default:
+                    origins.setdefault(name, "user")
+                    continue
+            if value:
                 origins.setdefault(name, "default")
+            elif name in origins:
+                del origins[name]
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
