@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,12 @@ from attnmux.core.choosing.ask.model_layers import (
     NO_MIXING,
     UNSERVED,
     WINDOWED,
+    differing_shapes,
     layer_types,
     unserved_layers,
 )
 from attnmux.core.choosing.ask.model_types import DEFAULTS, ENCODERS, NAMES, SINKS, UNSAYABLE
 from attnmux.core.errors import InvalidInput
-
-SHAPES = frozenset(
-    {
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "v_head_dim",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-    }
-)
-"""Values that a request holds once, so that layers must not differ in them."""
-
-OF_SOME_LAYERS: Mapping[str, str] = {
-    "global_head_dim": "head_dim",
-    "num_global_key_value_heads": "num_key_value_heads",
-    "swa_num_attention_heads": "num_attention_heads",
-    "swa_num_key_value_heads": "num_key_value_heads",
-    "swa_head_dim": "head_dim",
-    "swa_v_head_dim": "v_head_dim",
-}
-"""Names that model types give to the shapes of their unwindowed or windowed layers alone."""
 
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
@@ -102,63 +80,40 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None:
     """Refuse a model of whose attention a request could express only a part."""
-    model_type = values["model_type"]
+    for what, expected in _unsayable(values, latent):
+        raise InvalidInput("model", got=f"{what} in {source}", expected=expected)
+
+
+def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, str]]:
+    """Yield each part that a request cannot express, and what it can."""
     types = frozenset(values["layer_types"])
     known = ATTENTION - (frozenset() if latent else INDEXED) | UNSERVED | NO_MIXING
     if types and types.isdisjoint(ATTENTION) and types <= known:
-        said = " and ".join(f"{n} {kind}" for kind, n in unserved_layers(values["layer_types"]))
-        got = f"{said or len(values['layer_types'])} layers and no attention in {source}"
-        raise InvalidInput("model", got=got, expected="a model with softmax attention")
-    why = UNSAYABLE.get(model_type, "")
+        counts = unserved_layers(values["layer_types"])
+        said = " and ".join(f"{count} {kind}" for kind, count in counts)
+        yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
+    bias = UNSAYABLE.get(values["model_type"], "")
     attention = values.get("attn_config")
-    if why and not (isinstance(attention, dict) and attention.get("alibi") is False):
-        got = f"{model_type}, whose attention has {why}, in {source}"
-        raise InvalidInput("model", got=got, expected="attention without a bias")
+    if bias and not (isinstance(attention, dict) and attention.get("alibi") is False):
+        yield f"{values['model_type']}, whose attention has {bias},", "attention without a bias"
     if not types <= known:
-        got = f"layer_types {', '.join(sorted(types - known))} in {source}"
-        raise InvalidInput("model", got=got, expected=f"types of {', '.join(sorted(known))}")
+        unknown = ", ".join(sorted(types - known))
+        yield f"layer_types {unknown}", f"types of {', '.join(sorted(known))}"
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
-        got = f"{picking[0]} without kv_lora_rank in {source}"
-        raise InvalidInput("model", got=got, expected="sparse attention over MLA's latent alone")
+        yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
     if values.get("alibi"):
-        got = f"alibi={values['alibi']!r} in {source}"
-        raise InvalidInput("model", got=got, expected="attention without a bias")
-    differing = sorted(_differing(values))
-    if differing:
-        got = f"layers that differ in {', '.join(differing)} in {source}"
+        yield f"alibi={values['alibi']!r}", "attention without a bias"
+    if differing := differing_shapes(values):
         expected = "one shape, as one KV pool holds all layers, or a request for each shape"
-        raise InvalidInput("model", got=got, expected=expected)
-
-
-def _differing(values: Mapping[str, Any]) -> set[str]:
-    """The shapes in which layers differ."""
-    layers = values.get("per_layer_config")
-    stated = layers.values() if isinstance(layers, dict) else ()
-    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
-    for own, name in OF_SOME_LAYERS.items():
-        if values.get(own) not in (None, values.get(name)):
-            differing.add(name)
-    other = values.get("attention_other_setting")  # Step's windowed layers
-    if isinstance(other, dict):
-        differing |= {n for n in SHAPES & other.keys() if other[n] != values.get(n, other[n])}
-    for name in ("num_query_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"):
-        each = values.get(name)
-        if isinstance(each, list) and any(one != each[0] for one in each):
-            differing.add(name)
-    blocks = values.get("block_configs")  # models that an architecture search has pruned
-    attention = [block.get("attention") for block in blocks or () if isinstance(block, dict)]
-    groups = {part.get("n_heads_in_group") for part in attention if isinstance(part, dict)}
-    return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())
+        yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
 def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        model_type = values.get("model_type") or "no model_type"
-        got = f"{name}={number!r} in {source}"
-        if number is None:
-            got = f"{model_type} without {name} in {source}"
+        absent = f"{values.get('model_type') or 'a model'} without {name}"
+        got = f"{absent if number is None else f'{name}={number!r}'} in {source}"
         raise InvalidInput("model", got=got, expected=f"a positive {name} in config.json")
     return number
 
