@@ -140,6 +140,10 @@ def test_a_card_may_promise_a_bound(offer) -> None:
     a, b = offers = [offer("a", rank=10), offer("b", rank=20, error_bounds=bounds)]
     asked = REQUEST.replace(max_error=2)
     assert solve(asked, HOPPER, offers).phases["decode"].backend == "b"
+    assert bounds[1].to_dict() == {
+        **{"max_error": 12, "keys": 131072},
+        **{"kv_dtype": "any", "source": "the test"},
+    }
     said = refused(offers, [], max_error=1)
     assert said["b"] == ("MAX_ERROR", "1.5 up to 32,768 keys or 12 up to 131,072 keys")
     # What was measured outweighs what was promised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from attnmux.core.choosing.common.checks import NAME, Check, check_fields, whole
 from attnmux.core.choosing.offer.conditions import ANY, Condition
@@ -36,6 +37,9 @@ class ErrorBound:
 
     def __post_init__(self) -> None:
         check_fields("error bound", self, CHECKS)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in CHECKS}, "kv_dtype": str(self.kv_dtype)}
 
     def __str__(self) -> str:
         return f"{self.max_error:g} up to {self.keys:,} keys"
