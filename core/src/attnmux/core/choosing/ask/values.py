@@ -39,6 +39,8 @@ def canonical_dtype(name: str, argument: str = "dtype") -> str:
 
     Raises InvalidInput, naming `argument`, for any other name.
     """
+    if name in DTYPES:  # the search reads its own values again and again
+        return name
     lowered = name.strip().lower().removeprefix("torch.")
     found = ALIASES.get(lowered, lowered)
     if found not in DTYPES:
@@ -99,6 +101,8 @@ def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN4
 
 def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     """In the order of PHASES, each once."""
+    if isinstance(value, tuple) and value == tuple(each for each in PHASES if each in value):
+        return value
     given = value.split("+") if isinstance(value, str) else value or ()
     if not isinstance(given, Iterable):
         raise InvalidInput(name, got=repr(value), expected=f"some of {', '.join(PHASES)}")
