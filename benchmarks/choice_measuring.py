@@ -147,9 +147,8 @@ class Measuring:
                 workloads=model.workloads,
                 names=self.names,
                 seconds=self.seconds,
-                show=False,
             )
-            kept = keeper.keep(result, self.check_seconds, show=False)
+            kept = keeper.keep(result, self.check_seconds)
             known = read_measurements(file).found
             decisions = {
                 phase: decided(

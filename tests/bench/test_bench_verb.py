@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from datetime import datetime, timezone
@@ -10,8 +11,8 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
+from attnmux.bench import Row, Workload, timing
 from attnmux.bench import cli as bench_cli
-from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, launch_file, read_measurements
 from attnmux.core.choosing.measured.records import Device
@@ -104,10 +105,15 @@ def test_json(installed, here) -> None:
             "prepare_us",
             "share",
             "error",
+            "rms_error",
+            "worst_error",
             "why",
         }
         assert (row["status"], row["backend"]) == ("measured", "fakes/FakeBackend")
         assert row["median_us"] > 0
+        assert 0 < row["rms_error"] < 2
+        assert row["rms_error"] == pytest.approx(row["error"] * 256)
+        assert row["worst_error"] >= row["rms_error"]
     assert data["ceilings"]["read_gbs"] > 0
     assert data["request"]["num_q_heads"] == 4
 
@@ -121,6 +127,9 @@ def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
     assert table[0].startswith("fakes/FakeBackend")
     assert table[1].startswith("fakes/Slow")
     assert " 1.00 " in table[0]
+    assert "error: rms in roundings of bfloat16" in " ".join(said)
+    error, worst = table[0].split()[4:6]
+    assert 0 < float(error) <= float(worst.strip("()")) < 4
     assert float(table[1].split()[2]) > 2
     (wrong,) = [line for line in table if line.startswith("fakes/Wrong")]
     assert "wrong: off by" in wrong
@@ -139,7 +148,9 @@ def test_exit_code_where_every_answer_is_wrong(installed, fakes) -> None:
     installed(fakes.Wrong)
     result = bench("--json", *STEPS)
     assert result.exit_code == 3
-    assert [row["status"] for row in json.loads(result.stdout)["rows"]] == ["wrong", "wrong"]
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["status"] for row in rows] == ["wrong", "wrong"]
+    assert all(row["rms_error"] == pytest.approx(25.6, rel=0.05) for row in rows)
 
 
 def test_no_backend_at_all(installed) -> None:
@@ -330,6 +341,44 @@ def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
     assert str(file) in result.stderr
     assert len(read_measurements(file).found) == 1
     assert file.with_name("measurements.json.damaged").read_text() == "{"
+
+
+def test_a_page_of_plots(installed, tmp_path, fakes) -> None:
+    pytest.importorskip("plotly")
+    from attnmux.bench.cli import plots  # noqa: PLC0415  # imports plotly
+
+    installed(FakeBackend, fakes.Wrong)
+    page = tmp_path / "bench.html"
+    longer = ("--workload", "decode:bs=1,ctx=40")
+    data = answer(bench("--json", "--html", str(page), *STEPS, *longer))
+    text = page.read_text()
+    assert "FakeBackend" in text
+    assert 'src="http' not in text
+    rows = []
+    for row in data["rows"]:
+        del row["phase"]
+        rows.append(Row(**{**row, "workload": Workload.parse(row["workload"])}))
+    made = plots.figure(rows, "a machine", "bfloat16")
+    lines = {(line.name, line.yaxis): line for line in made.data}
+    assert lines["fakes/FakeBackend", "y"].x == (9, 40)
+    assert len(lines["fakes/FakeBackend", "y2"].y) == 2
+    assert ("fakes/Wrong", "y") not in lines
+    assert lines["fakes/Wrong", "y2"].y[0] > 20
+    legend = sorted(line.name for line in made.data if line.showlegend)
+    assert legend == ["fakes/FakeBackend", "fakes/Wrong"]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_page_that_cannot_be_made_is_refused_before_timing(
+    installed, tmp_path, monkeypatch, found
+) -> None:
+    if not found:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("plotly")
+    result = bench("--html", str(tmp_path / "no" / "bench.html"), *STEPS)
+    assert result.exit_code == 2
+    assert ("a folder that exists" if found else "attnmux-bench[plot]") in result.stderr
 
 
 def test_without_keep_nothing_is_written(installed, file) -> None:

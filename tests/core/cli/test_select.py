@@ -46,6 +46,7 @@ def test_json_form(call) -> None:
         "phases",
         "decode_sizes",
         "coercions",
+        "notes",
         "candidates",
         "warnings",
     }
@@ -124,6 +125,33 @@ def test_a_model_on_another_machine(call) -> None:
     data = answer(result)
     assert (data["request"]["kind"], data["request"]["num_q_heads"]) == ("mla", 16)
     assert data["request"]["origins"]["kv_lora_rank"] == "model"
+
+
+def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
+    values = {"model_type": "qwen3_next", "num_attention_heads": 16, "head_dim": 256}
+    values |= {"num_key_value_heads": 2, "num_hidden_layers": 48, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    args = ["--platform", HERE, "--model", str(tmp_path)]
+    result = call(*args, "--json")
+    assert result.exit_code == 3
+    data = json.loads(result.stdout)
+    assert data["request"]["unserved_layers"] == {"linear_attention": 36}
+    assert data["phases"]["decode"]["backend"]
+    said = "no backend serves these layers of the model: 36 of linear_attention"
+    assert said in result.stderr
+    result = call(*args, "--explain")
+    assert (result.exit_code, said in result.stderr) == (3, True)
+    assert "linear_attention 36" in result.stdout
+
+
+def test_an_error_that_nobody_promises_is_refused(call) -> None:
+    asked = "num_q_heads=8,num_kv_heads=8,head_dim=64,dtype=bf16"
+    result = call("--platform", HERE, "--request", f"{asked},max_error=2", "--json")
+    assert result.exit_code == 3
+    reasons = [r for v in json.loads(result.stdout)["candidates"] for r in v["reasons"]]
+    assert "MAX_ERROR" in {reason["code"] for reason in reasons}
+    result = call("--platform", HERE, "--request", f"{asked},accuracy=high", "--json")
+    assert result.exit_code == 0
 
 
 def test_the_request_overrules_the_model(call) -> None:

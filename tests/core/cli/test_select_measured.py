@@ -130,5 +130,5 @@ def test_a_damaged_file_is_a_warning(file) -> None:
 
 
 def test_nothing_of_it_is_imported_where_nothing_was_measured(file, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "attnmux.core.choosing.measured.tuning", None)
+    monkeypatch.setitem(sys.modules, "attnmux.core.choosing.measured.ranking", None)
     assert ranked()

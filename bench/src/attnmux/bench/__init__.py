@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.bench.answers import distance, error_of, max_error
+    from attnmux.bench.answers import Errors, distance, error_of, errors_of, max_error
     from attnmux.bench.conformance import Check, check_conformance
     from attnmux.bench.entrants import Entrant, Field, Refused, find_entrants, make_field
     from attnmux.bench.measuring import Bench, Row, all_layers, all_layers_in_graph
@@ -42,6 +42,7 @@ _MODULES = {
     "Ceilings": "timing",
     "Check": "conformance",
     "Entrant": "entrants",
+    "Errors": "answers",
     "Field": "entrants",
     "Refused": "entrants",
     "Report": "report",
@@ -58,6 +59,7 @@ _MODULES = {
     "device_meter": "timing",
     "distance": "answers",
     "error_of": "answers",
+    "errors_of": "answers",
     "facts": "report",
     "find_entrants": "entrants",
     "graphs_of": "timing",
@@ -77,6 +79,7 @@ __all__ = [
     "Ceilings",
     "Check",
     "Entrant",
+    "Errors",
     "Field",
     "Refused",
     "Report",
@@ -93,6 +96,7 @@ __all__ = [
     "device_meter",
     "distance",
     "error_of",
+    "errors_of",
     "facts",
     "find_entrants",
     "graphs_of",

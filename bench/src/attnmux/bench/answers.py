@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,35 @@ def max_error(step: Step, *, fp8_products: bool = False) -> float:
     return limit
 
 
+class Errors(NamedTuple):
+    """Errors of an answer against float64 on the same inputs.
+
+    `rms` and `worst` are in units of the output format's own rounding: u = eps / 2, the largest
+    relative error of rounding one number to the format (2^-8 for bfloat16, 2^-11 for float16). An
+    answer that is right until it is rounded has an rms below 1.
+    """
+
+    relative: float
+    """Norm of the difference divided by the norm of the expected answer; infinite where the answer
+    is not finite."""
+    rms: float
+    """`relative` / u, over all sampled queries and heads."""
+    worst: float
+    """The same for the one query and head, a vector [Dv], for which it is largest."""
+
+
+def errors_between(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Errors:
+    """Errors of `found` [T, Hq, Dv] against `expected`; dtype: the output format."""
+    unit = torch.finfo(dtype).eps / 2
+    relative = distance(found, expected)
+    norms = expected.norm(dim=-1)
+    off = (found - expected).norm(dim=-1)
+    seen = norms > 0  # a row without keys is 0, which no error can be relative to
+    worst = float((off[seen] / norms[seen]).max()) if bool(seen.any()) else 0.0
+    worst = worst if worst == worst else float("inf")
+    return Errors(relative=relative, rms=relative / unit, worst=worst / unit)
+
+
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference divided by the norm of `expected`; infinite where that is NaN."""
     off = float((found - expected).norm() / expected.norm())
@@ -40,8 +70,14 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def error_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -> float:
-    """Relative error of `out` [T, Hq, Dv], a layer's answer; infinite where it is not finite.
+    """The relative error that `errors_of` finds."""
+    return errors_of(step, out, layer=layer).relative
 
+
+def errors_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -> Errors:
+    """Errors of `out` [T, Hq, Dv], a layer's answer, against `attnmux.testing.reference`.
+
+    The reference reads the K and V that the pool stores: rounding to the KV dtype is no error.
     Samples the first, a middle and the last query of the first, a middle and the last request.
     out: the step's own by default, which the last layer wrote. layer: index of the layer.
     """
@@ -75,7 +111,7 @@ def error_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) ->
         q_rope=None if step.q_rope is None else step.q_rope[rows][:, heads],
     )
     out = step.out if out is None else out
-    return distance(out[rows][:, heads].double(), expected)
+    return errors_between(out[rows][:, heads].double(), expected, out.dtype)
 
 
 def _sampled_heads(q_heads: int, kv_heads: int, device: torch.device) -> torch.Tensor:

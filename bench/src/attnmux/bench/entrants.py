@@ -175,8 +175,9 @@ def _decide_alone(
     phase: str,
     in_graph: bool,
 ) -> Decision | NoBackend:
-    """Decide one phase with one backend named. The request is not coerced for it."""
-    asked = request.replace(phases=(phase,))
+    """Decide one phase with one backend named. The request is not coerced for it, and asks for no
+    accuracy: the benchmark measures it."""
+    asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
     if in_graph:
         asked = asked.replace(graph=True)
     unnamed = dict.fromkeys(("backend", *NAMED_FOR.values(), "mm_backend"))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from attnmux.bench.answers import error_of, max_error
+from attnmux.bench.answers import Errors, errors_of, max_error
 from attnmux.bench.entrants import Entrant
 from attnmux.bench.steps import Step, make_step
 from attnmux.bench.timing import (
@@ -58,11 +58,17 @@ class Row:
     extend."""
     error: float | None = None
     """Relative error against float64 on sampled queries, by norm."""
+    rms_error: float | None = None
+    """The same in units of the output format's rounding: see `Errors`."""
+    worst_error: float | None = None
+    """The largest such error of one query and head."""
     why: str = ""
     """What went wrong."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "workload": str(self.workload), "phase": self.workload.phase}
+        """Plain data. An infinite error, which JSON cannot hold, is None; `why` has it."""
+        data = {**asdict(self), "workload": str(self.workload), "phase": self.workload.phase}
+        return {name: None if value == float("inf") else value for name, value in data.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +128,7 @@ class Bench:
                     median_us=us,
                     prepare_us=made.prepare_us,
                     share=self._share(workload, made.entrant.decision.request, us),
-                    error=made.error,
+                    **_figures(made.errors),
                 )
             )
         return rows
@@ -141,14 +147,14 @@ class Bench:
                 run = all_layers(backend, step)
                 prepare = partial(backend.init_forward_metadata, step.batch)
             run()
-            error = error_of(step)
+            errors = errors_of(step)
             limit = max_error(step, fp8_products=entrant.offer.card.fp8_products)
-            if error > limit:
-                why = f"off by {error:.1e} of the norm, {limit:.1e} at most"
-                return _row(step.workload, entrant, "wrong", error=error, why=why)
+            if errors.relative > limit:
+                why = f"off by {errors.relative:.1e} of the norm, {limit:.1e} at most"
+                return _row(step.workload, entrant, "wrong", **_figures(errors), why=why)
             prepare_us = median_us(prepare, self.seconds / ROUNDS)
             return _Ready(
-                run=run, backend=backend, entrant=entrant, error=error, prepare_us=prepare_us
+                run=run, backend=backend, entrant=entrant, errors=errors, prepare_us=prepare_us
             )
         except Exception as failure:  # whatever a library, a compiler or a device raises
             return _row(step.workload, entrant, "failed", why=in_brief(failure))
@@ -168,8 +174,12 @@ class _Ready:
     backend: AttentionBackend
     """Kept alive: a graph does not own the memory that it reads."""
     entrant: Entrant
-    error: float
+    errors: Errors
     prepare_us: float
+
+
+def _figures(errors: Errors) -> dict[str, float]:
+    return {"error": errors.relative, "rms_error": errors.rms, "worst_error": errors.worst}
 
 
 def all_layers(backend: AttentionBackend, step: Step) -> Run:

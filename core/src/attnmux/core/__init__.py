@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.find.plugins import hookimpl as hookimpl
     from attnmux.core.choosing.find.plugins import load_plugins as load_plugins
     from attnmux.core.choosing.machine.platform import Platform as Platform
-    from attnmux.core.choosing.measured.batch_sizes import solve_measured as solve_measured
     from attnmux.core.choosing.measured.launches import Job as Job
     from attnmux.core.choosing.measured.launches import Trial as Trial
     from attnmux.core.choosing.measured.launches import TunedLaunch as TunedLaunch
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.launches import launch_file as launch_file
     from attnmux.core.choosing.measured.measurement import Measurement as Measurement
     from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
+    from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
     from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
     from attnmux.core.choosing.offer.card import BackendCard as BackendCard
     from attnmux.core.choosing.offer.card import Clause as Clause
@@ -173,7 +173,7 @@ _NAMES_BY_MODULE = {
         "load_plugins",
     ),
     "choosing.machine.platform": ("Platform",),
-    "choosing.measured.batch_sizes": ("solve_measured",),
+    "choosing.measured.ranking": ("solve_measured",),
     "choosing.measured.launches": (
         "Job",
         "Trial",

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.errors import InvalidInput
@@ -186,6 +189,122 @@ def test_other_values_of_heads_and_layers(tmp_path, changes, asked) -> None:
     assert {name: getattr(request, name) for name in asked} == asked
 
 
+HYBRIDS = {
+    "qwen3-next": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4},
+        {"linear_attention": 36},
+    ),
+    "qwen3-next-by-default": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 8},
+        {"linear_attention": 6},
+    ),
+    "jamba": (
+        {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4},
+        {"mamba": 28},
+    ),
+    "granite-4": ({"layer_types": [*["mamba"] * 9, "attention"] * 4}, {"mamba": 36}),
+    "lfm2": ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, {"conv": 10}),
+    "falcon-h1": ({"model_type": "falcon_h1", "num_hidden_layers": 24}, {"mamba": 24}),
+    "nemotron-h": ({"hybrid_override_pattern": "M-M-M*-ME"}, {"mamba": 4}),
+    "minimax": ({"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 2}, {"linear_attention": 14}),
+    "kimi-linear": (
+        {
+            "num_hidden_layers": 8,
+            "linear_attn_config": {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]},
+        },
+        {"linear_attention": 6},
+    ),
+    "bamba": ({"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}, {"mamba": 29}),
+    "zamba2": ({"layers_block_type": ["mamba", "mamba", "hybrid"]}, {"mamba": 3}),
+    "recurrent-gemma": (
+        {
+            "model_type": "recurrent_gemma",
+            "block_types": ["recurrent", "recurrent", "attention"],
+            "num_hidden_layers": 26,
+            "attention_window_size": 2048,
+        },
+        {"recurrent": 18},
+    ),
+    "both": ({"layer_types": ["conv", "mamba", "full_attention", "moe"]}, {"conv": 1, "mamba": 1}),
+    "dense": ({"layer_types": ["full_attention", "mlp"]}, {}),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_that_no_backend_serves_are_counted(tmp_path, name) -> None:
+    changes, counted = HYBRIDS[name]
+    request = from_config(tmp_path, {**SMALL, **changes})
+    assert dict(request.unserved_layers) == counted
+    assert (request.num_q_heads, request.head_dim) == (8, 64)
+    assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
+    assert request.sliding_window == (2047 if name == "recurrent-gemma" else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    types=st.lists(
+        st.sampled_from(["full_attention", "attention", "mamba", "conv", "linear_attention", "mlp"])
+    ),
+    heads=st.sampled_from([4, 8, 16]),
+    nested=st.booleans(),
+)
+def test_random_hybrids_are_counted_or_refused(tmp_path_factory, types, heads, nested) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    values = {"num_attention_heads": heads, "hidden_size": 64 * heads, "layer_types": types}
+    content = {"text_config": values} if nested else values
+    if types and not {"full_attention", "attention"} & set(types):
+        with pytest.raises(InvalidInput, match="no attention"):
+            from_config(folder, content)
+        return
+    counts = Counter(each for each in types if each in ("mamba", "conv", "linear_attention"))
+    assert dict(from_config(folder, content).unserved_layers) == counts
+
+
+def test_unserved_layers_are_read_from_text() -> None:
+    request = Request.parse("unserved_layers=mamba:36+conv:2")
+    assert request.unserved_layers == (("conv", 2), ("mamba", 36))
+    assert Request.parse("unserved_layers=none").unserved_layers == ()
+    assert Request(unserved_layers={"conv": 2}).unserved_layers == (("conv", 2),)
+    for wrong in ("mamba", "mamba:x", "mamba:1:2"):
+        with pytest.raises(InvalidInput, match="unserved_layers"):
+            Request.parse(f"unserved_layers={wrong}")
+
+
+TOWER = {"num_attention_heads": 12, "hidden_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("content", "head_dim"),
+    [
+        ({"model_type": "bert"}, 64),
+        ({"model_type": "roberta", "num_attention_heads": 16, "hidden_size": 512}, 32),
+        ({"model_type": "distilbert", "n_heads": 12, "dim": 768}, 64),
+        ({"model_type": "siglip_vision_model", **TOWER}, 64),
+        ({"model_type": "clip", "text_config": {}, "vision_config": TOWER}, None),
+        (
+            {
+                "model_type": "clip",
+                "text_config": {"model_type": "clip_text_model"},
+                "vision_config": TOWER,
+            },
+            64,
+        ),
+    ],
+)
+def test_encoders_ask_for_the_encoder_phase(tmp_path, content, head_dim) -> None:
+    if head_dim is None:
+        with pytest.raises(InvalidInput, match="without num_attention_heads"):
+            from_config(tmp_path, content)
+        return
+    request = from_config(tmp_path, content)
+    assert (request.phases, request.encoder_head_dim) == (("encoder",), head_dim)
+
+
+def test_a_bert_that_decodes_asks_for_decode(tmp_path) -> None:
+    request = from_config(tmp_path, {"model_type": "bert", "is_decoder": True})
+    assert request.phases == ("extend", "decode")
+
+
 @pytest.mark.parametrize(
     ("tp", "heads", "kv_heads"), [(1, 32, 8), (4, 8, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)]
 )
@@ -212,7 +331,42 @@ def test_tp_must_divide(name, tp) -> None:
     [
         ("{", "which is not JSON"),
         ("[]", "which holds no object"),
-        ({"model_type": "mystery"}, "a positive num_attention_heads"),
+        ({"model_type": "mystery"}, "mystery without num_attention_heads"),
+        ({"model_type": "t5", "num_heads": 8}, "t5, whose attention has a relative position bias"),
+        ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has a relative"),
+        ({"model_type": "bloom", "n_head": 8}, "bloom, whose attention has a bias by distance"),
+        ({"model_type": "mpt", "n_heads": 8}, "mpt, whose attention has a bias by distance"),
+        (
+            {"model_type": "mpt", "d_model": 64, "attn_config": {"alibi": False}},
+            "mpt without num_attention_heads",
+        ),
+        ({"model_type": "modernbert", **SMALL}, "windows in both directions"),
+        ({"model_type": "mamba", "num_hidden_layers": 64}, "64 mamba layers and no attention"),
+        ({"model_type": "rwkv", "n_layer": 12}, "12 recurrent layers and no attention"),
+        ({**SMALL, "attn_layer_period": 8}, "num_hidden_layers=None"),
+        ({**SMALL, "attn_layer_period": 8, "num_hidden_layers": 10**12}, "10,000 at most"),
+        ({**SMALL, "hybrid_override_pattern": "M?*"}, "layer_types ?"),
+        (
+            {
+                **{"model_type": "clip", "text_config": {"model_type": "clip_text_model"}},
+                "vision_config": {"num_attention_heads": 16, "hidden_size": 1280},
+            },
+            "towers with head_dim 64 and 80",
+        ),
+        ({**SMALL, "swa_head_dim": 32}, "layers that differ in head_dim"),
+        ({**SMALL, "num_key_value_heads": [4, 8]}, "layers that differ in num_key_value_heads"),
+        ({**SMALL, "num_query_heads": [4, 8]}, "layers that differ in num_query_heads"),
+        (
+            {**SMALL, "attention_other_setting": {"num_attention_heads": 96}},
+            "layers that differ in num_attention_heads",
+        ),
+        (
+            {
+                **SMALL,
+                "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 8, None)],
+            },
+            "layers that differ in num_key_value_heads",
+        ),
         ({"num_attention_heads": "many", "hidden_size": 8}, "a positive num_attention_heads"),
         ({"num_attention_heads": 4}, "a positive hidden_size"),
         ({"model_type": "llama", "torch_dtype": "complex64"}, "dtype: expected one of"),

@@ -13,8 +13,8 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.batch_sizes import solve_measured
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of, versions_of
+from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Option
 from attnmux.core.choosing.offer.conditions import ANY, one_of

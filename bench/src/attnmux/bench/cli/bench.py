@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import click
 
 from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
-from attnmux.core import NoBackend
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core import InvalidInput, NoBackend
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import requested
 
 NOTHING_MEASURED = 3
@@ -44,6 +47,11 @@ NOTHING_MEASURED = 3
     show_default=True,
     help="Most time to check one backend in one phase, with --keep.",
 )
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also plot time and error against length, on one page (attnmux-bench[plot]).",
+)
 @common_options
 @pass_run
 def bench(
@@ -58,22 +66,26 @@ def bench(
     seconds: float,
     keep: bool,
     check_seconds: float,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Time the backends that serve a request here.
 
     A figure is the median time of one layer's call as a model makes it, which also stores the new
     tokens' K and V; decode runs from a device graph where there is one. All backends get the same
-    values on scattered pages, and their answers are checked first. Exits with 0 when something was
-    timed, 3 when nothing was.
+    values on scattered pages, and their answers are checked first. Errors are against float64 on
+    the same inputs, in units of the rounding of the output's format (eps / 2). Exits with 0
+    when something was timed, 3 when nothing was.
     """
+    if html is not None:
+        _check_plots(html)
     workloads = [Workload.parse(text) for text in texts]
     asked = requested(model, fields, tp, None)
     if keep:
         check_stated(asked)
     request = completed(asked)
     try:
-        from attnmux.bench.cli.bench_run import Keeper, find_place, measure  # noqa: PLC0415  # torch
+        from attnmux.bench.cli import bench_run  # noqa: PLC0415  # torch
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -81,18 +93,26 @@ def bench(
             "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
         ) from error
     settings = run.settings()
-    place = find_place(run, settings, platform, device)
-    keeper = Keeper.open(run, settings, asked, place) if keep else None
-    result = measure(
+    place = bench_run.find_place(run, settings, platform, device)
+    keeper = bench_run.Keeper.open(run, settings, asked, place) if keep else None
+    watch = bench_run.unwatched
+    if not as_json:
+        from attnmux.bench.cli.tables import track as watch  # noqa: PLC0415  # rich
+    result = bench_run.measure(
         place,
         request,
         settings.policy(),
         workloads=workloads,
         names=names,
         seconds=seconds,
-        show=not as_json,
+        watch=watch,
     )
-    kept = None if keeper is None else keeper.keep(result, check_seconds, show=not as_json)
+    if html is not None:
+        from attnmux.bench.cli.plots import write_page  # noqa: PLC0415  # plotly, an extra
+
+        with writing(html, otherwise="name another file as --html"):
+            write_page(result, html)
+    kept = None if keeper is None else keeper.keep(result, check_seconds, watch)
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
@@ -101,3 +121,12 @@ def bench(
 
         print_bench(result, kept)
     return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
+
+
+def _check_plots(file: Path) -> None:
+    """Raise InvalidInput, before minutes of timing, where the page cannot be made."""
+    if importlib.util.find_spec("plotly") is None:
+        expected = "plotly, which plots: pip install 'attnmux-bench[plot]'"
+        raise InvalidInput("--html", got="no plotly", expected=expected)
+    if not file.parent.is_dir():
+        raise InvalidInput("--html", got=str(file), expected="a file in a folder that exists")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,6 +36,14 @@ from attnmux.core.cli.select import decided, machine
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""
+
+Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
+"""(items, what is done, how many) → the same items, with a progress bar."""
+
+
+def unwatched(items: Iterable[Any], what: str, total: int) -> Iterable[Any]:
+    """No progress bar."""
+    return items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +114,9 @@ def measure(
     workloads: Sequence[Workload],
     names: Sequence[str],
     seconds: float,
-    show: bool,
+    watch: Watch = unwatched,
 ) -> Result:
-    """Time all backends on all workloads. show: with a progress bar. Raises like `make_field`."""
+    """Time all backends on all workloads. Raises like `make_field`."""
     device = torch.device(place.device)
     field = make_field(
         request,
@@ -128,11 +136,8 @@ def measure(
         launches=place.launches,
     )
     rows = bench.rows(field.workloads, field.entrants)
-    if show:
-        from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the JSON path
-
-        rows = track(rows, f"timing on {place}", field.size)
-    return Result(place=place, request=request, ceilings=reached, field=field, rows=tuple(rows))
+    timed = tuple(watch(rows, f"timing on {place}", field.size))
+    return Result(place=place, request=request, ceilings=reached, field=field, rows=timed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,13 +194,13 @@ class Keeper:
         before = decided(request, place.platform, place.offers, policy, measurements)
         return cls(path=path, request=request, place=place, policy=policy, before=before)
 
-    def keep(self, result: Result, seconds: float, *, show: bool) -> Kept:
+    def keep(self, result: Result, seconds: float, watch: Watch = unwatched) -> Kept:
         """Check every backend in each phase in which it was timed, and store its figures.
 
         A backend with a wrong answer on one workload is not conformant in that phase, whatever the
-        suite says. show: with a progress bar.
+        suite says. seconds: most time for one check.
         """
-        checks = tuple(self._checks(result, seconds, show=show))
+        checks = self._checks(result, seconds, watch)
         measurements = self._measurements(result, checks)
         file = measurement_file(self.path)
         if measurements:
@@ -211,7 +216,7 @@ class Keeper:
             after=after,
         )
 
-    def _checks(self, result: Result, seconds: float, *, show: bool) -> Iterable[Check]:
+    def _checks(self, result: Result, seconds: float, watch: Watch) -> tuple[Check, ...]:
         timed = {
             (row.backend, row.workload.phase) for row in result.rows if row.status == "measured"
         }
@@ -222,11 +227,7 @@ class Keeper:
         checks = (
             check_conformance(each, place.device, seconds, place.launches) for each in entrants
         )
-        if not show:
-            return checks
-        from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the JSON path
-
-        return track(checks, "checking", len(entrants))
+        return tuple(watch(checks, "checking", len(entrants)))
 
     def _measurements(self, result: Result, checks: Iterable[Check]) -> tuple[Measurement, ...]:
         platform = self.place.platform
@@ -246,6 +247,8 @@ class Keeper:
                 device=device,
                 versions=versions_of(offers[row.backend]),
                 median_us=row.median_us,
+                rms_error=row.rms_error,
+                worst_error=row.worst_error,
                 conformant=(row.backend, row.workload.phase) in conformant,
                 date=now,
             )

@@ -49,7 +49,8 @@ def print_bench(result: Result, kept: Kept | None) -> None:
     console, reached = _console(), result.ceilings
     console.print(
         f"{result.place}: {reached.read_gbs:.3g} GB/s, {reached.matmul_tflops:.3g} TFLOP/s "
-        f"measured; {_shapes(result.request)}; us of one layer's call"
+        f"measured; {_shapes(result.request)}; us of one layer's call, plan: of a step; "
+        f"error: rms in roundings of {result.request.dtype} (of the worst query and head)"
     )
     for workload in dict.fromkeys(row.workload for row in result.rows):
         console.print()
@@ -75,17 +76,23 @@ def _shapes(request: Request) -> str:
 
 def _times(workload: Workload, rows: Sequence[Row]) -> Table:
     limit = "of bandwidth" if workload.phase == "decode" else "of matmul"
-    table = plain_table(str(workload), "us", "of the best", limit, "a step's plan, us", "page", "")
-    for column in table.columns[1:6]:
+    table = plain_table(
+        str(workload), "us", "of the best", limit, "error (worst)", "plan, us", "page", ""
+    )
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:7]:
         column.justify = "right"
     times = [row.median_us for row in rows if row.median_us is not None]
     for row in sorted(rows, key=lambda row: row.median_us or NEVER):
         time, of_best, share, plan = "", "", "", ""
+        error = "" if row.rms_error is None else f"{row.rms_error:.2g} ({row.worst_error:.2g})"
         if row.median_us is not None:
             time, of_best = f"{row.median_us:.1f}", f"{row.median_us / min(times):.2f}"
             share, plan = f"{row.share or 0:.0%}", f"{row.prepare_us or 0:.0f}"
         note = row.execution if row.status == "measured" else f"{row.status}: {row.why}"
-        table.add_row(row.backend, time, of_best, share, plan, str(row.page_size), Text(note))
+        table.add_row(
+            row.backend, time, of_best, share, error, plan, str(row.page_size), Text(note)
+        )
     return table
 
 

@@ -11,7 +11,8 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Coercion, Verdict
+from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
@@ -34,6 +35,7 @@ def solve(
     *,
     libraries: Libraries = installed_version,
     ranking: Ranking = prior_rank,
+    accuracy: Accuracy = by_card,
 ) -> Decision:
     """Choose a backend for each requested phase among the `offers` of the plugins, in any order.
 
@@ -50,13 +52,18 @@ def solve(
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
     by_address = {offer.address: offer for offer in offers}
     given = read_options(policy.options, offers, libraries)
+
+    def barred(address: str) -> Sequence[Reason]:
+        offer = by_address[address]
+        return [*standing(offer, policy, known), *accuracy(offer, request)]
+
     problem = Problem(
         request=request,
         platform=platform,
         policy=policy,
         offers=offers,
         groups=groups_of(request, policy, offers, libraries),
-        barred=cache(lambda address: standing(by_address[address], policy, known)),
+        barred=cache(barred),
         ranking=ranking,
         opposed=opposed(offers),
     )

@@ -67,6 +67,7 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "excludes": list(card.excludes),
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
         "fp8_products": card.fp8_products,
+        "error_bounds": [bound.to_dict() for bound in card.error_bounds],
         "verified_on": [run.to_dict() for run in card.verified_on],
         "reasons": [asdict(reason) for reason in reasons],
     }

@@ -73,7 +73,8 @@ def select(
 ) -> None:
     """Choose the backend of each phase, and say why.
 
-    Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits.
+    Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits
+    or the model has layers that no backend serves.
     """
     request = requested(model, fields, tp, speculative_attention_mode)
     options = _parse_assignments(assignments)
@@ -127,6 +128,9 @@ def select(
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
     if isinstance(answer, NoBackend):
         raise answer
+    if request.unserved_layers:
+        said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
+        raise NoBackend(f"no backend serves these layers of the model: {said}")
 
 
 def decided(
@@ -140,7 +144,7 @@ def decided(
     if not measurements:
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
-    from attnmux.core.choosing.measured.batch_sizes import solve_measured  # noqa: PLC0415
+    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 
@@ -158,6 +162,7 @@ def _answered(answer: Decision | NoBackend, request: Request, device: Platform) 
         "phases": {},
         "decode_sizes": [],
         "coercions": [],
+        "notes": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],
     }
 

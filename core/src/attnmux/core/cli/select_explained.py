@@ -167,4 +167,6 @@ def _said(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, frozenset):
         return ", ".join(sorted(map(str, value)))
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value)
+    return str(value)

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS
+from attnmux.core.choosing.ask.model_layers import (
+    ATTENTION,
+    CHUNKED,
+    INDEXED,
+    NO_MIXING,
+    UNSERVED,
+    WINDOWED,
+    differing_shapes,
+    layer_types,
+    unserved_layers,
+)
+from attnmux.core.choosing.ask.model_types import DEFAULTS, ENCODERS, NAMES, SINKS, UNSAYABLE
 from attnmux.core.errors import InvalidInput
 
-SHAPES = frozenset(
-    {
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "v_head_dim",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-    }
-)
-"""Values that a request holds once, so that layers must not differ in them."""
-
-WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
-CHUNKED = frozenset({"chunked_attention"})
-INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
-NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-"""Layers without softmax attention demand nothing."""
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
 
@@ -48,9 +40,15 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         if values.get(name) is None:
             values[name] = values.get(own)
     source = str(path)
+    values["model_type"] = model_type
+    whole_type = str(config.get("model_type", ""))
+    if not {model_type, whole_type}.isdisjoint(ENCODERS) and not values.get("is_decoder"):
+        return _encoder(config, values, source, tp)
     latent = values.get("kv_lora_rank") is not None
+    values["layer_types"] = types = layer_types(values, source)
     _check_sayable(values, source, latent)
     return {
+        "unserved_layers": unserved_layers(types),
         **(_latent_heads if latent else _heads)(values, source, tp),
         **_layers(values, source),
         "dtype": _dtype(text) or _dtype(config),
@@ -82,48 +80,40 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None:
     """Refuse a model of whose attention a request could express only a part."""
-    types = _layer_types(values, source)
-    known = WINDOWED | CHUNKED | UNRESTRICTED | NO_ATTENTION | (INDEXED if latent else frozenset())
+    for what, expected in _unsayable(values, latent):
+        raise InvalidInput("model", got=f"{what} in {source}", expected=expected)
+
+
+def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, str]]:
+    """Yield each part that a request cannot express, and what it can."""
+    types = frozenset(values["layer_types"])
+    known = ATTENTION - (frozenset() if latent else INDEXED) | UNSERVED | NO_MIXING
+    if types and types.isdisjoint(ATTENTION) and types <= known:
+        counts = unserved_layers(values["layer_types"])
+        said = " and ".join(f"{count} {kind}" for kind, count in counts)
+        yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
+    bias = UNSAYABLE.get(values["model_type"], "")
+    attention = values.get("attn_config")
+    if bias and not (isinstance(attention, dict) and attention.get("alibi") is False):
+        yield f"{values['model_type']}, whose attention has {bias},", "attention without a bias"
     if not types <= known:
-        got = f"layer_types {', '.join(sorted(types - known))} in {source}"
-        raise InvalidInput("model", got=got, expected=f"types of {', '.join(sorted(known))}")
+        unknown = ", ".join(sorted(types - known))
+        yield f"layer_types {unknown}", f"types of {', '.join(sorted(known))}"
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
-        got = f"{picking[0]} without kv_lora_rank in {source}"
-        raise InvalidInput("model", got=got, expected="sparse attention over MLA's latent alone")
+        yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
     if values.get("alibi"):
-        got = f"alibi={values['alibi']!r} in {source}"
-        raise InvalidInput("model", got=got, expected="attention without a bias")
-    differing = sorted(_differing(values))
-    if differing:
-        got = f"layers that differ in {', '.join(differing)} in {source}"
+        yield f"alibi={values['alibi']!r}", "attention without a bias"
+    if differing := differing_shapes(values):
         expected = "one shape, as one KV pool holds all layers, or a request for each shape"
-        raise InvalidInput("model", got=got, expected=expected)
-
-
-def _layer_types(values: Mapping[str, Any], source: str) -> frozenset[str]:
-    """The types that the layers have; empty where they are not stated."""
-    types = values.get("layer_types") or []
-    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
-        got = f"layer_types={types!r} in {source}"
-        raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    return frozenset(types)
-
-
-def _differing(values: Mapping[str, Any]) -> set[str]:
-    layers = values.get("per_layer_config")
-    stated = layers.values() if isinstance(layers, dict) else ()
-    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
-    # Gemma 4's name for the heads of its unwindowed layers.
-    if values.get("global_head_dim") not in (None, values.get("head_dim")):
-        differing.add("head_dim")
-    return differing
+        yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
 def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        got = f"{name}={number!r} in {source}"
+        absent = f"{values.get('model_type') or 'a model'} without {name}"
+        got = f"{absent if number is None else f'{name}={number!r}'} in {source}"
         raise InvalidInput("model", got=got, expected=f"a positive {name} in config.json")
     return number
 
@@ -185,7 +175,7 @@ def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, 
 
 def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Window and chunk, where at least one layer uses them."""
-    types = _layer_types(values, source)
+    types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
     chunked = bool(types & CHUNKED) if types else True
     # A layer's type requires its value.
@@ -214,6 +204,24 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     """Files older than transformers 5 call it `torch_dtype`."""
     name = config.get("dtype") or config.get("torch_dtype")
     return name if isinstance(name, str) else None
+
+
+def _encoder(
+    config: Mapping[str, Any], values: Mapping[str, Any], source: str, tp: int
+) -> dict[str, Any]:
+    """Fields of a model that encodes whole sequences: it has no KV cache."""
+    _check_sayable({**values, "layer_types": []}, source, latent=False)
+    heads = _heads(values, source, tp)
+    vision = _encoder_head_dim(config.get("vision_config"), source)
+    if vision not in (None, heads["head_dim"]):
+        got = f"towers with head_dim {heads['head_dim']} and {vision} in {source}"
+        raise InvalidInput("model", got=got, expected="one head_dim, or a request for each tower")
+    return {
+        "phases": ("encoder",),
+        **{name: heads[name] for name in ("num_q_heads", "num_kv_heads", "head_dim")},
+        "encoder_head_dim": heads["head_dim"],
+        "dtype": _dtype(values) or _dtype(config),
+    }
 
 
 def _encoder_head_dim(vision: object, source: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 QWEN = {"num_attention_heads": 32, "num_key_value_heads": 32, "use_sliding_window": False}
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+BASE = {"num_attention_heads": 12, "hidden_size": 768}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_attention_heads": 32, "hidden_size": 4096},
@@ -38,6 +39,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {**DEEPSEEK, "num_attention_heads": 32},
     "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 128},
+    "bert": BASE,
+    "roberta": BASE,
+    "vit": BASE,
+    "clip_vision_model": BASE,
+    "siglip_vision_model": BASE,
+    "siglip_text_model": BASE,
+    "clip_text_model": {"num_attention_heads": 8, "hidden_size": 512},
     "falcon": {"multi_query": True},
     "gpt_bigcode": {"multi_query": True},
     "idefics": {"cross_layer_interval": 1},
@@ -56,12 +64,33 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ("bart", "blenderbot", "m2m_100", "marian", "mbart", "pegasus", "whisper"), BART
     ),
     **dict.fromkeys(("zamba", "zamba2"), ZAMBA),
+    "distilbert": {"num_attention_heads": "n_heads", "hidden_size": "dim"},
+    "mpt": {"num_attention_heads": "n_heads", "hidden_size": "d_model"},
     "falcon": {"num_key_value_heads": "num_kv_heads"},
     "jetmoe": {"head_dim": "kv_channels"},
     "recurrent_gemma": {"sliding_window": "attention_window_size"},
 }
-"""The usual name of a value → the model type's own name. Types whose attention has a bias (T5,
-BLOOM) are left out: a request cannot express one."""
+"""The usual name of a value → the model type's own name."""
+
+UNSAYABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "longt5", "switch_transformers", "mpnet", "deberta", "deberta-v2"),
+        "a relative position bias",
+    ),
+    **dict.fromkeys(("bloom", "mpt"), "a bias by distance (ALiBi)"),
+    "modernbert": "windows in both directions",
+}
+"""Model types with attention that a request cannot express, and what it cannot."""
+
+ENCODERS = frozenset(
+    {
+        *("bert", "roberta", "xlm-roberta", "camembert", "electra", "albert", "distilbert"),
+        *("ernie", "esm", "mpnet", "deberta", "deberta-v2", "modernbert"),
+        *("vit", "deit", "dinov2", "clip", "clip_text_model", "clip_vision_model"),
+        *("siglip", "siglip_text_model", "siglip_vision_model"),
+    }
+)
+"""Model types that encode whole sequences. One that sets `is_decoder` decodes."""
 
 SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
 """Model types whose attention has sinks. These are weights: a config.json does not list them."""

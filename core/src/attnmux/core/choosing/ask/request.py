@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -69,6 +69,13 @@ class Request:
     deterministic: bool = False
     graph: bool = False
     lse: bool = False
+    unserved_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the model's layers that no attention backend serves: linear attention,
+    Mamba, convolutions. They ask nothing of a backend."""
+    max_error: float | None = None
+    """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
+    accuracy: str | None = None
+    """"high": no backend with more than 3 times the smallest measured error, nor 8-bit products."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
@@ -77,17 +84,7 @@ class Request:
             expected = f"a mapping of fields to {', '.join(ORIGINS)}"
             raise InvalidInput("origins", got=repr(self.origins), expected=expected)
         origins = dict(self.origins)
-        for name, default in DEFAULTS:
-            value = getattr(self, name)
-            if value is not default:
-                value = READERS[name](name, value)
-                object.__setattr__(self, name, value)
-            if value != default:
-                origins.setdefault(name, "user")
-            elif not value:
-                origins.pop(name, None)
-            else:
-                origins.setdefault(name, "default")
+        self._read_fields(origins)
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
@@ -100,6 +97,21 @@ class Request:
                 expected = f"field names, each with one of {', '.join(ORIGINS)}"
                 raise InvalidInput("origins", got=f"{name}={origin}", expected=expected)
         object.__setattr__(self, "origins", FrozenMapping(origins))
+
+    def _read_fields(self, origins: dict[str, str]) -> None:
+        """Read each field, and note in `origins` who set it."""
+        for name, default in DEFAULTS:
+            value = getattr(self, name)
+            if value is not default:
+                value = READERS[name](name, value)
+                object.__setattr__(self, name, value)
+                if value != default:
+                    origins.setdefault(name, "user")
+                    continue
+            if value:
+                origins.setdefault(name, "default")
+            elif name in origins:
+                del origins[name]
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
@@ -118,9 +130,7 @@ class Request:
 
     def replace(self, *, origin: str = "user", **changes: object) -> Request:
         """A copy with `changes`, each recorded as set by `origin`."""
-        for name in changes:
-            if name not in READERS:
-                raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
+        _check_names(changes)
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
 
@@ -136,7 +146,9 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**data, "phases": list(self.phases), "origins": dict(self.origins)}
+        layers = dict(self.unserved_layers)
+        plain = {"phases": list(self.phases), "unserved_layers": layers}
+        return {**data, **plain, "origins": dict(self.origins)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:
@@ -146,9 +158,7 @@ class Request:
         this version cannot check.
         """
         given = {key: value for key, value in data.items() if key != "origins"}
-        for name in given:
-            if name not in READERS:
-                raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
+        _check_names(given)
         return cls(**given, origins=data.get("origins", {}))
 
     @classmethod
@@ -189,6 +199,12 @@ def parse_fields(text: str) -> dict[str, str]:
             raise InvalidInput("request", got=f"{name!r} twice", expected="each field once")
         given[name] = value
     return given
+
+
+def _check_names(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in READERS:
+            raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
 
 
 def _names(wrong: str) -> str:

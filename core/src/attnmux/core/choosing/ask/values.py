@@ -39,6 +39,8 @@ def canonical_dtype(name: str, argument: str = "dtype") -> str:
 
     Raises InvalidInput, naming `argument`, for any other name.
     """
+    if name in DTYPES:  # the search reads its own values again and again
+        return name
     lowered = name.strip().lower().removeprefix("torch.")
     found = ALIASES.get(lowered, lowered)
     if found not in DTYPES:
@@ -99,11 +101,25 @@ def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN4
 
 def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
     """In the order of PHASES, each once."""
+    if isinstance(value, tuple) and value == tuple(each for each in PHASES if each in value):
+        return value
     given = value.split("+") if isinstance(value, str) else value or ()
     if not isinstance(given, Iterable):
         raise InvalidInput(name, got=repr(value), expected=f"some of {', '.join(PHASES)}")
     asked = {_word(PHASES, name, phase) for phase in given if not _is_unset(phase)}
     return tuple(phase for phase in PHASES if phase in asked)
+
+
+def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN401  # reads any value
+    """From "mamba:36+conv:2", a mapping or pairs."""
+    given = value
+    if isinstance(value, str):
+        given = [each.split(":") for each in value.split("+") if not _is_unset(each)]
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given or ()
+        return tuple(sorted((str(kind), _positive(name, count) or 1) for kind, count in pairs))
+    except (TypeError, ValueError):
+        raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
 
 
 READERS: Mapping[str, Reader] = {
@@ -134,5 +150,8 @@ READERS: Mapping[str, Reader] = {
     "deterministic": _flag,
     "graph": _flag,
     "lse": _flag,
+    "unserved_layers": _layers,
+    "max_error": partial(_number, float, "a positive number, or none"),
+    "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
 }
 """By field of the request."""

@@ -14,6 +14,7 @@ from attnmux.core.choosing.common.checks import (
     check_fields,
     is_whole,
     nearest,
+    refusal,
     several,
     whole,
 )
@@ -102,21 +103,19 @@ class Platform:
         Raises InvalidInput for an unknown key, a missing field, and a value that its field cannot
         hold.
         """
-        names = {field.name for field in fields(cls)}
-        for key in data:
-            if key not in names:
-                expected = f"the fields {', '.join(sorted(names))}"
-                raise InvalidInput("platform", got=f"a field {key!r}", expected=expected)
-        for field in fields(cls):
-            if field.default is MISSING and field.name not in data:
-                raise InvalidInput(f"platform, {field.name}", got="nothing", expected="a name")
+        known = {field.name: field for field in fields(cls)}
+        for name in data:
+            if name not in known:
+                expected = f"the fields {', '.join(sorted(known))}"
+                raise InvalidInput("platform", got=f"a field {name!r}", expected=expected)
+        for name, field in known.items():
+            if field.default is MISSING and name not in data:
+                raise InvalidInput(f"platform, {name}", got="nothing", expected="a name")
         given = dict(data)
         for name, kind in {"version": tuple, "features": frozenset}.items():
-            if name in given:
-                if not isinstance(given[name], list):
-                    got = repr(given[name])
-                    raise InvalidInput(f"platform, {name}", got=got, expected="a list")
-                given[name] = kind(given[name])
+            if not isinstance(given.get(name, []), list):
+                raise refusal(f"platform, {name}", given[name], "a list")
+            given[name] = kind(given.get(name, []))
         return cls(**given)
 
     @classmethod

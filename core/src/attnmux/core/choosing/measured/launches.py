@@ -8,71 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields
+from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.common.checks import Check, by_name, check_fields
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.records import (
-    DATE,
-    DEVICE,
+    CHECKS,
+    LEAST_GAIN,
     MICROSECONDS,
     Device,
     Record,
     RecordFile,
 )
-from attnmux.core.choosing.measured.tuning import LEAST_GAIN
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 
-Value = bool | int | float | str
-
-VERSIONS = by_name("texts by name of distribution", str)
+Value = OptionValue
 VALUES = by_name("numbers and words by name", bool, int, float, str)
 TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
-
-CHECKS: Mapping[str, Check] = {
-    **TRIED,
-    "backend": NAME,
-    "device": DEVICE,
-    "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
-    "median_us": MICROSECONDS,
-    "date": DATE,
-}
+VERSIONS = CHECKS["versions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedLaunch(Record):
-    """The fastest of the launches that were tried for a subject.
-
-    Raises InvalidInput for a field of another type or without content.
-    """
+    """The fastest launch that was tried for a subject. Raises InvalidInput as `Record`."""
 
     noun = "launch"
+    keyed_by = ("subject",)
+    checks = {  # noqa: RUF012  # a ClassVar of Record
+        **TRIED,
+        "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
+    }
 
-    backend: str
-    """`plugin/name`."""
-    device: Device
-    versions: Mapping[str, str]
-    """Of the plugin and its libraries, by distribution."""
     subject: Mapping[str, Value]
     """The kernel, and the shapes that it is launched for."""
     values: Mapping[str, Value]
     """The launch."""
-    median_us: float
-    date: datetime
-
-    def __post_init__(self) -> None:
-        check_fields(self.noun, self, CHECKS)
-        for name in ("versions", "subject", "values"):
-            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
-
-    @property
-    def subject_key(self) -> tuple[object, ...]:
-        """Of two launches with the same key, the later counts."""
-        return self.backend, self.device, self.versions, self.subject
 
 
 def launch_file(path: Path) -> RecordFile[TunedLaunch]:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.choosing.common.checks import NAME, Check, is_whole
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.judge.axes import Demand, Question
-from attnmux.core.choosing.measured.records import (
-    DATE,
-    DEVICE,
-    MICROSECONDS,
-    Device,
-    Record,
-    RecordFile,
-    Records,
-)
+from attnmux.core.choosing.measured.records import Record, RecordFile, Records, is_figure
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version, parsed_requirement
 
@@ -28,58 +19,40 @@ STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "p
 DECIDED = ("page_size", "kv_dtype")
 """Values that the solver decides where the request leaves them open."""
 
-CHECKS: Mapping[str, Check] = {
-    **dict.fromkeys(("backend", "phase", "shape", "workload"), NAME),
-    "device": DEVICE,
-    "versions": by_name("texts by name of distribution", str),
-    "median_us": MICROSECONDS,
-    "batch_size": Check(
-        "a number of requests, or none", lambda value: value is None or is_whole(value, 1)
-    ),
-    "conformant": Check("true or false", lambda value: isinstance(value, bool)),
-    "date": DATE,
-}
+ERROR = Check("0 or more units, or none", lambda value: value in (None, 0) or is_figure(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement(Record):
-    """The time that a backend took for one workload of one phase on one device.
+    """The time that a backend took for one workload of one phase, and the error of its answer.
 
-    Raises InvalidInput for an empty field or one of another type (only a device's product and
-    runtime may be empty), a median that is not a positive number, and a date without a time zone.
+    `median_us` is the time of one step. Errors are in units of the output format's rounding, as
+    `attnmux.bench.Errors` defines them. Raises InvalidInput as `Record`.
     """
 
     noun = "measurement"
+    keyed_by = ("phase", "shape", "workload")
+    checks = {  # noqa: RUF012  # a ClassVar of Record
+        **dict.fromkeys(("phase", "shape", "workload"), NAME),
+        "batch_size": Check("requests, or none", lambda value: value is None or is_whole(value, 1)),
+        "conformant": Check("true or false", lambda value: isinstance(value, bool)),
+        **dict.fromkeys(("rms_error", "worst_error"), ERROR),
+    }
 
-    backend: str
-    """`plugin/name`."""
     phase: str
     shape: str
     """`shape_of` the question. Without a page size in it, the backend preferred its own."""
     workload: str
     """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
     compared."""
-    device: Device
-    versions: Mapping[str, str]
-    """`versions_of` the backend."""
-    median_us: float
-    """Of one step, in microseconds."""
     conformant: bool
     """Whether the backend passed its conformance check in this phase, with these versions."""
-    date: datetime
     batch_size: int | None = None
     """Requests of a decode step that device graphs are captured for, so that the choice can depend
     on the batch size; None for other steps."""
-
-    def __post_init__(self) -> None:
-        check_fields(self.noun, self, CHECKS)
-        object.__setattr__(self, "versions", FrozenMapping(self.versions))
-
-    @property
-    def subject_key(self) -> tuple[object, ...]:
-        """Of two measurements with the same key, the later counts."""
-        where = (self.device, self.versions)
-        return self.backend, self.phase, self.shape, self.workload, *where
+    rms_error: float | None = None
+    """None: the error was not measured."""
+    worst_error: float | None = None
 
 
 def measurement_file(path: Path) -> RecordFile[Measurement]:
@@ -101,12 +74,9 @@ def shape_of(question: Question) -> str:
 
     An open page size or KV dtype is left out: the solver tries several.
     """
+    named = {axis.name: value for axis, value in insisted(question)}
     return ",".join(
-        sorted(
-            f"{axis.name}={value}"
-            for axis, value in insisted(question)
-            if axis.name not in STATED_APART
-        )
+        f"{name}={value}" for name, value in sorted(named.items()) if name not in STATED_APART
     )
 
 

@@ -12,17 +12,22 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from attnmux.core.choosing.common.checks import Check, is_whole
+from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 
 LOCK_SECONDS = 60
 """How long to wait for another writer."""
+
+LEAST_GAIN = 0.02
+"""The share of the time that a backend or a launch must save to replace another. Smaller
+differences count as noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,26 +45,71 @@ class Device:
         return cls(**{field: getattr(platform, field) for field in cls.__dataclass_fields__})
 
 
-class Record:
-    """Base of dataclasses with a device, a date, mappings and plain values."""
+def is_figure(value: object) -> bool:
+    """Whether `value` is a positive number that a float can hold."""
+    numeric = isinstance(value, float) or is_whole(value)
+    return numeric and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number by now
 
-    __slots__ = ()
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+MICROSECONDS = Check("microseconds, more than 0", is_figure)
+
+CHECKS: Mapping[str, Check] = {
+    "backend": NAME,
+    "device": Check(
+        "a Device of texts",
+        lambda value: (
+            isinstance(value, Device) and all(isinstance(w, str) for w in asdict(value).values())
+        ),
+    ),
+    "versions": by_name("texts by name of distribution", str),
+    "median_us": MICROSECONDS,
+    "date": Check(
+        "a date with its time zone",
+        lambda value: isinstance(value, datetime) and value.utcoffset() is not None,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A time that a backend took on one device with some versions of its libraries.
+
+    Raises InvalidInput for an empty field or one of another type (only a device's product and
+    runtime may be empty), a median that is not a positive number, and a date without a time zone.
+    """
+
     noun: ClassVar[str]
     """The name of a record in errors."""
+    keyed_by: ClassVar[tuple[str, ...]]
+    """Further fields that the time belongs to."""
+    checks: ClassVar[Mapping[str, Check]]
+    """Of the further fields."""
+
+    backend: str
+    """`plugin/name`."""
     device: Device
+    versions: Mapping[str, str]
+    """Of the plugin and its libraries, by distribution."""
+    median_us: float
     date: datetime
 
+    def __post_init__(self) -> None:
+        check_fields(self.noun, self, {**CHECKS, **self.checks})
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Mapping):
+                object.__setattr__(self, field.name, FrozenMapping(value))
+
     @property
-    def subject_key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[object, ...]:
         """Of two records with the same key, the later counts."""
-        raise NotImplementedError
+        names = ("backend", "device", "versions", *self.keyed_by)
+        return tuple(getattr(self, name) for name in names)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        plain = {name: dict(value) for name, value in fields.items() if isinstance(value, Mapping)}
-        return {**fields, **plain, "device": asdict(self.device), "date": self.date.isoformat()}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: dict(value) for name, value in data.items() if isinstance(value, Mapping)}
+        return {**data, **plain, "device": asdict(self.device), "date": self.date.isoformat()}
 
     @classmethod
     def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
@@ -71,7 +121,7 @@ class Record:
             if isinstance(error, InvalidInput):
                 raise
             got = f"{type(error).__name__}: {error}"
-            expected = f"the fields {', '.join(cls.__dataclass_fields__)}"
+            expected = f"the fields {', '.join(field.name for field in fields(cls))}"
             raise InvalidInput(cls.noun, got=got, expected=expected) from error
 
 
@@ -79,30 +129,13 @@ R = TypeVar("R", bound=Record)
 
 
 def latest(records: Iterable[R]) -> tuple[R, ...]:
-    """The last record of each subject; for equal dates, the last one given."""
+    """The last record of each key; for equal dates, the last one given."""
     found: dict[tuple[object, ...], R] = {}
     for each in records:
-        known = found.get(each.subject_key)
+        known = found.get(each.key)
         if known is None or known.date <= each.date:
-            found[each.subject_key] = each
+            found[each.key] = each
     return tuple(found.values())
-
-
-def _is_time(value: object) -> bool:
-    numeric = isinstance(value, float) or is_whole(value)
-    return numeric and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number by now
-
-
-def _is_device(value: object) -> bool:
-    return isinstance(value, Device) and all(isinstance(w, str) for w in asdict(value).values())
-
-
-DEVICE = Check("a Device of texts", _is_device)
-MICROSECONDS = Check("microseconds, more than 0", _is_time)
-DATE = Check(
-    "a date with its time zone",
-    lambda value: isinstance(value, datetime) and value.utcoffset() is not None,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +175,7 @@ class RecordFile(Generic[R]):
             return self._records("r+b")
 
     def add(self, records: Iterable[R]) -> None:
-        """Put records into the file; they replace earlier ones of the same subject.
+        """Put records into the file; they replace earlier ones with the same key.
 
         A file that cannot be read is kept with `.damaged` after its name; single entries that
         cannot be read are dropped. Raises OSError where the file cannot be opened, the folder is

@@ -13,6 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition
 from attnmux.core.choosing.offer.libraries import parsed_requirement
 from attnmux.core.choosing.offer.verified import Verified
@@ -175,6 +176,7 @@ CHECKS: Mapping[str, Check] = {
     "priors": tuple_of(Prior),
     "companions": tuple_of(str),
     "excludes": tuple_of(str),
+    "error_bounds": tuple_of(ErrorBound),
     "verified_on": tuple_of(Verified),
     "status": Check(f"one of {', '.join(get_args(Status))}", get_args(Status).__contains__),
     **dict.fromkeys(("factory", "tuner"), Check('"module:attribute"', _is_reference)),
@@ -224,6 +226,8 @@ class BackendCard:
     fp8_products: bool = False
     """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
     float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""
+    error_bounds: tuple[ErrorBound, ...] = ()
+    """Errors that the backend's answers stay within, for requests with a `max_error`."""
     verified_on: tuple[Verified, ...] = ()
     """Runs of the conformance suite that it passed, on hardware or on an emulator."""
 

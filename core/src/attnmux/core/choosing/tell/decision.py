@@ -33,6 +33,8 @@ class Decision:
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
     coercions: tuple[Coercion, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
     candidates: Sequence[Verdict] = ()
     """One for each backend and phase. Read-only; those of `solve` are made when first read."""
 
@@ -104,6 +106,7 @@ class Decision:
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "coercions": [asdict(coercion) for coercion in self.coercions],
+            "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
         }
 
@@ -132,6 +135,7 @@ class Decision:
                 ),
                 decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+                notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
             )
             stated = data["hash"]
@@ -165,7 +169,8 @@ class Decision:
         ]
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
-        return f"{'; '.join(said)}; on {where}, {stored}"
+        noted = "".join(f"; note: {note}" for note in self.notes)
+        return f"{'; '.join(said)}; on {where}, {stored}{noted}"
 
     def _standing(self, choice: Choice, phases: list[str]) -> str:
         """How a winner stood among the candidates of the phase that decided: decode if served."""

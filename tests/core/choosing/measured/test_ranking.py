@@ -23,8 +23,8 @@ from attnmux.core.choosing.measured.measurement import (
     shape_of,
     versions_of,
 )
+from attnmux.core.choosing.measured.ranking import current_measurements, ranking_by, ranks
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.measured.tuning import measured_ranking, ranks
 from attnmux.core.choosing.offer.card import LAST_RESORT, Prior, when
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
@@ -55,6 +55,10 @@ def timed(offer, median_us, request=REQUEST, phase="decode", **given) -> Measure
         "date": NOW,
     }
     return Measurement(**{**fields, **given})
+
+
+def measured_ranking(measurements, platform, offers, policy=None, **given):
+    return ranking_by(current_measurements(measurements, platform, offers, policy, **given), offers)
 
 
 def decide(offers, measurements, policy=None, request=REQUEST, platform=HOPPER) -> Decision:

@@ -1,0 +1,149 @@
+"""The kinds of a model's layers, from its config.json: attention, and layers of other kinds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Any
+
+from attnmux.core.choosing.common.checks import is_whole
+from attnmux.core.errors import InvalidInput
+
+WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
+CHUNKED = frozenset({"chunked_attention"})
+INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
+ATTENTION = WINDOWED | CHUNKED | INDEXED | UNRESTRICTED
+
+UNSERVED = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv"})
+"""Kinds that mix tokens without softmax attention: the engine needs kernels for them, and no
+backend has any."""
+
+NO_MIXING = frozenset({"moe", "mlp"})
+
+BESIDE = {"hybrid": "mamba", "hybrid_sliding": "mamba"}
+"""Kinds whose layers have attention and a layer of another kind side by side."""
+
+UNIFORM = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "mamba"),
+    **dict.fromkeys(("rwkv", "xlstm"), "recurrent"),
+    "falcon_h1": "hybrid",
+}
+"""Model types all of whose layers are of one kind that their config.json does not state."""
+
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's pattern."""
+
+MOST_LAYERS = 10_000
+
+SHAPES = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+    }
+)
+"""Values that a request holds once, so that layers must not differ in them."""
+
+OF_SOME_LAYERS: Mapping[str, str] = {
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_key_value_heads",
+    "swa_num_attention_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "num_key_value_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+}
+"""Names that model types give to the shapes of their unwindowed or windowed layers alone."""
+
+
+def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
+    """The kind of each layer; [] where the config.json leaves them to its class.
+
+    Raises InvalidInput for kinds that are not text, and for a count that is missing or too large.
+    """
+    stated = values.get("layer_types") or values.get("layers_block_type") or []
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        got = f"layer_types={stated!r} in {source}"
+        raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
+    return stated or _derived(values, source)
+
+
+def _derived(values: Mapping[str, Any], source: str) -> list[str]:
+    """From the words of model types that do not list their layers."""
+    model_type = str(values.get("model_type", ""))
+    if isinstance(pattern := values.get("hybrid_override_pattern"), str) and pattern:
+        return [PATTERN.get(letter, letter) for letter in pattern]
+    if blocks := _list(values, "block_types"):  # RecurrentGemma repeats them
+        known = ["sliding_attention" if each == "attention" else str(each) for each in blocks]
+        return list(islice(cycle(known), _count(values, source)))
+    if is_whole(period := values.get("attn_layer_period"), 1):  # Jamba
+        offset = values.get("attn_layer_offset") or 0
+        return _placed(values, source, lambda place: place % period == offset, "mamba")
+    if (places := _list(values, "full_attn_idxs")) is not None:
+        return _placed(values, source, lambda place: place in places, "conv")  # LFM2
+    if (places := _list(values, "attn_layer_indices")) is not None:
+        return _placed(values, source, lambda place: place in places, "mamba")  # Bamba
+    if kinds := _list(values, "attn_type_list"):  # MiniMax-Text-01
+        return ["attention" if kind == 1 else "linear_attention" for kind in kinds]
+    if isinstance(linear := values.get("linear_attn_config"), dict):  # Kimi-Linear counts from 1
+        places = linear.get("full_attn_layers") or []
+        return _placed(values, source, lambda place: place + 1 in places, "linear_attention")
+    interval = values.get("full_attention_interval") or (4 if model_type == "qwen3_next" else None)
+    if is_whole(interval, 1):
+        return _placed(
+            values, source, lambda place: (place + 1) % interval == 0, "linear_attention"
+        )
+    if model_type in UNIFORM:
+        return [UNIFORM[model_type]] * _count(values, source)
+    return []
+
+
+def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
+    found = values.get(name)
+    return list(found) if isinstance(found, (list, tuple)) else None
+
+
+def _placed(values: Mapping[str, Any], source: str, attends: Any, other: str) -> list[str]:  # noqa: ANN401  # a predicate of a place
+    count = _count(values, source)
+    return ["attention" if attends(place) else other for place in range(count)]
+
+
+def _count(values: Mapping[str, Any], source: str) -> int:
+    count = next((n for name in ("num_hidden_layers", "n_layer") if (n := values.get(name))), None)
+    if not isinstance(count, int) or not is_whole(count, 1) or count > MOST_LAYERS:
+        got = f"num_hidden_layers={count!r} in {source}"
+        expected = f"a positive num_hidden_layers of {MOST_LAYERS:,} at most"
+        raise InvalidInput("model", got=got, expected=expected)
+    return count
+
+
+def unserved_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
+    """(kind, how many) of the layers that no attention backend serves, by name."""
+    counts = Counter(BESIDE.get(each, each) for each in types)
+    return tuple(sorted((kind, count) for kind, count in counts.items() if kind in UNSERVED))
+
+
+def differing_shapes(values: Mapping[str, Any]) -> set[str]:
+    """The shapes in which layers differ."""
+    layers = values.get("per_layer_config")
+    stated = layers.values() if isinstance(layers, dict) else ()
+    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
+    for own, name in OF_SOME_LAYERS.items():
+        if values.get(own) not in (None, values.get(name)):
+            differing.add(name)
+    other = values.get("attention_other_setting")  # Step's windowed layers
+    if isinstance(other, dict):
+        differing |= {n for n in SHAPES & other.keys() if other[n] != values.get(n, other[n])}
+    for name in ("num_query_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"):
+        each = values.get(name)
+        if isinstance(each, list) and any(one != each[0] for one in each):
+            differing.add(name)
+    blocks = values.get("block_configs")  # models that an architecture search has pruned
+    attention = [block.get("attention") for block in blocks or () if isinstance(block, dict)]
+    groups = {part.get("n_heads_in_group") for part in attention if isinstance(part, dict)}
+    return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())
