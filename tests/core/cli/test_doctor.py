@@ -16,18 +16,18 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
-from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import doctor_diagnosis, doctor_plugins
 from attnmux.core.cli.doctor_diagnosis import diagnose
-from attnmux.core.cli.doctor_plugins import Examined, libraries
+from attnmux.core.cli.doctor_plugins import Diagnosed, libraries
 from attnmux.core.cli.verbs import verbs
 
 GOOD = """
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.find.hooks import hookimpl
 
 print("a banner")
 
@@ -39,7 +39,7 @@ def attnmux_platforms():
 def attnmux_cards():
     return [BackendCard(name="fast", summary="", clauses=(), factory="a:b", {more})]
 """
-HOOK = "from attnmux.core.choosing.find.plugins import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.choosing.find.hooks import hookimpl\n@hookimpl\n"
 GONE = "no_such_distribution_of_acme"
 
 
@@ -93,7 +93,7 @@ BROKEN = {
     "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
     "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before it had"),
     "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
-    "interrupts": ("raise KeyboardInterrupt", "load", "killed by SIGINT"),
+    "interrupts": ("raise KeyboardInterrupt", "load", "KeyboardInterrupt"),
     "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
     "dies": (f"{HOOK}def attnmux_cards(): __import__('os').abort()", "cards", "killed by SIGABRT"),
     "probe": (f"{HOOK}def attnmux_platforms(): raise SystemExit(1)", "platforms", "SystemExit: 1"),
@@ -297,11 +297,11 @@ def test_a_signal_without_a_name(ask) -> None:
     assert failure["error"].startswith("killed by signal ")
 
 
-def examined(name: str, *platforms: str, error: str = "") -> Examined:
+def examined(name: str, *platforms: str, error: str = "") -> Diagnosed:
     failure = PluginFailure(
         plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
     )
-    return Examined(
+    return Diagnosed(
         plugin=name,
         distribution=f"attnmux-{name}",
         version="0.3",

@@ -13,14 +13,19 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+import platformdirs
+
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.plugins import SECONDS
 from attnmux.core.errors import InvalidInput, SettingsError
 
 PREFIX = "ATTNMUX_"
+LONGEST = 3600
+"""Seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +42,11 @@ class Settings:
     deny_backends: tuple[str, ...] = ()
     prefer_backends: tuple[str, ...] = ()
     allow_plugins: tuple[str, ...] | None = None
-    """Names of plugins or distributions; others are not imported."""
+    """Names of distributions; plugins of others are not imported."""
     deny_plugins: tuple[str, ...] = ()
+    """Names of distributions or plugins."""
+    plugin_seconds: float = SECONDS
+    """How long a plugin may take to offer its cards, and again to find its devices."""
     no_plugins: bool = False
     allow_coercion: bool = False
     measurements: str | None = None
@@ -79,7 +87,7 @@ class Settings:
         return cls(**values, sources=FrozenMapping(sources))
 
     def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-        """(allow, deny) for `load_plugins`."""
+        """(allow, deny): names of distributions."""
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
 
     def measurements_file(self) -> Path | None:
@@ -104,11 +112,16 @@ class Settings:
                     "whose home directory is not known; write the whole path"
                 ) from error
             return path if said else Path(source).parent / path
-        import platformdirs  # noqa: PLC0415  # off the path of commands that read no such file
+        folder = self.cache_folder()
+        return None if folder is None else folder / f"{name}.json"
 
+    @staticmethod
+    def cache_folder() -> Path | None:
+        """The user's folder for what can be computed again; None where there is no home directory,
+        as in a container."""
         try:
-            return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
-        except RuntimeError:  # in a container: HOME is unset and the user has no entry
+            return platformdirs.user_cache_path("attnmux", appauthor=False)
+        except RuntimeError:
             return None
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
@@ -208,6 +221,17 @@ def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa
     return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
 
 
+def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any value
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST or isinstance(value, bool):
+        expected = f"a number of seconds, more than 0 and at most {LONGEST}"
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return seconds
+
+
 LISTS = ("allow_backends", "deny_backends", "prefer_backends", "allow_plugins", "deny_plugins")
 FLAGS = ("no_plugins", "allow_coercion", "no_measurements", "no_launches", "debug")
 
@@ -216,6 +240,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(LISTS, _words),
     **dict.fromkeys(FLAGS, read_flag),
     "options": _options,
+    "plugin_seconds": _seconds,
 }
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +14,9 @@ import click
 
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
-from attnmux.core.choosing.find.plugins import Plugins, load_plugins, unknown_plugins
+from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
 from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,13 +44,8 @@ class Run:
         return settings
 
     def plugins(self, settings: Settings) -> Plugins:
-        """The plugins, with a warning for each that is broken.
-
-        Output of plugins goes to stderr, since stdout is for the answer.
-        """
-        with redirect_stdout(sys.stderr):
-            plugins = load_plugins(*settings.plugin_filter())
-            plugins.offers()
+        """The plugins, with a warning for each that is broken."""
+        plugins = load_plugins(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
@@ -66,16 +61,16 @@ class Run:
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
         ):
-            for name, meant in unknown_plugins(names).items() if names else ():
+            unknown = unknown_plugins(names, plugins=setting == "deny_plugins") if names else {}
+            for name, meant in unknown.items():
                 guess = f", did you mean {meant!r}?" if meant else ""
                 source = settings.sources[setting]
-                self.warn(f"{setting} ({source}): no installed plugin is named {name!r}{guess}")
+                self.warn(f"{setting} ({source}): no plugin comes from {name!r}{guess}")
 
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        with redirect_stdout(sys.stderr):
-            detection = detect(plugins)
+        detection = detect(plugins)
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:

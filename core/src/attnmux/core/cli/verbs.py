@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-import importlib_metadata
 
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.offer.libraries import entry_points, identity
+from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -142,20 +141,20 @@ def _exit_code(error: AttnmuxError) -> int:
     return USAGE if isinstance(error, usage) else FAILURE
 
 
-def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
+def _outside() -> dict[str, list[EntryPoint]]:
     """Verbs of other distributions. They cannot replace core's."""
-    found: dict[str, list[importlib_metadata.EntryPoint]] = {}
+    found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
             found.setdefault(point.name, []).append(point)
     return found
 
 
-def _distribution(point: importlib_metadata.EntryPoint) -> str:
-    return identity(point.dist)[0] or point.value
+def _distribution(point: EntryPoint) -> str:
+    return point.distribution.identity()[0] or point.value
 
 
-def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Command:
+def _load(name: str, points: list[EntryPoint]) -> click.Command:
     whose = sorted(map(_distribution, points))
     if len(points) > 1:
         raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")

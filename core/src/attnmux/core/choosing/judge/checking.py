@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from packaging.requirements import Requirement
-
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Verdict, without_hints
@@ -16,6 +14,7 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import ALWAYS, CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
+    Requirement,
     assumed,
     installed_version,
     parsed_requirement,
@@ -53,7 +52,7 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
         reasons.append(Reason(code="CONTRACT", axis="contract", wanted=wanted, offered=offered))
     if card.status == "planned" and not policy.hypothetical:
         reasons.append(Reason(code="PLANNED", axis="status", wanted="available", offered="planned"))
-    if not policy.admits(offer.names):
+    if not offer.admitted or not policy.admits(offer.names, offer.claims):
         wanted, offered = "a backend that the configuration allows", card.name
         reasons.append(Reason(code="DENIED", axis="policy", wanted=wanted, offered=offered))
     failure = policy.failed.get(offer.address)
@@ -102,7 +101,7 @@ def _met(requirement: Requirement, libraries: Libraries) -> bool:
     version = libraries(requirement.name)
     if version is None:
         return False
-    return not version or within(version, str(requirement.specifier))
+    return not version or within(version, requirement.specifier)
 
 
 def _found(requirement: Requirement, libraries: Libraries) -> str:
