@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import importlib_metadata
 import pytest
@@ -63,10 +64,11 @@ def ask(tmp_path, monkeypatch):
     def call(*args: str, **plugins: str):
         for plugin, source in plugins.items():
             install(tmp_path, plugin, source)
-        allowed.extend(plugins)
+        allowed.extend(f"dist-{plugin}" for plugin in plugins)
         monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", ",".join(allowed))
         return CliRunner().invoke(verbs, ["doctor", "--timeout", "60", *args], prog_name="attnmux")
 
+    call.allowed = allowed
     return call
 
 
@@ -138,18 +140,20 @@ def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> No
     assert has_ended(int(started.read_text()))
 
 
-def test_an_interrupt_leaves_no_plugin_behind(ask, tmp_path, monkeypatch) -> None:
+def test_an_interrupt_leaves_no_plugin_behind(tmp_path) -> None:
     started = tmp_path / "pid"
-
-    def interrupted(seconds: float) -> None:
-        if started.exists() and started.read_text():
-            raise KeyboardInterrupt
-
-    clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic, time=time.time)
-    monkeypatch.setattr(doctor_plugins, "time", clock)
     source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
-    result = ask("--json", slow=source + "time.sleep(600)")
-    assert result.exit_code == 130
+    install(tmp_path, "slow", source + "time.sleep(600)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from attnmux.core.cli import main; main()", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "ATTNMUX_ALLOW_PLUGINS": "dist-slow"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     assert has_ended(int(started.read_text()))
 
 
@@ -173,6 +177,7 @@ def test_a_card_of_another_contract_is_a_problem(ask) -> None:
 
 def test_one_name_of_two_plugins(ask, tmp_path) -> None:
     install(tmp_path, "good", GOOD.format(more=""), "dist-impostor")
+    ask.allowed.append("dist-impostor")
     result = ask("--json", good=GOOD.format(more=""), other=GOOD.format(more=""))
     assert result.exit_code == 1
     found = rows(result)

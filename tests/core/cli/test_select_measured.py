@@ -121,7 +121,7 @@ def test_a_path_in_the_configuration_is_relative_to_it(file, tmp_path, monkeypat
 
 def test_a_damaged_file_is_a_warning(file) -> None:
     before = ranked()
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     file.write_text("{")
     result = select("--json")
     assert (result.exit_code, ranked()) == (0, before)

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import cli
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
 
@@ -29,15 +30,15 @@ def call():
     return invoke
 
 
-def point(name: str, value: str) -> importlib_metadata.EntryPoint:
-    return importlib_metadata.EntryPoint(name=name, value=value, group=module.GROUP)
+def point(name: str, value: str, distribution: str = "") -> EntryPoint:
+    return EntryPoint(name, value, Distribution(distribution))
 
 
 @pytest.fixture
 def outside(monkeypatch):
     """Install verbs of other distributions, and no others."""
 
-    def install(*points: importlib_metadata.EntryPoint) -> None:
+    def install(*points: EntryPoint) -> None:
         def entry_points(group: str):
             assert group == module.GROUP
             return points, ()
@@ -108,7 +109,10 @@ def test_help_of_an_installed_verb_gives_its_summary(call, outside, monkeypatch)
 
 
 def test_every_optional_verb_is_installed_by_the_distribution_that_is_named() -> None:
-    found = {point.name: point.dist.name for point in module.entry_points(module.GROUP)[0]}
+    found = {
+        point.name: point.distribution.identity()[0]
+        for point in module.entry_points(module.GROUP)[0]
+    }
     for name, (distribution, _) in module.OPTIONAL.items():
         assert found.get(name, distribution) == distribution
 

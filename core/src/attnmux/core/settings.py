@@ -42,9 +42,9 @@ class Settings:
     deny_backends: tuple[str, ...] = ()
     prefer_backends: tuple[str, ...] = ()
     allow_plugins: tuple[str, ...] | None = None
-    """Names of distributions; plugins of others are not imported."""
+    """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
     deny_plugins: tuple[str, ...] = ()
-    """Names of distributions or plugins."""
+    """Distributions or plugins."""
     plugin_seconds: float = SECONDS
     """How long a plugin may take to offer its cards, and again to find its devices."""
     no_plugins: bool = False

@@ -171,7 +171,7 @@ def test_an_answer_is_kept_while_the_machine_stays_the_same(empty, tmp_path, mon
         detection = detect(plugins, root=empty)
         assert detection.accelerators == (SM90,)
         assert [row.plugin for row in detection.failures] == ["amd"]
-        return ASKED
+        return [*ASKED]
 
     everybody = ["nvidia", "amd"]
     assert asked() == asked() == everybody  # a system that does not show its state

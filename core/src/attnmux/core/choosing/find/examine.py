@@ -82,9 +82,12 @@ def failure_of(
     """The exception as a row of the report."""
     try:
         said = str(error)
-        trace = "".join(traceback.format_exception(error))
     except BaseException:  # it is the plugin's own code that fails
-        said, trace = "its message cannot be read", ""
+        said = "its message cannot be read"
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:
+        trace = "".join(traceback.format_tb(error.__traceback__))
     return PluginFailure(
         plugin=plugin,
         distribution=distribution,

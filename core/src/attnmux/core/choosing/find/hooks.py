@@ -171,20 +171,20 @@ def _child(
             told.update(stage=stage, failures=[asdict(failure) for failure in failures])
             _write(asked, place, "json", _dumps(told))
 
-        def attempt(stage: Stage, work: Callable[[], T], otherwise: T) -> T:
+        def attempt(stage: Stage, work: Callable[[], T]) -> T | None:
             tell(stage)
             try:
                 return work()
             except BaseException as error:
                 failures.append(failure_of(name, distribution, version, stage, error))
-                return otherwise
+                return None
 
         point = EntryPoint(name, value, Distribution(""))
-        plugin = attempt("load", lambda: Plugin(point), None)
+        plugin = attempt("load", lambda: Plugin(point))
         if plugin is not None and "cards" in asked["stages"]:
-            told.update(attempt("cards", plugin.cards, {}))
+            told.update(attempt("cards", plugin.cards) or {})
         if plugin is not None and "platforms" in asked["stages"]:
-            told.update(attempt("platforms", plugin.platforms, {}))
+            told.update(attempt("platforms", plugin.platforms) or {})
         tell("done")
     finally:
         _exit(1 if sys.exc_info()[0] else 0)

@@ -95,10 +95,11 @@ def several_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[str]) -> bool:
-    """Whether the lists of distributions admit one."""
+    """Whether the lists admit a distribution. In them, NAME also means `attnmux-NAME`."""
     name = canonical(distribution)
-    allowed = allow is None or name in set(map(canonical, allow))
-    return allowed and name not in set(map(canonical, deny))
+    own = {name, name.removeprefix(OWN)}
+    allowed = allow is None or not own.isdisjoint(map(canonical, allow))
+    return allowed and own.isdisjoint(map(canonical, deny))
 
 
 def find_entries(
@@ -106,9 +107,9 @@ def find_entries(
 ) -> tuple[Sequence[Entry], Sequence[PluginFailure]]:
     """The installed plugins that are admitted, and those that cannot be used. Imports none.
 
-    `allow` names distributions, and `deny` names distributions or plugins. A plugin name that two
-    distributions use is a failure, except of `attnmux-NAME`, to which NAME belongs. Raises
-    InvalidInput for one text instead of several names.
+    `allow` names distributions, and `deny` names distributions or plugins (see `is_admitted`). A
+    plugin name that two distributions use is a failure, except of `attnmux-NAME`, to which NAME
+    belongs. Raises InvalidInput for one text instead of several names.
     """
     allowed = None if allow is None else several_names("allow", allow)
     denied = several_names("deny", deny)
@@ -136,17 +137,15 @@ def find_entries(
     return unique, failures
 
 
-def unknown_plugins(names: Iterable[str], *, plugins: bool) -> dict[str, str]:
-    """The names that no distribution with a plugin has (with `plugins`, nor any plugin), each with
-    the most similar name, or with an empty text."""
+def unknown_plugins(names: Iterable[str]) -> dict[str, str]:
+    """The names that admit no installed plugin, each with the name that was probably meant, or with
+    an empty text."""
     points, _ = entry_points(GROUP)
-    by_name = {point.distribution.identity()[0]: point.name for point in points}
-    known = {*map(canonical, by_name), *(map(canonical, by_name.values()) if plugins else ())}
-    owners = {canonical(plugin): distribution for distribution, plugin in by_name.items()}
+    owners = {point.name: point.distribution.identity()[0] for point in points}
     return {
-        name: owners.get(canonical(name)) or nearest(name, sorted(known))
+        name: owners.get(name) or nearest(name, sorted({*owners, *owners.values()}))
         for name in names
-        if canonical(name) not in known
+        if not any(is_admitted(owner, (name,), ()) for owner in owners.values())
     }
 
 

@@ -191,6 +191,8 @@ class Prior:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or abs(self.rank) > LARGEST:
             raise refusal("prior, rank", self.rank, f"an integer of at most {LARGEST}")
+        if not isinstance(self.source, str):
+            raise refusal("prior, source", self.source, "text")
         if not isinstance(self.when, Clause):
             raise refusal("prior, when", self.when, "a clause, such as when(…)")
 
@@ -213,6 +215,8 @@ class Option:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise refusal("option, name", self.name, NAME_EXPECTED)
+        if not isinstance(self.summary, str):
+            raise refusal(f"option {self.name!r}, summary", self.summary, "text")
         if self.type not in get_args(OptionValue):
             raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
         for value in (self.default, *self.choices):

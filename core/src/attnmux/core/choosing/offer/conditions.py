@@ -291,5 +291,9 @@ def runtimes(*requirements: str) -> Condition:
     """One of several runtimes with a range, ("cuda>=12.3", "rocm>=6"), met by "cuda 13.0"."""
     _check("runtimes", requirements, TEXT, 'names with ranges, such as "cuda>=12.3"')
     for requirement in requirements:
-        check_range(parsed_requirement(requirement).specifier)
+        try:
+            check_range(parsed_requirement(requirement).specifier)
+        except ValueError:
+            expected = 'a name with a range, such as "cuda>=12.3"'
+            raise InvalidInput("runtimes", got=repr(requirement), expected=expected) from None
     return Runtimes(requirements)
