@@ -119,7 +119,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "escape_source": (CARDS + "return [card(sources={'dtype': '\\x1b[2J'})]", "control characters"),
     "source_object": (
         CARDS + "return [card(priors=(Prior(rank=1, source=object()),))]",
-        "TypeError",
+        "prior, source: expected text",
     ),
     "excludes": (CARDS + "return [card(excludes=('b', 'a'), companions=('b',))]", "+"),
     "altered": (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -34,6 +35,8 @@ class Run:
     no_plugins: bool = False
     warnings: list[str] = field(default_factory=list)
     """Printed on stderr, and part of a JSON answer."""
+    answer: TextIO | None = None
+    """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
 
     def settings(self) -> Settings:
         settings = Settings.load()
@@ -128,6 +131,14 @@ def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None
         run.no_plugins = value
 
 
+def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    run = ctx.find_object(Run)
+    if run is not None and value:
+        run.answer = sys.stdout
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return value
+
+
 def common_options(command: F) -> F:
     """The options of every verb: --json, --no-plugins and --debug."""
     command = click.option(
@@ -145,11 +156,14 @@ def common_options(command: F) -> F:
         callback=_set_no_plugins,
         help="Load no plugin.",
     )(command)
-    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
+    )(command)
 
 
 def echo_json(answer: object) -> None:
-    click.echo(json.dumps(answer, indent=2))
+    run = click.get_current_context().find_object(Run)
+    click.echo(json.dumps(answer, indent=2), file=None if run is None else run.answer)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.find.plugins import is_admitted
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
@@ -24,6 +25,7 @@ from attnmux.core.errors import (
     SettingsError,
     UnknownBackend,
 )
+from attnmux.core.settings import Settings
 
 GROUP = "attnmux.commands"
 """Entry points of other distributions' verbs: name = "module:command"."""
@@ -51,7 +53,7 @@ class Verbs(click.Group):
     """A group whose verbs are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*VERBS, *_outside()})
+        return sorted({*VERBS, *_listed()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in VERBS:
@@ -76,7 +78,7 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the tables alone: help imports no verb."""
-        installed = _outside()
+        installed = _listed()
         rows = {name: text for name, (_, text) in VERBS.items()}
         for name, points in installed.items():
             whose = " and ".join(map(_distribution, points))
@@ -107,9 +109,12 @@ class Verbs(click.Group):
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not standalone_mode:
                 raise
+            if isinstance(error, SystemExit):
+                # The verbs return their exit code: a library's early exit is no success
+                error = PluginError(f"ended early by a library: SystemExit: {error.code}")
             if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
                 traceback.print_exc()
             sys.exit(_report(error))
@@ -142,12 +147,36 @@ def _exit_code(error: AttnmuxError) -> int:
 
 
 def _outside() -> dict[str, list[EntryPoint]]:
-    """Verbs of other distributions. They cannot replace core's."""
+    """Verbs of other distributions that the configuration admits. They cannot replace core's.
+
+    An allow list needs not name this project's own verbs. Raises SettingsError for a configuration
+    that cannot be read.
+    """
+    allow, deny = Settings.load().plugin_filter()
+    found: dict[str, list[EntryPoint]] = {}
+    for name, points in _installed().items():
+        for point in points:
+            whose = _distribution(point)
+            own = whose == OPTIONAL.get(name, ("",))[0]
+            if is_admitted(whose, None if own else allow, deny):
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def _installed() -> dict[str, list[EntryPoint]]:
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
             found.setdefault(point.name, []).append(point)
     return found
+
+
+def _listed() -> dict[str, list[EntryPoint]]:
+    """For help, which a damaged configuration must not keep from the user."""
+    try:
+        return _outside()
+    except SettingsError:
+        return {}
 
 
 def _distribution(point: EntryPoint) -> str:
@@ -181,6 +210,9 @@ def _unknown(name: str) -> str:
         guess += (
             f" {near!r} needs {distribution}, which is not installed: pip install {distribution}"
         )
+    for point in _installed().get(name, ()):
+        guess += f" That of {_distribution(point)} is left out by allow_plugins, deny_plugins or "
+        guess += "no_plugins."
     return f"No such verb {name!r}.{guess}"
 
 
