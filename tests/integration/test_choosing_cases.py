@@ -340,7 +340,7 @@ def bare_machine(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
     everything = load_plugins
 
-    def loaded(allow: object, deny: object):
+    def loaded(**_: object):
         return everything(allow=("cpu",))
 
     versions = probe.installed_version

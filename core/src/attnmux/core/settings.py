@@ -2,11 +2,14 @@
 
 A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
 `pyproject.toml`, whichever is found first from the working directory upwards, else it is unset.
+ATTNMUX_CONFIG names the file instead. A file that another user could have written is refused where
+it was found, since it decides which code runs; a file that is named is trusted.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,9 +24,13 @@ from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
-from attnmux.core.errors import InvalidInput, SettingsError
+from attnmux.core.choosing.offer.libraries import read_file
+from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 PREFIX = "ATTNMUX_"
+CONFIG = "ATTNMUX_CONFIG"
+MOST_BYTES = 1_000_000
+"""Of a configuration file."""
 LONGEST = 3600
 """Seconds."""
 
@@ -75,12 +82,13 @@ class Settings:
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        path, table = _file(Path.cwd() if directory is None else directory)
+        given = os.environ if environ is None else environ
+        path, table = _file(directory, given.get(CONFIG, ""))
         for name, value in table.items():
             values[name] = _read(name, value, f"{path}: {name}")
             sources[name] = str(path)
-        for variable, text in (os.environ if environ is None else environ).items():
-            if variable.startswith(PREFIX) and text:
+        for variable, text in given.items():
+            if variable.startswith(PREFIX) and text and variable != CONFIG:
                 name = variable.removeprefix(PREFIX).lower()
                 values[name] = _read(name, text, variable)
                 sources[name] = variable
@@ -159,40 +167,76 @@ class Settings:
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
 
 
-def _file(directory: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The nearest file with our settings, and the settings; an empty table without one."""
+def _file(directory: Path | None, named: str) -> tuple[Path, Mapping[str, Any]]:
+    """The named file, else the nearest one with our settings, and the settings; an empty table
+    without one."""
+    if named:
+        path = Path(named).absolute()
+        table = _table(path)
+        if table is None:
+            raise SettingsError(f"{CONFIG}: {path} holds no settings")
+        return path, table
+    try:
+        directory = Path.cwd() if directory is None else directory
+    except OSError as error:
+        raise SettingsError(
+            "the working directory was deleted or cannot be read: change to another"
+        ) from error
     for folder in (directory, *directory.parents):
-        own, shared = folder / "attnmux.toml", folder / "pyproject.toml"
-        if (text := _text(own)) is not None:
-            return own, _toml(own, text)
-        # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
-        if (text := _text(shared)) is not None and "tool.attnmux" in text:
-            table = _toml(shared, text).get("tool", {}).get("attnmux")
+        for name in ("attnmux.toml", "pyproject.toml"):
+            path = folder / name
+            table = _table(path)
             if table is not None:
-                if not isinstance(table, dict):
-                    raise SettingsError(f"{shared}: tool.attnmux is no table")
-                return shared, table
+                _check_owner(path)
+                return path, table
     return directory, {}
 
 
-def _text(path: Path) -> str | None:
+def _table(path: Path) -> Mapping[str, Any] | None:
+    """The settings in a file; None where there is no file, or one without our table."""
+    own = path.name != "pyproject.toml"
     try:
-        return path.read_text(encoding="utf-8")
+        text = read_file(str(path), MOST_BYTES).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
-
-
-def _toml(path: Path, text: str) -> dict[str, Any]:
+    # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
+    if not own and "tool.attnmux" not in text:
+        return None
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415  # off the path without a configuration file
     else:
         import tomli as tomllib  # noqa: PLC0415  # the same, older than the standard library's
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} is not TOML: {error}") from error
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
+    for key in () if own else ("tool", "attnmux"):
+        if key not in table:
+            return None
+        table = table[key]
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path}: {key} is no table")
+    return table
+
+
+def _check_owner(path: Path) -> None:
+    """Raises SettingsError for a file, or a file in a folder, that another user could write."""
+    if not hasattr(os, "geteuid"):  # access lists decide there
+        return
+    for place in (path, path.parent):
+        status = os.stat(place)
+        sticky = place != path and status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()):
+            problem = "belongs to another user"
+        elif status.st_mode & stat.S_IWOTH and not sticky:
+            problem = "can be written by every user"
+        else:
+            continue
+        raise SettingsError(
+            f"{path} is not read, as {place} {problem}; if you trust it, say {CONFIG}={path}"
+        )
 
 
 def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value

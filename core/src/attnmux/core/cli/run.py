@@ -133,7 +133,7 @@ def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None
 
 def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
     run = ctx.find_object(Run)
-    if run is not None and value:
+    if run is not None and value and sys.stdout is not None:
         run.answer = sys.stdout
         ctx.with_resource(redirect_stdout(sys.stderr))
     return value
