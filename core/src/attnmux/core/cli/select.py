@@ -96,6 +96,7 @@ def select(
     try:
         measurements = () if no_measurements or hypothetical else run.measurements(settings)
         answer = decided(request, device, plugins.offers(), policy, measurements)
+        run.warn_of_unverified(answer, plugins.offers(), measurements)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
