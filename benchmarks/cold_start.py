@@ -1,8 +1,9 @@
 """Cost of an answer of the command from a cold start, as a ratio to `python -c pass`.
 
 Every round starts every process once, so that a disturbance hits all of them; medians are printed.
-Bars: `attnmux select --json` at most 12, the table at most 20. The last rows split the time: the
-libraries alone, and the package without a verb.
+Bars: `attnmux select --json` at most 6, with 40 more plugins at most 8, the table at most 20. The
+offers of every plugin are in the cache, which the first round fills. The last rows split the time:
+the libraries alone, and the package without a verb.
 
     python -m benchmarks.cold_start [--rounds N]
 """
@@ -18,13 +19,23 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 NOTHING = "python -c pass"
-LIBRARIES = "import click, dataclasses, importlib_metadata, json, packaging.requirements, pluggy"
+LIBRARIES = "import click, dataclasses, hashlib, json, pathlib, platformdirs"
+MANY = "attnmux select --json, 40 more plugins"
+PLUGIN = """
+from attnmux.core import BackendCard, hookimpl, one_of, when
+
+@hookimpl
+def attnmux_cards():
+    clauses = tuple(when(vendor=one_of("acme"), page_size=one_of(n)) for n in range(1, 9))
+    return [BackendCard(name="{name}", summary="", clauses=clauses, factory="a:b")]
+"""
 
 
 def commands() -> Mapping[str, tuple[list[str], float | None]]:
@@ -35,13 +46,24 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
     other = ["--platform", "nvidia:sm90,cuda=12.8"]
     return {
         NOTHING: ([sys.executable, "-c", "pass"], None),
-        "attnmux select --json": ([script, "select", "--json"], 12),
-        "attnmux select --json, another machine": ([script, "select", "--json", *other], 12),
+        "attnmux select --json": ([script, "select", "--json"], 6),
+        MANY: ([script, "select", "--json"], 8),
+        "attnmux select --json, another machine": ([script, "select", "--json", *other], 6),
         "attnmux select": ([script, "select"], 20),
         "attnmux --help": ([script, "--help"], None),
         "import attnmux.core": ([sys.executable, "-c", "import attnmux.core"], None),
         "the libraries alone": ([sys.executable, "-c", LIBRARIES], None),
     }
+
+
+def install(folder: Path, name: str) -> None:
+    """A plugin with one card of eight clauses, as pip would install it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(PLUGIN.format(name=name))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n")
+    (info / "entry_points.txt").write_text(f"[attnmux]\n{name} = {name}\n")
 
 
 def measure(rounds: int) -> dict[str, float]:
@@ -50,10 +72,21 @@ def measure(rounds: int) -> dict[str, float]:
     # Sources that are installed as a link are compiled in the first round, as pip compiles others
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:  # no configuration file is found from here
+        plugins = Path(folder, "plugins")
+        for number in range(40):
+            install(plugins, f"acme{number}")
+        env["XDG_CACHE_HOME"] = folder
+        envs = {MANY: {**env, "PYTHONPATH": str(plugins)}}
         for _ in range(rounds + 1):
             for name, (command, _) in commands().items():
                 start = time.perf_counter()
-                subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    command,
+                    cwd=folder,
+                    env=envs.get(name, env),
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                )
                 timed[name].append(time.perf_counter() - start)
     # The first round fills the caches of bytecode and of the file system
     return {name: statistics.median(times[1:]) for name, times in timed.items()}

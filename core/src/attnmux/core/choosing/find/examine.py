@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,6 +78,8 @@ def failure_of(
     plugin: str, distribution: str, version: str, stage: Stage, error: BaseException
 ) -> PluginFailure:
     """The exception as a row of the report."""
+    import traceback  # noqa: PLC0415  # off the path without a failure
+
     try:
         said = str(error)
     except BaseException:  # it is the plugin's own code that fails
@@ -200,6 +200,8 @@ def _running(folder: Path, places: Sequence[int]) -> list[int]:
 
 def _kill(pid: int) -> None:
     """End a process and its group, if the kernel can."""
+    import signal  # noqa: PLC0415  # off the path of plugins that are known
+
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(pid, signal.SIGTERM)
 
