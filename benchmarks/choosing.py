@@ -17,10 +17,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import count
 
 import click
-import importlib_metadata
 from rich.console import Console
 from rich.table import Table
 
@@ -209,7 +209,7 @@ def main(rounds: int, seed: int) -> None:
     offers, many = cards(SMALL, rng), cards(LARGE, rng)
     asked = requests(rng)
     medians = {row.name: measure(row, asked) for row in rows(offers, many, rounds)}
-    version = importlib_metadata.version("attnmux-core")
+    version = metadata.version("attnmux-core")
     title = f"5 phases; Python {platform.python_version()}, attnmux-core {version}"
     table = Table("", "ms", "CPU ms", "ratio", "at most", title=title)
     unit, _ = medians["one verdict"]

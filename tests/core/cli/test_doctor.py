@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
-import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
@@ -387,7 +387,7 @@ def test_libraries(monkeypatch, installed, state, hint) -> None:
 
 
 def test_the_plugins_of_this_environment() -> None:
-    if not importlib_metadata.entry_points(group="attnmux"):
+    if not metadata.entry_points(group="attnmux"):
         pytest.skip("no plugin is installed in this environment")
     result = CliRunner().invoke(verbs, ["doctor", "--json", "--timeout", "60"])
     ours = [row for name, row in rows(result).items() if name.startswith("attnmux-")]

@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
@@ -209,7 +209,7 @@ def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> 
 
 
 def test_version(call) -> None:
-    assert importlib_metadata.version("attnmux-core") in call("--version").output
+    assert metadata.version("attnmux-core") in call("--version").output
 
 
 def test_the_settings_can_ask_for_tracebacks(call, tmp_path, monkeypatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.find.examine import failure_of
 from attnmux.core.choosing.find.plugins import Plugins, is_admitted, read_plugins, several_names
+from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 
 
@@ -23,8 +26,10 @@ def load_plugins(
     offers that they leave out never win. A plugin that raises, exits, crashes, hangs, or shares its
     name with another is a failure in the result, never an exception.
 
-    Raises InvalidInput for one text instead of several names, SettingsError for settings that
-    cannot be read.
+    With a lock in the settings, a plugin or library that differs from it is a failure too.
+
+    Raises InvalidInput for one text instead of several names, SettingsError for settings or a lock
+    that cannot be read, and where core itself is not as locked.
     """
     settings = settings or Settings.load()
     allow = None if allow is None else several_names("allow", allow)
@@ -38,6 +43,33 @@ def load_plugins(
         cache=settings.cache_folder(),
         seconds=settings.plugin_seconds,
     )
+    if settings.locked is not None:
+        plugins = _as_locked(plugins, settings.locked_file())
     return replace(
         plugins, policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends)
     )
+
+
+def _as_locked(plugins: Plugins, path: Path) -> Plugins:
+    """Without the plugins, and the cards whose libraries, differ from the lock; each is a failure.
+    Raises SettingsError for a lock that cannot be read, and for another core."""
+    from attnmux.core.lock import Lock, libraries  # noqa: PLC0415  # few lock anything
+
+    lock = Lock.read(path)
+    core = lock.difference(["attnmux-core"])
+    if core:
+        raise SettingsError(f"{path}: {core}")
+    kept, failures = [], list(plugins.failures)
+    for plugin in plugins.loaded:
+        differences = [lock.difference([plugin.distribution])]
+        cards = ()
+        if not differences[0]:
+            by_card = [(card, lock.difference(libraries(card))) for card in plugin.cards]
+            differences = list(dict.fromkeys(said for _, said in by_card))
+            cards = tuple(card for card, said in by_card if not said)
+            kept.append(replace(plugin, cards=cards))
+        for said in filter(None, differences):
+            error = PluginError(f"{said} ({path})")
+            who = (plugin.name, plugin.distribution, plugin.version)
+            failures.append(failure_of(*who, "load", error))
+    return replace(plugins, loaded=tuple(kept), failures=tuple(failures))

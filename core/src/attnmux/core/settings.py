@@ -55,6 +55,8 @@ class Settings:
     plugin_seconds: float = SECONDS
     """How long a plugin may take to offer its cards, and again to find its devices."""
     no_plugins: bool = False
+    locked: str | None = None
+    """A file of `attnmux lock`: plugins and libraries that differ from it are refused."""
     allow_coercion: bool = False
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
@@ -108,18 +110,27 @@ class Settings:
         """Where launches that were tuned on this machine are kept, as `measurements_file`."""
         return None if self.no_launches else self._kept("launches", self.launches)
 
+    def locked_file(self) -> Path:
+        """The lock, which is set. Raises SettingsError for a path below an unknown home
+        directory."""
+        return self._named("locked", self.locked or "")
+
+    def _named(self, name: str, given: str) -> Path:
+        """A path in a configuration file is relative to that file."""
+        source = self.sources.get(name, PREFIX)
+        said = source.startswith((PREFIX, "--"))
+        try:
+            path = Path(given).expanduser()
+        except RuntimeError as error:
+            raise SettingsError(
+                f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
+                "whose home directory is not known; write the whole path"
+            ) from error
+        return path if said else Path(source).parent / path
+
     def _kept(self, name: str, given: str | None) -> Path | None:
         if given is not None:
-            source = self.sources.get(name, PREFIX)
-            said = source.startswith(PREFIX)
-            try:
-                path = Path(given).expanduser()
-            except RuntimeError as error:
-                raise SettingsError(
-                    f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
-                    "whose home directory is not known; write the whole path"
-                ) from error
-            return path if said else Path(source).parent / path
+            return self._named(name, given)
         folder = self.cache_folder()
         return None if folder is None else folder / f"{name}.json"
 
@@ -280,7 +291,7 @@ LISTS = ("allow_backends", "deny_backends", "prefer_backends", "allow_plugins", 
 FLAGS = ("no_plugins", "allow_coercion", "no_measurements", "no_launches", "debug")
 
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("platform", *NAMING, "measurements", "launches"), _word),
+    **dict.fromkeys(("platform", *NAMING, "measurements", "launches", "locked"), _word),
     **dict.fromkeys(LISTS, _words),
     **dict.fromkeys(FLAGS, read_flag),
     "options": _options,

@@ -36,6 +36,7 @@ class Run:
 
     debug: bool = False
     no_plugins: bool = False
+    locked: str | None = None
     warnings: list[str] = field(default_factory=list)
     """Printed on stderr, and part of a JSON answer."""
     answer: TextIO | None = None
@@ -44,10 +45,14 @@ class Run:
     def settings(self) -> Settings:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
+        given: dict[str, Any] = {}
         if self.no_plugins:
-            sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
-            return replace(settings, no_plugins=True, sources=sources)
-        return settings
+            given["no_plugins"] = True
+        if self.locked is not None:
+            given["locked"] = self.locked
+        said = {name: f"--{name.replace('_', '-')}" for name in given}
+        sources = FrozenMapping({**settings.sources, **said})
+        return replace(settings, **given, sources=sources) if given else settings
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
@@ -152,6 +157,12 @@ def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None
         run.no_plugins = value
 
 
+def _set_locked(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.locked = value
+
+
 def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
     run = ctx.find_object(Run)
     if run is not None and value and sys.stdout is not None:
@@ -161,7 +172,7 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 
 def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins and --debug."""
+    """The options of every verb: --json, --no-plugins, --locked and --debug."""
     command = click.option(
         "--debug",
         is_flag=True,
@@ -176,6 +187,13 @@ def common_options(command: F) -> F:
         expose_value=False,
         callback=_set_no_plugins,
         help="Load no plugin.",
+    )(command)
+    command = click.option(
+        "--locked",
+        metavar="FILE",
+        expose_value=False,
+        callback=_set_locked,
+        help="Refuse what differs from this file of `attnmux lock`.",
     )(command)
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."

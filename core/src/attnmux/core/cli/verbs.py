@@ -34,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
     "matrix": ("attnmux.core.cli.matrix:matrix", "Print the support matrix of all backends."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
+    "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
