@@ -75,9 +75,13 @@ def test_what_is_as_locked_is_used(call, tmp_path) -> None:
 def test_what_differs_is_refused(call, tmp_path, name, version, record, left, said) -> None:
     assert call("lock").exit_code == 0
     installed(tmp_path, name, version, record)
+    (tmp_path / "acme_locked_plugin.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n{SOURCE}"
+    )
     result = call(*LOCKED)
     assert offered(result) == left
     assert said in result.stderr
+    assert (tmp_path / "ran").exists() is bool(left)
     assert offered(call("backends", "--json")) == {"plain", "needy"}
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find.examine import failure_of
-from attnmux.core.choosing.find.plugins import Plugins, is_admitted, read_plugins, several_names
+from attnmux.core.choosing.find.plugins import (
+    Plugins,
+    find_entries,
+    is_admitted,
+    read_plugins,
+    several_names,
+)
 from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 
@@ -37,39 +42,45 @@ def load_plugins(
     if configured is not None:
         known = configured if allow is None else allow
         allow = tuple(name for name in known if is_admitted(name, configured, ()))
-    plugins = read_plugins(
-        allow,
-        (*several_names("deny", deny), *denied),
-        cache=settings.cache_folder(),
-        seconds=settings.plugin_seconds,
-    )
-    if settings.locked is not None:
-        plugins = _as_locked(plugins, settings.locked_file())
+    deny = (*several_names("deny", deny), *denied)
+    if settings.locked is None:
+        plugins = _read(settings, allow, deny)
+    else:
+        plugins = _read_locked(settings, allow, deny)
     return replace(
         plugins, policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends)
     )
 
 
-def _as_locked(plugins: Plugins, path: Path) -> Plugins:
+def _read(settings: Settings, allow: Iterable[str] | None, deny: Iterable[str]) -> Plugins:
+    return read_plugins(allow, deny, cache=settings.cache_folder(), seconds=settings.plugin_seconds)
+
+
+def _read_locked(settings: Settings, allow: Iterable[str] | None, deny: tuple[str, ...]) -> Plugins:
     """Without the plugins, and the cards whose libraries, differ from the lock; each is a failure.
-    Raises SettingsError for a lock that cannot be read, and for another core."""
+    A plugin that differs is not imported. Raises SettingsError for a lock that cannot be read, and
+    for another core."""
     from attnmux.core.lock import Lock, libraries  # noqa: PLC0415  # few lock anything
 
+    path = settings.locked_file()
     lock = Lock.read(path)
     core = lock.difference(["attnmux-core"])
     if core:
         raise SettingsError(f"{path}: {core}")
-    kept, failures = [], list(plugins.failures)
+    entries, _ = find_entries(allow, deny)
+    refused = [
+        (entry, said) for entry in entries if (said := lock.difference([entry.distribution]))
+    ]
+    plugins = _read(settings, allow, (*deny, *(entry.distribution for entry, _ in refused)))
+    kept = []
     for plugin in plugins.loaded:
-        differences = [lock.difference([plugin.distribution])]
-        cards = ()
-        if not differences[0]:
-            by_card = [(card, lock.difference(libraries(card))) for card in plugin.cards]
-            differences = list(dict.fromkeys(said for _, said in by_card))
-            cards = tuple(card for card, said in by_card if not said)
-            kept.append(replace(plugin, cards=cards))
-        for said in filter(None, differences):
-            error = PluginError(f"{said} ({path})")
-            who = (plugin.name, plugin.distribution, plugin.version)
-            failures.append(failure_of(*who, "load", error))
-    return replace(plugins, loaded=tuple(kept), failures=tuple(failures))
+        by_card = [(card, lock.difference(libraries(card))) for card in plugin.cards]
+        kept.append(replace(plugin, cards=tuple(card for card, said in by_card if not said)))
+        refused += [(plugin.entry, said) for said in dict.fromkeys(s for _, s in by_card) if said]
+    failures = (
+        failure_of(
+            entry.plugin, entry.distribution, entry.version, "load", PluginError(f"{said} ({path})")
+        )
+        for entry, said in refused
+    )
+    return replace(plugins, loaded=tuple(kept), failures=(*plugins.failures, *failures))

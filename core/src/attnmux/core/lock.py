@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkstemp
+from secrets import token_hex
 from typing import Any
 
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -67,14 +66,13 @@ class Lock:
         }
         if self.model:
             data["model"] = dict(self.model)
-        descriptor, scratch = mkstemp(dir=path.parent, prefix=f".{path.name}")
+        scratch = path.with_name(f".{path.name}.{token_hex(8)}")
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
+            with scratch.open("x", encoding="utf-8") as file:
                 file.write(f"{json.dumps(data, indent=2)}\n")
-            os.chmod(scratch, 0o644)
-            os.replace(scratch, path)
+            scratch.replace(path)
         except BaseException:
-            os.unlink(scratch)
+            scratch.unlink(missing_ok=True)
             raise
 
     def difference(self, names: Iterable[str]) -> str:

@@ -34,10 +34,7 @@ FRESH_SECONDS = 600
 """How long a probe's answer is kept. Device nodes and drivers show most changes at once.
 This bounds those that they do not show, such as a library of the driver that is upgraded under a
 container."""
-NODES = (
-    *("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/kfd/kfd/topology/nodes"),
-    *("dev/nvidia-caps", "sys/module"),
-)
+NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
 SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
 """Variables that a shell changes by itself. Any other may choose devices."""
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import Check, is_whole
@@ -191,10 +192,10 @@ class RecordFile(Generic[R]):
         return Records(found=latest(found), problems=tuple(problems))
 
     def _replace(self, data: object, *, set_aside: bool) -> None:
-        """Under the lock: no other writer has a scratch file."""
-        scratch = self.path.with_name(f".{self.path.name}.new")
+        """Through a scratch file that is new: a link in a shared folder is not followed."""
+        scratch = self.path.with_name(f".{self.path.name}.{token_hex(8)}")
         try:
-            with scratch.open("w", encoding="utf-8") as file:
+            with scratch.open("x", encoding="utf-8") as file:
                 json.dump(data, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
