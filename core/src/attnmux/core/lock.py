@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -66,7 +66,7 @@ class Lock:
         }
         if self.model:
             data["model"] = dict(self.model)
-        scratch = path.with_name(f".{path.name}.{token_hex(8)}")
+        scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
             with scratch.open("x", encoding="utf-8") as file:
                 file.write(f"{json.dumps(data, indent=2)}\n")

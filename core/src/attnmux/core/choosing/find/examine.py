@@ -163,7 +163,7 @@ def _run(
     ending = ""
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(path=search_path())],
+            [sys.executable or "", "-c", CHILD.format(path=search_path())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import Check, is_whole
@@ -193,7 +192,7 @@ class RecordFile(Generic[R]):
 
     def _replace(self, data: object, *, set_aside: bool) -> None:
         """Through a scratch file that is new: a link in a shared folder is not followed."""
-        scratch = self.path.with_name(f".{self.path.name}.{token_hex(8)}")
+        scratch = self.path.with_name(f".{self.path.name}.{os.urandom(8).hex()}")
         try:
             with scratch.open("x", encoding="utf-8") as file:
                 json.dump(data, file, indent=1)
