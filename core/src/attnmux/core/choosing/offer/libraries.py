@@ -13,6 +13,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -90,9 +91,11 @@ class EntryPoint(NamedTuple):
 
     def load(self) -> object:
         """Import the module and get the attribute. Raises whatever that raises."""
-        import pkgutil  # noqa: PLC0415  # off the path of answers: only a child and verbs load
-
-        return pkgutil.resolve_name(self.value)
+        module, _, attributes = self.value.partition(":")
+        found: object = import_module(module.strip())
+        for name in filter(None, attributes.strip().split(".")):
+            found = getattr(found, name)
+        return found
 
 
 Unreadable = Sequence[tuple[str, Exception]]
