@@ -1,8 +1,9 @@
 """Cost of an answer of the command from a cold start, as a ratio to `python -c pass`.
 
 Every round starts every process once, so that a disturbance hits all of them; medians are printed.
-Bars: `attnmux select --json` at most 12, the table at most 20. The last rows split the time: the
-libraries alone, and the package without a verb.
+Bars: `attnmux select --json` at most 6, with 40 more plugins at most 8, the table at most 20. The
+offers of every plugin are in the cache, which the first round fills. The last rows split the time:
+the libraries alone, and the package without a verb.
 
     python -m benchmarks.cold_start [--rounds N] [--json FILE]
 """
@@ -29,7 +30,16 @@ from attnmux.bench.timing import Meter
 CPU = torch.device("cpu")
 COLUMNS = {"command": "", "ms": ".1f", "ratio": ".1f", "at most": "g"}
 NOTHING = "python -c pass"
-LIBRARIES = "import click, dataclasses, importlib_metadata, json, packaging.requirements, pluggy"
+LIBRARIES = "import click, dataclasses, hashlib, json, pathlib, platformdirs"
+MANY = "attnmux select --json, 40 more plugins"
+PLUGIN = """
+from attnmux.core import BackendCard, hookimpl, one_of, when
+
+@hookimpl
+def attnmux_cards():
+    clauses = tuple(when(vendor=one_of("acme"), page_size=one_of(n)) for n in range(1, 9))
+    return [BackendCard(name="{name}", summary="", clauses=clauses, factory="a:b")]
+"""
 
 
 def commands() -> Mapping[str, tuple[list[str], float | None]]:
@@ -40,8 +50,9 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
     other = ["--platform", "nvidia:sm90,cuda=12.8"]
     return {
         NOTHING: ([sys.executable, "-c", "pass"], None),
-        "attnmux select --json": ([script, "select", "--json"], 12),
-        "attnmux select --json, another machine": ([script, "select", "--json", *other], 12),
+        "attnmux select --json": ([script, "select", "--json"], 6),
+        MANY: ([script, "select", "--json"], 8),
+        "attnmux select --json, another machine": ([script, "select", "--json", *other], 6),
         "attnmux select": ([script, "select"], 20),
         "attnmux --help": ([script, "--help"], None),
         "import attnmux.core": ([sys.executable, "-c", "import attnmux.core"], None),
@@ -49,10 +60,21 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
     }
 
 
-def start(command: list[str], folder: str) -> Meter:
+def install(folder: Path, name: str) -> None:
+    """A plugin with one card of eight clauses, as pip would install it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(PLUGIN.format(name=name))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n")
+    (info / "entry_points.txt").write_text(f"[attnmux]\n{name} = {name}\n")
+
+
+def start(command: list[str], folder: str, **environment: str) -> Meter:
     """Wall time of one process in the folder, which has no configuration file."""
     # Sources that are installed as a link are compiled in the first round, as pip compiles others
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"XDG_CACHE_HOME": folder, **environment}
     run = partial(
         subprocess.run, command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL
     )
@@ -65,8 +87,14 @@ def start(command: list[str], folder: str) -> Meter:
 def main(rounds: int, path: Path | None) -> None:
     """Print each command's wall time as a ratio to an interpreter that does nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        meters = {name: start(command, folder) for name, (command, _) in commands().items()}
-        # The first round fills the caches of bytecode and of the file system
+        plugins = Path(folder, "plugins")
+        for number in range(40):
+            install(plugins, f"acme{number}")
+        meters = {
+            name: start(command, folder, **({"PYTHONPATH": str(plugins)} if name == MANY else {}))
+            for name, (command, _) in commands().items()
+        }
+        # The first round fills the caches of offers, of bytecode and of the file system
         times = interleave(meters, rounds, warm_up=1)
     about, title = facts(CPU, "attnmux-core"), f"medians of {rounds} rounds"
     with Report(COLUMNS, about, path, title=title) as report:

@@ -11,7 +11,7 @@ import pytest
 from attnmux.bench import Ceilings
 from attnmux.bench.cli import bench_run
 from attnmux.core import Detection, Offer
-from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.cli import run as shared
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
@@ -43,7 +43,7 @@ def install(monkeypatch):
     monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
 
     def put(*offers: Offer) -> None:
-        monkeypatch.setattr(shared, "load_plugins", lambda *_: Installed(offers))
+        monkeypatch.setattr(shared, "load_plugins", lambda **_: Installed(offers))
 
     return put
 

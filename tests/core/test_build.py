@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from attnmux.core import AttentionBackend, BackendContext, Decision, HybridAttnBackend, build
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    Decision,
+    HybridAttnBackend,
+    build,
+    building,
+)
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.devices import Detection
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
@@ -224,3 +234,17 @@ def test_a_decision_without_extend_or_decode() -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
     with pytest.raises(InvalidInput, match="extend or decode"):
         build(replace(decision, phases={}), context_of(CASE))
+
+
+def test_a_decision_from_text_is_checked_first(monkeypatch) -> None:
+    """Text can name any code, and its hash proves nothing about where it comes from."""
+    offers: list[Offer] = []
+    monkeypatch.setattr(building, "load_plugins", lambda: SimpleNamespace(offers=lambda: offers))
+    monkeypatch.setattr(building, "detect", lambda plugins: Detection(platforms=(fake_platform(),)))
+    honest = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    forged = {
+        phase: replace(choice, factory="os:system") for phase, choice in honest.phases.items()
+    }
+    loaded = Decision.from_json(replace(honest, phases=FrozenMapping(forged)).to_json())
+    with pytest.raises(InvalidInput, match="offered by no plugin here"):
+        build(loaded, context_of(CASE))

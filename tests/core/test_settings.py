@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -161,3 +162,85 @@ def test_without_a_home_directory_nothing_is_kept_that_is_not_named(tmp_path, mo
     settings = load(tmp_path, ATTNMUX_LAUNCHES="~nobody/launches.json")
     with pytest.raises(SettingsError, match=r"ATTNMUX_LAUNCHES.*~nobody.*whole path"):
         settings.launches_file()
+
+
+def _deep(path: Path) -> None:
+    path.write_text(f"debug = {'[' * 100_000}")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "it is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
+        (lambda path: path.symlink_to(path), "cannot be read"),
+        (lambda path: path.mkdir(), "cannot be read"),
+        (lambda path: path.write_text("#" * 2_000_000), "it has more than"),
+        (_deep, "is not TOML"),
+        (lambda path: path.write_text(f"debug = {'9' * 10_000}"), "is not TOML"),
+        (lambda path: path.write_text("platform = " + "9" * 1000), "expected a name"),
+    ],
+)
+def test_an_odd_file_is_a_sentence(tmp_path, make, said) -> None:
+    make(tmp_path / "attnmux.toml")
+    with pytest.raises(SettingsError, match=said) as caught:
+        Settings.load(environ={}, directory=tmp_path)
+    assert str(tmp_path / "attnmux.toml") in str(caught.value)
+
+
+def test_a_tool_that_is_no_table(tmp_path) -> None:
+    (tmp_path / "pyproject.toml").write_text('tool = "x" # tool.attnmux\n')
+    with pytest.raises(SettingsError, match="tool is no table"):
+        Settings.load(environ={}, directory=tmp_path)
+
+
+def test_a_deleted_working_directory(tmp_path, monkeypatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SettingsError, match="change to another"):
+        Settings.load(environ={})
+
+
+@pytest.mark.parametrize("name", ["attnmux.toml", "pyproject.toml"])
+def test_a_file_that_another_user_could_write_is_refused(tmp_path, monkeypatch, name) -> None:
+    inner = tmp_path / "shared" / "inner"
+    inner.mkdir(parents=True)
+    path = tmp_path / "shared" / name
+    path.write_text('[tool.attnmux]\nbackend = "x"\n' if name[0] == "p" else 'backend = "x"\n')
+
+    def load(**environ: str) -> str | None:
+        return Settings.load(environ=environ, directory=inner).backend
+
+    assert load() == "x"
+    for place, mode in ((path, 0o666), (path.parent, 0o777)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(SettingsError, match="can be written by every user") as caught:
+            load()
+        assert f"ATTNMUX_CONFIG={path}" in str(caught.value)
+        assert load(ATTNMUX_CONFIG=str(path)) == "x"
+        place.chmod(before)
+    path.parent.chmod(0o1777)
+    assert load() == "x"
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    if path.stat().st_uid:
+        with pytest.raises(SettingsError, match="belongs to another user"):
+            load()
+
+
+def test_a_named_file_must_hold_settings(tmp_path) -> None:
+    with pytest.raises(SettingsError, match="holds no settings"):
+        Settings.load(environ={"ATTNMUX_CONFIG": str(tmp_path / "absent.toml")})
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("20", 20.0)])
+def test_seconds_for_plugins(text, seconds) -> None:
+    assert Settings.load(environ={"ATTNMUX_PLUGIN_SECONDS": text}).plugin_seconds == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", "4000"])
+def test_seconds_that_no_plugin_can_have(text) -> None:
+    with pytest.raises(SettingsError, match="a number of seconds"):
+        Settings.load(environ={"ATTNMUX_PLUGIN_SECONDS": text})

@@ -43,7 +43,7 @@ LATENT = "kind=mla,dtype=bf16,num_q_heads=16,kv_lora_rank=512,qk_rope_head_dim=6
 FIRST = """
 from attnmux.core.choosing.offer.card import BackendCard, Clause, Prior
 from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.find.hooks import hookimpl
 
 @hookimpl
 def attnmux_cards():
@@ -59,7 +59,7 @@ COMMAND = "from attnmux.core.cli import main; main()"
 CHECK = """
 import pathlib, sys
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.installed import load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 
 decision = Decision.from_json(pathlib.Path(sys.argv[1]).read_text())
@@ -340,7 +340,7 @@ def bare_machine(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
     everything = load_plugins
 
-    def loaded(allow: object, deny: object):
+    def loaded(**_: object):
         return everything(allow=("cpu",))
 
     versions = probe.installed_version

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
-import importlib_metadata
 import pytest
 
 from attnmux.core import load_plugins
@@ -133,7 +133,7 @@ def test_every_installed_plugin_of_ours_loads() -> None:
     assert not [row for row in plugins.failures if row.distribution.startswith("attnmux-")]
     installed = {
         found.name
-        for found in importlib_metadata.distributions()
+        for found in metadata.distributions()
         if found.entry_points.select(group="attnmux")
     }
     assert installed <= {plugin.distribution for plugin in plugins.loaded}
@@ -155,7 +155,7 @@ def test_the_list_for_hints_is_of_our_own_plugins() -> None:
 
 
 def test_an_entry_point_s_name_is_its_package(monkeypatch) -> None:
-    for point in importlib_metadata.entry_points(group="attnmux"):
+    for point in metadata.entry_points(group="attnmux"):
         if point.dist is not None and point.dist.name.startswith("attnmux-"):
             assert point.value == f"attnmux.{point.name}.plugin"
             assert point.dist.name == f"attnmux-{point.name}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
@@ -17,11 +16,12 @@ from attnmux.core import (
     Plugins,
     UnknownBackend,
     at_most,
-    hookimpl,
     multiple_of,
     one_of,
 )
+from attnmux.core.choosing.find.examine import Entry
 from attnmux.core.choosing.find.plugins import Plugin
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.testing import (
     Candidate,
     FakeBackend,
@@ -112,15 +112,14 @@ def test_finds_an_installed_backend() -> None:
     assert candidate.card.name == "torch_native"
     assert candidate.plugin == "cpu"
     assert candidate.platform.vendor == "cpu"
-    assert find_candidate("cpu/torch_native", device="cpu").card is candidate.card
+    assert find_candidate("cpu/torch_native", device="cpu").card == candidate.card
 
 
 def test_a_planned_backend_with_a_factory_is_tried() -> None:
-    module = ModuleType("fake")
     card = replace(fake_card(), status="planned")
     cards = [card, replace(card, name="unwritten", factory=None)]
-    module.attnmux_cards = hookimpl(lambda: cards)
-    plugins = Plugins([Plugin(name="fake", distribution="fake", version="1", module=module)])
+    entry = Entry(EntryPoint("fake", "fake", Distribution("")), "fake", "1")
+    plugins = Plugins((Plugin(entry=entry, cards=tuple(cards)),))
     here = {"plugins": plugins, "platforms": [fake_platform()]}
     case = standard_cases((16,))[0]
     assert find_candidate("fake", **here).admits(case)

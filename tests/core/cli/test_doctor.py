@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
-import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
-from attnmux.core.choosing.find.plugins import PluginFailure
+from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import doctor_diagnosis, doctor_plugins
 from attnmux.core.cli.doctor_diagnosis import diagnose
-from attnmux.core.cli.doctor_plugins import Examined, libraries
+from attnmux.core.cli.doctor_plugins import Diagnosed, libraries
 from attnmux.core.cli.verbs import verbs
 
 GOOD = """
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.find.plugins import hookimpl
+from attnmux.core.choosing.find.hooks import hookimpl
 
 print("a banner")
 
@@ -39,7 +40,7 @@ def attnmux_platforms():
 def attnmux_cards():
     return [BackendCard(name="fast", summary="", clauses=(), factory="a:b", {more})]
 """
-HOOK = "from attnmux.core.choosing.find.plugins import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.choosing.find.hooks import hookimpl\n@hookimpl\n"
 GONE = "no_such_distribution_of_acme"
 
 
@@ -63,10 +64,11 @@ def ask(tmp_path, monkeypatch):
     def call(*args: str, **plugins: str):
         for plugin, source in plugins.items():
             install(tmp_path, plugin, source)
-        allowed.extend(plugins)
+        allowed.extend(f"dist-{plugin}" for plugin in plugins)
         monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", ",".join(allowed))
         return CliRunner().invoke(verbs, ["doctor", "--timeout", "60", *args], prog_name="attnmux")
 
+    call.allowed = allowed
     return call
 
 
@@ -93,7 +95,7 @@ BROKEN = {
     "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
     "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before it had"),
     "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
-    "interrupts": ("raise KeyboardInterrupt", "load", "killed by SIGINT"),
+    "interrupts": ("raise KeyboardInterrupt", "load", "KeyboardInterrupt"),
     "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
     "dies": (f"{HOOK}def attnmux_cards(): __import__('os').abort()", "cards", "killed by SIGABRT"),
     "probe": (f"{HOOK}def attnmux_platforms(): raise SystemExit(1)", "platforms", "SystemExit: 1"),
@@ -138,18 +140,20 @@ def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> No
     assert has_ended(int(started.read_text()))
 
 
-def test_an_interrupt_leaves_no_plugin_behind(ask, tmp_path, monkeypatch) -> None:
+def test_an_interrupt_leaves_no_plugin_behind(tmp_path) -> None:
     started = tmp_path / "pid"
-
-    def interrupted(seconds: float) -> None:
-        if started.exists() and started.read_text():
-            raise KeyboardInterrupt
-
-    clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic, time=time.time)
-    monkeypatch.setattr(doctor_plugins, "time", clock)
     source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
-    result = ask("--json", slow=source + "time.sleep(600)")
-    assert result.exit_code == 130
+    install(tmp_path, "slow", source + "time.sleep(600)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from attnmux.core.cli import main; main()", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "ATTNMUX_ALLOW_PLUGINS": "dist-slow"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     assert has_ended(int(started.read_text()))
 
 
@@ -173,6 +177,7 @@ def test_a_card_of_another_contract_is_a_problem(ask) -> None:
 
 def test_one_name_of_two_plugins(ask, tmp_path) -> None:
     install(tmp_path, "good", GOOD.format(more=""), "dist-impostor")
+    ask.allowed.append("dist-impostor")
     result = ask("--json", good=GOOD.format(more=""), other=GOOD.format(more=""))
     assert result.exit_code == 1
     found = rows(result)
@@ -297,11 +302,11 @@ def test_a_signal_without_a_name(ask) -> None:
     assert failure["error"].startswith("killed by signal ")
 
 
-def examined(name: str, *platforms: str, error: str = "") -> Examined:
+def examined(name: str, *platforms: str, error: str = "") -> Diagnosed:
     failure = PluginFailure(
         plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
     )
-    return Examined(
+    return Diagnosed(
         plugin=name,
         distribution=f"attnmux-{name}",
         version="0.3",
@@ -382,7 +387,7 @@ def test_libraries(monkeypatch, installed, state, hint) -> None:
 
 
 def test_the_plugins_of_this_environment() -> None:
-    if not importlib_metadata.entry_points(group="attnmux"):
+    if not metadata.entry_points(group="attnmux"):
         pytest.skip("no plugin is installed in this environment")
     result = CliRunner().invoke(verbs, ["doctor", "--json", "--timeout", "60"])
     ours = [row for name, row in rows(result).items() if name.startswith("attnmux-")]

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import PluginFailure, Plugins
+from attnmux.core.choosing.find.examine import PluginFailure
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.cli import run as shared
@@ -78,30 +79,11 @@ def test_backends(call) -> None:
     assert "torch_native" in call("backends").stdout
 
 
-@pytest.mark.parametrize("verb", ["backends", "platforms", "select"])
-def test_what_plugins_print_is_no_part_of_the_answer(call, monkeypatch, verb) -> None:
-    load_plugins, detect = shared.load_plugins, shared.detect
-
-    def loud_load(*filters):
-        print("a banner")
-        return load_plugins(*filters)
-
-    def loud_detect(plugins):
-        print("a driver's remark")
-        return detect(plugins)
-
-    monkeypatch.setattr(shared, "load_plugins", loud_load)
-    monkeypatch.setattr(shared, "detect", loud_detect)
-    result = call(verb, "--json")
-    json.loads(result.stdout)
-    assert "a banner" in result.stderr
-
-
 def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:
     failure = PluginFailure(
         plugin="bad", distribution="dist-bad", version="0.3", stage="load", error="OSError: gone"
     )
-    monkeypatch.setattr(shared, "load_plugins", lambda *filters: Plugins(failures=[failure]))
+    monkeypatch.setattr(shared, "load_plugins", lambda **_: Plugins(failures=[failure]))
     result = call("backends", "--json")
     assert result.exit_code == 0
     assert "plugin bad (dist-bad 0.3): OSError: gone" in result.stderr

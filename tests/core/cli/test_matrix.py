@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.find.plugins import PluginFailure, load_plugins
+from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
@@ -28,6 +28,7 @@ from attnmux.core.cli import run as shared
 from attnmux.core.cli.matrix import markdown
 from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.installed import load_plugins
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "support-matrix.md"
@@ -229,7 +230,7 @@ def call(monkeypatch):
                 def offers(self) -> tuple[Offer, ...]:
                     return offers
 
-            monkeypatch.setattr(shared, "load_plugins", lambda *filters: Given())
+            monkeypatch.setattr(shared, "load_plugins", lambda **_: Given())
         return CliRunner().invoke(verbs, ["matrix", *args], prog_name="attnmux")
 
     return invoke

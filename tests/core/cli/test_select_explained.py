@@ -65,7 +65,7 @@ def call(monkeypatch):
                 for each in CARDS
             )
 
-    monkeypatch.setattr(shared, "load_plugins", lambda *filters: Given())
+    monkeypatch.setattr(shared, "load_plugins", lambda **_: Given())
 
     def invoke(*args: str):
         given = ["select", "--platform", HERE, *args]

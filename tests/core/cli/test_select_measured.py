@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.plugins import load_plugins
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
@@ -24,6 +23,7 @@ from attnmux.core.choosing.measured.measurement import (
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.installed import load_plugins
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")
@@ -121,7 +121,7 @@ def test_a_path_in_the_configuration_is_relative_to_it(file, tmp_path, monkeypat
 
 def test_a_damaged_file_is_a_warning(file) -> None:
     before = ranked()
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     file.write_text("{")
     result = select("--json")
     assert (result.exit_code, ranked()) == (0, before)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import importlib_metadata
 import pytest
 from click.testing import CliRunner
 
 from attnmux.core import cli
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
 
@@ -29,15 +31,15 @@ def call():
     return invoke
 
 
-def point(name: str, value: str) -> importlib_metadata.EntryPoint:
-    return importlib_metadata.EntryPoint(name=name, value=value, group=module.GROUP)
+def point(name: str, value: str, distribution: str = "") -> EntryPoint:
+    return EntryPoint(name, value, Distribution(distribution))
 
 
 @pytest.fixture
 def outside(monkeypatch):
     """Install verbs of other distributions, and no others."""
 
-    def install(*points: importlib_metadata.EntryPoint) -> None:
+    def install(*points: EntryPoint) -> None:
         def entry_points(group: str):
             assert group == module.GROUP
             return points, ()
@@ -108,7 +110,10 @@ def test_help_of_an_installed_verb_gives_its_summary(call, outside, monkeypatch)
 
 
 def test_every_optional_verb_is_installed_by_the_distribution_that_is_named() -> None:
-    found = {point.name: point.dist.name for point in module.entry_points(module.GROUP)[0]}
+    found = {
+        point.name: point.distribution.identity()[0]
+        for point in module.entry_points(module.GROUP)[0]
+    }
     for name, (distribution, _) in module.OPTIONAL.items():
         assert found.get(name, distribution) == distribution
 
@@ -204,7 +209,7 @@ def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> 
 
 
 def test_version(call) -> None:
-    assert importlib_metadata.version("attnmux-core") in call("--version").output
+    assert metadata.version("attnmux-core") in call("--version").output
 
 
 def test_the_settings_can_ask_for_tracebacks(call, tmp_path, monkeypatch) -> None:
@@ -221,3 +226,79 @@ def test_a_bad_variable_is_an_error_of_use(call, monkeypatch, verb) -> None:
     result = call(verb)
     assert result.exit_code == 2
     assert "ATTNMUX_NO_PLUGINS: expected true or false" in result.stderr
+
+
+SINGS = "import click\n@click.command()\ndef sing():\n    click.echo('la')\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sings"),
+    [
+        ("ALLOW_PLUGINS", "acme-sing", True),
+        ("ALLOW_PLUGINS", "Acme.Sing", True),
+        ("ALLOW_PLUGINS", "sing", False),
+        ("ALLOW_PLUGINS", "attnmux-cpu", False),
+        ("DENY_PLUGINS", "acme-sing", False),
+        ("DENY_PLUGINS", "attnmux-cpu", True),
+        ("NO_PLUGINS", "1", False),
+    ],
+)
+def test_who_is_allowed_holds_for_verbs(
+    call, outside, tmp_path, monkeypatch, variable, value, sings
+) -> None:
+    (tmp_path / "singing_verb.py").write_text(SINGS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "_distribution", lambda point: point.distribution.folder)
+    verify = point("verify", "singing_verb:sing", "attnmux-testing")
+    outside(point("sing", "singing_verb:sing", "acme-sing"), verify)
+    monkeypatch.setenv(f"ATTNMUX_{variable}", value)
+    result = call("sing")
+    assert (result.output == "la\n") is sings
+    assert sings or "That of acme-sing is left out" in result.stderr
+    assert ("acme-sing" in call("--help").output) is sings
+    assert call("verify").output == "la\n"
+
+
+def test_help_needs_no_configuration(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_ALLOW_PLUGIN", "misspelt")
+    assert call("--help").exit_code == 0
+    assert call("verify").exit_code == 2
+
+
+def test_an_early_exit_of_a_library_is_no_success(call, outside, tmp_path, monkeypatch) -> None:
+    (tmp_path / "exiting_verb.py").write_text(
+        "import sys\nimport click\n@click.command()\ndef leave():\n    sys.exit(0)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outside(point("leave", "exiting_verb:leave"))
+    result = call("leave")
+    assert result.exit_code == 1
+    assert "ended early by a library: SystemExit: 0" in result.stderr
+
+
+def test_what_libraries_print_is_no_part_of_an_answer(tmp_path) -> None:
+    (tmp_path / "loud_verb.py").write_text(
+        "import ctypes, os, subprocess, sys\nimport click\n"
+        "from attnmux.core.cli.run import common_options, echo_json\n"
+        "@click.command()\n@common_options\n"
+        "def loud(as_json):\n"
+        "    print('spoilt')\n"
+        "    os.write(1, b'spoilt')\n"
+        "    sys.__stdout__.write('spoilt')\n"
+        "    subprocess.run(['echo', 'spoilt'])\n"
+        "    c = ctypes.CDLL(None); c.printf(b'spoilt'); c.fflush(None)\n"
+        "    echo_json([1])\n"
+    )
+    info = tmp_path / "acme_loud-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: acme-loud\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[attnmux.commands]\nloud = loud_verb:loud\n")
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "loud", "--json"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [1]
+    assert done.stderr.count("spoilt") == 5

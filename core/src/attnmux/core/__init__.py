@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.find.devices import Detection as Detection
     from attnmux.core.choosing.find.devices import detect as detect
     from attnmux.core.choosing.find.devices import pick_platform as pick_platform
+    from attnmux.core.choosing.find.hooks import hookimpl as hookimpl
     from attnmux.core.choosing.find.plugins import Plugins as Plugins
-    from attnmux.core.choosing.find.plugins import hookimpl as hookimpl
-    from attnmux.core.choosing.find.plugins import load_plugins as load_plugins
     from attnmux.core.choosing.machine.platform import Platform as Platform
     from attnmux.core.choosing.measured.launches import Job as Job
     from attnmux.core.choosing.measured.launches import Trial as Trial
@@ -101,6 +100,7 @@ if TYPE_CHECKING:
     from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
     from attnmux.core.indices.topk import token_rows as token_rows
     from attnmux.core.indices.topk import topk_slots as topk_slots
+    from attnmux.core.installed import load_plugins as load_plugins
     from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
     from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
@@ -167,11 +167,8 @@ _NAMES_BY_MODULE = {
         "detect",
         "pick_platform",
     ),
-    "choosing.find.plugins": (
-        "Plugins",
-        "hookimpl",
-        "load_plugins",
-    ),
+    "choosing.find.hooks": ("hookimpl",),
+    "choosing.find.plugins": ("Plugins",),
     "choosing.machine.platform": ("Platform",),
     "choosing.measured.ranking": ("solve_measured",),
     "choosing.measured.launches": (
@@ -269,6 +266,7 @@ _NAMES_BY_MODULE = {
         "token_rows",
         "topk_slots",
     ),
+    "installed": ("load_plugins",),
     "kv.allocator": (
         "PagedAllocator",
         "TokenAllocator",

@@ -11,9 +11,11 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
+from attnmux.core.installed import load_plugins
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
@@ -34,7 +36,13 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.
+    A decision that was read from text is checked first, against the devices of this machine and the
+    plugins that the configuration admits; InvalidInput names every difference.
     """
+    if not decision.is_checked:
+        plugins = load_plugins()
+        wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
+        decision.check(pick_platform(detect(plugins), wanted), plugins.offers())
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}

@@ -2,25 +2,37 @@
 
 A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
 `pyproject.toml`, whichever is found first from the working directory upwards, else it is unset.
+ATTNMUX_CONFIG names the file instead. A file that another user could have written is refused where
+it was found, since it decides which code runs; a file that is named is trusted.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+import platformdirs
+
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.errors import InvalidInput, SettingsError
+from attnmux.core.choosing.find.plugins import SECONDS
+from attnmux.core.choosing.offer.libraries import read_file
+from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 PREFIX = "ATTNMUX_"
+CONFIG = "ATTNMUX_CONFIG"
+MOST_BYTES = 1_000_000
+"""Of a configuration file."""
+LONGEST = 3600
+"""Seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +49,14 @@ class Settings:
     deny_backends: tuple[str, ...] = ()
     prefer_backends: tuple[str, ...] = ()
     allow_plugins: tuple[str, ...] | None = None
-    """Names of plugins or distributions; others are not imported."""
+    """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
     deny_plugins: tuple[str, ...] = ()
+    """Distributions or plugins."""
+    plugin_seconds: float = SECONDS
+    """How long a plugin may take to offer its cards, and again to find its devices."""
     no_plugins: bool = False
+    locked: str | None = None
+    """A file of `attnmux lock`: plugins and libraries that differ from it are refused."""
     allow_coercion: bool = False
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
@@ -67,19 +84,20 @@ class Settings:
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        path, table = _file(Path.cwd() if directory is None else directory)
+        given = os.environ if environ is None else environ
+        path, table = _file(directory, given.get(CONFIG, ""))
         for name, value in table.items():
             values[name] = _read(name, value, f"{path}: {name}")
             sources[name] = str(path)
-        for variable, text in (os.environ if environ is None else environ).items():
-            if variable.startswith(PREFIX) and text:
+        for variable, text in given.items():
+            if variable.startswith(PREFIX) and text and variable != CONFIG:
                 name = variable.removeprefix(PREFIX).lower()
                 values[name] = _read(name, text, variable)
                 sources[name] = variable
         return cls(**values, sources=FrozenMapping(sources))
 
     def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-        """(allow, deny) for `load_plugins`."""
+        """(allow, deny): names of distributions."""
         return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
 
     def measurements_file(self) -> Path | None:
@@ -92,23 +110,37 @@ class Settings:
         """Where launches that were tuned on this machine are kept, as `measurements_file`."""
         return None if self.no_launches else self._kept("launches", self.launches)
 
+    def locked_file(self) -> Path:
+        """The lock, which is set. Raises SettingsError for a path below an unknown home
+        directory."""
+        return self._named("locked", self.locked or "")
+
+    def _named(self, name: str, given: str) -> Path:
+        """A path in a configuration file is relative to that file."""
+        source = self.sources.get(name, PREFIX)
+        said = source.startswith((PREFIX, "--"))
+        try:
+            path = Path(given).expanduser()
+        except RuntimeError as error:
+            raise SettingsError(
+                f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
+                "whose home directory is not known; write the whole path"
+            ) from error
+        return path if said else Path(source).parent / path
+
     def _kept(self, name: str, given: str | None) -> Path | None:
         if given is not None:
-            source = self.sources.get(name, PREFIX)
-            said = source.startswith(PREFIX)
-            try:
-                path = Path(given).expanduser()
-            except RuntimeError as error:
-                raise SettingsError(
-                    f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
-                    "whose home directory is not known; write the whole path"
-                ) from error
-            return path if said else Path(source).parent / path
-        import platformdirs  # noqa: PLC0415  # off the path of commands that read no such file
+            return self._named(name, given)
+        folder = self.cache_folder()
+        return None if folder is None else folder / f"{name}.json"
 
+    @staticmethod
+    def cache_folder() -> Path | None:
+        """The user's folder for what can be computed again; None where there is no home directory,
+        as in a container."""
         try:
-            return platformdirs.user_cache_path("attnmux", appauthor=False) / f"{name}.json"
-        except RuntimeError:  # in a container: HOME is unset and the user has no entry
+            return platformdirs.user_cache_path("attnmux", appauthor=False)
+        except RuntimeError:
             return None
 
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
@@ -146,40 +178,76 @@ class Settings:
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
 
 
-def _file(directory: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The nearest file with our settings, and the settings; an empty table without one."""
+def _file(directory: Path | None, named: str) -> tuple[Path, Mapping[str, Any]]:
+    """The named file, else the nearest one with our settings, and the settings; an empty table
+    without one."""
+    if named:
+        path = Path(named).absolute()
+        table = _table(path)
+        if table is None:
+            raise SettingsError(f"{CONFIG}: {path} holds no settings")
+        return path, table
+    try:
+        directory = Path.cwd() if directory is None else directory
+    except OSError as error:
+        raise SettingsError(
+            "the working directory was deleted or cannot be read: change to another"
+        ) from error
     for folder in (directory, *directory.parents):
-        own, shared = folder / "attnmux.toml", folder / "pyproject.toml"
-        if (text := _text(own)) is not None:
-            return own, _toml(own, text)
-        # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
-        if (text := _text(shared)) is not None and "tool.attnmux" in text:
-            table = _toml(shared, text).get("tool", {}).get("attnmux")
+        for name in ("attnmux.toml", "pyproject.toml"):
+            path = folder / name
+            table = _table(path)
             if table is not None:
-                if not isinstance(table, dict):
-                    raise SettingsError(f"{shared}: tool.attnmux is no table")
-                return shared, table
+                _check_owner(path)
+                return path, table
     return directory, {}
 
 
-def _text(path: Path) -> str | None:
+def _table(path: Path) -> Mapping[str, Any] | None:
+    """The settings in a file; None where there is no file, or one without our table."""
+    own = path.name != "pyproject.toml"
     try:
-        return path.read_text(encoding="utf-8")
+        text = read_file(str(path), MOST_BYTES).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
-
-
-def _toml(path: Path, text: str) -> dict[str, Any]:
+    # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
+    if not own and "tool.attnmux" not in text:
+        return None
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415  # off the path without a configuration file
     else:
         import tomli as tomllib  # noqa: PLC0415  # the same, older than the standard library's
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} is not TOML: {error}") from error
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
+    for key in () if own else ("tool", "attnmux"):
+        if key not in table:
+            return None
+        table = table[key]
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path}: {key} is no table")
+    return table
+
+
+def _check_owner(path: Path) -> None:
+    """Raises SettingsError for a file, or a file in a folder, that another user could write."""
+    if not hasattr(os, "geteuid"):  # access lists decide there
+        return
+    for place in (path, path.parent):
+        status = os.stat(place)
+        sticky = place != path and status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()):
+            problem = "belongs to another user"
+        elif status.st_mode & stat.S_IWOTH and not sticky:
+            problem = "can be written by every user"
+        else:
+            continue
+        raise SettingsError(
+            f"{path} is not read, as {place} {problem}; if you trust it, say {CONFIG}={path}"
+        )
 
 
 def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
@@ -208,14 +276,26 @@ def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa
     return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
 
 
+def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any value
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST or isinstance(value, bool):
+        expected = f"a number of seconds, more than 0 and at most {LONGEST}"
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return seconds
+
+
 LISTS = ("allow_backends", "deny_backends", "prefer_backends", "allow_plugins", "deny_plugins")
 FLAGS = ("no_plugins", "allow_coercion", "no_measurements", "no_launches", "debug")
 
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("platform", *NAMING, "measurements", "launches"), _word),
+    **dict.fromkeys(("platform", *NAMING, "measurements", "launches", "locked"), _word),
     **dict.fromkeys(LISTS, _words),
     **dict.fromkeys(FLAGS, read_flag),
     "options": _options,
+    "plugin_seconds": _seconds,
 }
 
 

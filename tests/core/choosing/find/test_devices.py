@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from attnmux.core.choosing.find import devices as module
-from attnmux.core.choosing.find.devices import ask_each, detect, pick_platform
-from attnmux.core.choosing.find.plugins import Plugin, PluginFailure, Plugins, hookimpl
+from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, failure_of
+from attnmux.core.choosing.find.plugins import Plugin, Plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
 GFX942 = Platform.parse("amd:gfx942,rocm=6.4")
 
 
+PROBES: dict[str, Callable[[], object]] = {}
+ASKED: list[str] = []
+
+
 def plugin(name: str, probe: Callable[[], object] | None) -> Plugin:
-    module = ModuleType(name)
-    if probe is not None:
-        module.attnmux_platforms = hookimpl(probe)
-    return Plugin(name=name, distribution=f"attnmux-{name}", version="0.3", module=module)
+    """A plugin whose probe is asked in this process."""
+    PROBES[name] = probe
+    point = EntryPoint(name, f"{name}_module", Distribution(""))
+    entry = Entry(point, f"attnmux-{name}", "0.3")
+    return Plugin(entry=entry, probes=probe is not None)
+
+
+def answered(entry: Entry) -> Examined:
+    ASKED.append(entry.plugin)
+    try:
+        return Examined(entry=entry, platforms=tuple(PROBES[entry.plugin]()))
+    except BaseException as error:
+        row = failure_of(entry.plugin, entry.distribution, entry.version, "platforms", error)
+        return Examined(entry=entry, failures=(row,))
+
+
+@pytest.fixture(autouse=True)
+def asked_here(monkeypatch) -> None:
+    ASKED.clear()
+    monkeypatch.setattr(
+        module, "examine", lambda entries, stages, seconds: list(map(answered, entries))
+    )
 
 
 def raising(error: BaseException) -> Callable[[], object]:
@@ -126,9 +148,6 @@ def test_the_error_mentions_a_missing_plugin(empty, wanted) -> None:
         (raising(RuntimeError("driver mismatch")), "RuntimeError: driver mismatch"),
         (raising(SystemExit(1)), "SystemExit: 1"),
         (raising(GeneratorExit("a panic")), "GeneratorExit: a panic"),
-        (lambda: None, "attnmux_platforms returned None"),
-        (lambda: 3, "attnmux_platforms returned 3"),
-        (lambda: ["sm90"], "not a list of Platform"),
     ],
 )
 def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> None:
@@ -140,21 +159,36 @@ def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> Non
     assert said in failure.error
 
 
-def test_probes_that_hang_are_abandoned(empty) -> None:
-    release = threading.Event()
+def test_an_answer_is_kept_while_the_machine_stays_the_same(empty, tmp_path, monkeypatch) -> None:
+    boot = empty / "proc/sys/kernel/random/boot_id"
     plugins = Plugins(
-        [
-            plugin("ascend", lambda: [release.wait()]),
-            plugin("amd", lambda: [GFX942]),
-            plugin("intel", lambda: [release.wait()]),
-            plugin("nvidia", lambda: [SM90]),
-        ]
+        [plugin("nvidia", lambda: [SM90]), plugin("amd", raising(OSError("gone")))],
+        cache=tmp_path / "cache",
     )
-    detection = detect(plugins, seconds=0.05, root=empty)
-    release.set()
-    assert detection.accelerators == (GFX942, SM90)
-    assert [row.plugin for row in detection.failures] == ["ascend", "intel"]
-    assert all("no answer in 0.05 s" in row.error for row in detection.failures)
+
+    def asked() -> list[str]:
+        ASKED.clear()
+        detection = detect(plugins, root=empty)
+        assert detection.accelerators == (SM90,)
+        assert [row.plugin for row in detection.failures] == ["amd"]
+        return [*ASKED]
+
+    everybody = ["nvidia", "amd"]
+    assert asked() == asked() == everybody  # a system that does not show its state
+    node(empty, "proc/sys/kernel/random/boot_id", "one")
+    assert (asked(), asked()) == (everybody, [])
+    node(empty, "dev/nvidia0")
+    assert (asked(), asked()) == (everybody, [])
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+    assert (asked(), asked()) == (everybody, [])
+    boot.write_text("two")
+    assert (asked(), asked()) == (everybody, [])
+    monkeypatch.setattr(module, "FRESH_SECONDS", 0)
+    assert asked() == everybody
+    (file,) = (tmp_path / "cache").iterdir()
+    for damaged in ("{", "[]", '{"nvidia": 3}', "[" * 100_000):
+        file.write_text(damaged)
+        assert asked() == everybody
 
 
 @pytest.fixture
@@ -173,11 +207,16 @@ def stuck(tmp_path):
         os.close(os.open(path, os.O_RDWR))
 
 
-def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck) -> None:
+@pytest.fixture
+def quick(monkeypatch):
+    """`detect`, with a tenth of a second for core's own questions."""
+    monkeypatch.setattr(module, "survey", partial(module.survey, seconds=0.1))
+    return detect
+
+
+def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck, quick) -> None:
     stuck(empty / "sys/class/drm/renderD128/device/vendor")
-    begun = time.monotonic()
-    detection = detect(Plugins([plugin("nvidia", lambda: [SM90])]), seconds=0.1, root=empty)
-    assert time.monotonic() - begun < 5
+    detection = quick(Plugins([plugin("nvidia", lambda: [SM90])]), root=empty)
     assert detection.accelerators == (SM90,)
     (failure,) = detection.failures
     assert (failure.distribution, failure.stage) == ("attnmux-core", "platforms")
@@ -185,10 +224,10 @@ def test_a_kernel_that_does_not_answer_is_a_row(empty, stuck) -> None:
     assert "no answer in 0.1 s" in failure.error
 
 
-def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, monkeypatch) -> None:
+def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, quick, monkeypatch) -> None:
     cpuinfo = stuck(empty / "cpuinfo")
     monkeypatch.setattr(module, "probe_cpu", lambda: probe_cpu(cpuinfo))
-    detection = detect(Plugins(), seconds=0.1, root=empty)
+    detection = quick(Plugins(), root=empty)
     assert pick_platform(detection).vendor == "cpu"
     assert pick_platform(detection).features == frozenset()
     (failure,) = detection.failures
@@ -276,35 +315,3 @@ def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
     assert "found none" in device.problem
     with pytest.raises(InvalidInput, match="found none"):
         pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")
-
-
-def test_each_is_answered_in_its_place() -> None:
-    def exits() -> list[int]:
-        raise SystemExit(3)
-
-    (first, none), (nothing, error), (last, _) = ask_each([lambda: [1], exits, lambda: [2, 3]], 5)
-    assert (first, none, nothing, last) == ([1], None, (), [2, 3])
-    assert isinstance(error, SystemExit)
-    assert ask_each([], 5) == []
-
-
-def test_an_abandoned_worker_asks_nothing_more_when_it_wakes() -> None:
-    woken, asked = threading.Event(), []
-
-    def hangs() -> list[threading.Thread]:
-        woken.wait()
-        return [threading.current_thread()]
-
-    def counts() -> list[threading.Thread]:
-        asked.append(threading.current_thread())
-        return asked
-
-    before = set(threading.enumerate())
-    (nothing, error), (answered, _) = ask_each([hangs, counts], 0.05)
-    assert (nothing, str(error)) == ((), "no answer in 0.05 s")
-    assert len(answered) == 1
-    woken.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive()
-    assert len(asked) == 1

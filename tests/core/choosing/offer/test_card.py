@@ -113,7 +113,7 @@ def test_clauses_compare_by_their_conditions(clause) -> None:
         ({"companions": "flash"}, "companions: expected a tuple of str"),
         ({"requires": "torch"}, "requires: expected a tuple of str"),
         ({"requires": (3,)}, "requires: expected a tuple of str"),
-        ({"clauses": []}, "clauses: expected a tuple of Clause, got []"),
+        ({"clauses": []}, "clauses: expected a tuple of Clause, at most 1000, got []"),
         ({"clauses": ALWAYS}, "clauses: expected a tuple of Clause"),
         ({"clauses": ("any",)}, "clauses: expected a tuple of Clause"),
         ({"options": ("fast",)}, "options: expected a tuple of Option"),

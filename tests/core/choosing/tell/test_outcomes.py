@@ -8,7 +8,6 @@ import pytest
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.find.plugins import load_plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Prior, when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
@@ -21,6 +20,7 @@ from attnmux.core.choosing.tell.outcomes import (
     outcomes_of_refusal,
 )
 from attnmux.core.errors import NoBackend
+from attnmux.core.installed import load_plugins
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def main() -> None:
@@ -14,9 +17,41 @@ def main() -> None:
     # while the verb runs.
     gc.disable()
     try:
-        importlib.import_module("attnmux.core.cli.verbs").verbs()
+        with answers_apart():
+            importlib.import_module("attnmux.core.cli.verbs").verbs()
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # the reader has seen enough, as in `attnmux matrix | head`
+        sys.exit(1)
+    except OSError as error:
+        print(f"attnmux: the answer cannot be written: {error}", file=sys.stderr)
+        sys.exit(1)
     finally:
         gc.freeze()
+
+
+@contextmanager
+def answers_apart() -> Iterator[None]:
+    """Write `sys.stdout` to a copy of descriptor 1, and let descriptor 1 write to stderr.
+
+    Kernel libraries, drivers and their processes print to descriptor 1 at any time. Where a
+    descriptor is closed, nothing changes. Raises OSError where the answer cannot be written.
+    """
+    stdout = sys.stdout
+    try:
+        if stdout is None or stdout.fileno() != 1:
+            raise OSError
+        stdout.flush()
+        descriptor = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError):  # nothing to keep apart
+        yield
+        return
+    line = 1 if os.isatty(descriptor) else -1
+    encoding, errors = stdout.encoding, stdout.errors
+    try:
+        with open(descriptor, "w", line, encoding, errors) as sys.stdout:
+            yield
+    finally:
+        sys.stdout = stdout

@@ -15,7 +15,7 @@ from rich.text import Text
 from attnmux.core.choosing.find.plugins import find_entries
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
-from attnmux.core.cli.doctor_plugins import Examined, examine
+from attnmux.core.cli.doctor_plugins import Diagnosed, diagnosed
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 
@@ -51,7 +51,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
     settings = run.settings()
     entries, unreadable = find_entries(*settings.plugin_filter())
     broken = [
-        Examined(
+        Diagnosed(
             plugin=failure.plugin,
             distribution=failure.distribution,
             version=failure.version,
@@ -59,7 +59,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
         )
         for failure in unreadable
     ]
-    plugins = [*broken, *examine(entries, settings, seconds)]
+    plugins = [*broken, *diagnosed(entries, settings, seconds)]
     diagnosis = diagnose(plugins, settings.platform)
     if as_json:
         echo_json(_as_json(diagnosis))
@@ -141,7 +141,7 @@ def _plugins(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _state(plugin: Examined) -> str:
+def _state(plugin: Diagnosed) -> str:
     errors = "; ".join(failure.error for failure in plugin.failures)
     return f"{plugin.status}: {errors}" if errors else plugin.status
 

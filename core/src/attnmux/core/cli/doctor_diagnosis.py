@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.cli.doctor_plugins import Examined
+from attnmux.core.cli.doctor_plugins import Diagnosed
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 
@@ -17,13 +17,13 @@ class Diagnosis:
     """The findings. `problems` keep something from working; each names its remedy."""
 
     detection: Detection
-    plugins: tuple[Examined, ...]
+    plugins: tuple[Diagnosed, ...]
     picked: Platform | None
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def diagnose(plugins: Sequence[Examined], wanted: str | None) -> Diagnosis:
+def diagnose(plugins: Sequence[Diagnosed], wanted: str | None) -> Diagnosis:
     """The machine as the plugins see it, and the problems. `wanted` is the configured platform."""
     failures = [failure for plugin in plugins for failure in plugin.failures]
     detection = survey(
@@ -56,7 +56,7 @@ def diagnose(plugins: Sequence[Examined], wanted: str | None) -> Diagnosis:
     )
 
 
-def _other_contracts(plugins: Sequence[Examined]) -> Iterator[str]:
+def _other_contracts(plugins: Sequence[Diagnosed]) -> Iterator[str]:
     """Cards written for another version of the contract."""
     for plugin in plugins:
         for backend in plugin.backends:
@@ -70,7 +70,7 @@ def _other_contracts(plugins: Sequence[Examined]) -> Iterator[str]:
                     )
 
 
-def _without_backend(plugins: Sequence[Examined], picked: Platform) -> Iterator[str]:
+def _without_backend(plugins: Sequence[Diagnosed], picked: Platform) -> Iterator[str]:
     """If no backend for this machine is ready: the commands that would make one run."""
     candidates = [
         backend
@@ -95,7 +95,7 @@ def _without_backend(plugins: Sequence[Examined], picked: Platform) -> Iterator[
     yield f"no backend runs on {where}, as installed and configured{fix}"
 
 
-def _ambiguous_names(plugins: Sequence[Examined]) -> Iterator[str]:
+def _ambiguous_names(plugins: Sequence[Diagnosed]) -> Iterator[str]:
     addresses: dict[str, list[str]] = {}
     for plugin in plugins:
         for backend in plugin.backends:

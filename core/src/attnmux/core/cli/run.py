@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
-from attnmux.core.choosing.find.plugins import Plugins, load_plugins, unknown_plugins
+from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
+from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.measured.launches import TunedLaunch
     from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.choosing.offer.card import Offer
+    from attnmux.core.choosing.tell.decision import Decision
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,25 +36,27 @@ class Run:
 
     debug: bool = False
     no_plugins: bool = False
+    locked: str | None = None
     warnings: list[str] = field(default_factory=list)
     """Printed on stderr, and part of a JSON answer."""
+    answer: TextIO | None = None
+    """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
 
     def settings(self) -> Settings:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
+        given: dict[str, Any] = {}
         if self.no_plugins:
-            sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
-            return replace(settings, no_plugins=True, sources=sources)
-        return settings
+            given["no_plugins"] = True
+        if self.locked is not None:
+            given["locked"] = self.locked
+        said = {name: f"--{name.replace('_', '-')}" for name in given}
+        sources = FrozenMapping({**settings.sources, **said})
+        return replace(settings, **given, sources=sources) if given else settings
 
     def plugins(self, settings: Settings) -> Plugins:
-        """The plugins, with a warning for each that is broken.
-
-        Output of plugins goes to stderr, since stdout is for the answer.
-        """
-        with redirect_stdout(sys.stderr):
-            plugins = load_plugins(*settings.plugin_filter())
-            plugins.offers()
+        """The plugins, with a warning for each that is broken."""
+        plugins = load_plugins(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
@@ -66,16 +72,16 @@ class Run:
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
         ):
-            for name, meant in unknown_plugins(names).items() if names else ():
+            unknown = unknown_plugins(names) if names else {}
+            for name, meant in unknown.items():
                 guess = f", did you mean {meant!r}?" if meant else ""
                 source = settings.sources[setting]
-                self.warn(f"{setting} ({source}): no installed plugin is named {name!r}{guess}")
+                self.warn(f"{setting} ({source}): no plugin comes from {name!r}{guess}")
 
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        with redirect_stdout(sys.stderr):
-            detection = detect(plugins)
+        detection = detect(plugins)
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:
@@ -95,6 +101,24 @@ class Run:
         for problem in stored.problems:
             self.warn(problem)
         return stored.found
+
+    def warn_of_unverified(
+        self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
+    ) -> None:
+        """A warning for each backend that was not named and never passed the conformance suite: not
+        on this kind of device, and not here with the installed versions."""
+        by_address = {offer.address: offer for offer in offers}
+        passed = {
+            (each.backend, each.versions.get(by_address[each.backend].distribution))
+            for each in measurements
+            if each.conformant and each.backend in by_address
+        }
+        chosen = {choice.address: choice for _, choice in decision.choices if not choice.origin}
+        for address, choice in chosen.items():
+            card = by_address[address].card
+            said = doubt(card.verified_on, decision.platform)
+            if said and card.status == "available" and (address, choice.version) not in passed:
+                self.warn(f"{address} was chosen, and {said}; `attnmux verify {address}` tries it")
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
         """Everything that was tuned on this machine, with a warning for all that cannot be read."""
@@ -133,8 +157,22 @@ def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None
         run.no_plugins = value
 
 
+def _set_locked(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.locked = value
+
+
+def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    run = ctx.find_object(Run)
+    if run is not None and value and sys.stdout is not None:
+        run.answer = sys.stdout
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return value
+
+
 def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins and --debug."""
+    """The options of every verb: --json, --no-plugins, --locked and --debug."""
     command = click.option(
         "--debug",
         is_flag=True,
@@ -150,11 +188,21 @@ def common_options(command: F) -> F:
         callback=_set_no_plugins,
         help="Load no plugin.",
     )(command)
-    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
+    command = click.option(
+        "--locked",
+        metavar="FILE",
+        expose_value=False,
+        callback=_set_locked,
+        help="Refuse what differs from this file of `attnmux lock`.",
+    )(command)
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
+    )(command)
 
 
 def echo_json(answer: object) -> None:
-    click.echo(json.dumps(answer, indent=2))
+    run = click.get_current_context().find_object(Run)
+    click.echo(json.dumps(answer, indent=2), file=None if run is None else run.answer)
 
 
 @contextmanager

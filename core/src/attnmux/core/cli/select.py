@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from packaging.utils import canonicalize_name
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
@@ -15,7 +14,11 @@ from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import installed_version, parsed_requirement
+from attnmux.core.choosing.offer.libraries import (
+    canonical,
+    installed_version,
+    parsed_requirement,
+)
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
@@ -94,6 +97,7 @@ def select(
     try:
         measurements = () if no_measurements or hypothetical else run.measurements(settings)
         answer = decided(request, device, plugins.offers(), policy, measurements)
+        run.warn_of_unverified(answer, plugins.offers(), measurements)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
@@ -205,13 +209,13 @@ def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
 def _warn_of_unused_without(run: Run, plugins: Plugins, without: Iterable[str]) -> None:
     """A library that no backend requires changes no answer; its name may be misspelt."""
     required = {
-        canonicalize_name(parsed_requirement(text).name)
+        canonical(parsed_requirement(text).name)
         for offer in (plugins.offers() if without else ())
         for alternatives in offer.card.requirements()
         for text in alternatives
     }
     for name in without:
-        if canonicalize_name(name) not in required:
+        if canonical(name) not in required:
             run.warn(f"--without {name}: no backend requires it (deny_plugins leaves a plugin out)")
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-import importlib_metadata
 
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.offer.libraries import entry_points, identity
+from attnmux.core.choosing.find.plugins import is_admitted
+from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.cli.run import Run
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -25,6 +25,7 @@ from attnmux.core.errors import (
     SettingsError,
     UnknownBackend,
 )
+from attnmux.core.settings import Settings
 
 GROUP = "attnmux.commands"
 """Entry points of other distributions' verbs: name = "module:command"."""
@@ -33,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
     "matrix": ("attnmux.core.cli.matrix:matrix", "Print the support matrix of all backends."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
+    "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
@@ -52,7 +54,7 @@ class Verbs(click.Group):
     """A group whose verbs are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*VERBS, *_outside()})
+        return sorted({*VERBS, *_listed()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in VERBS:
@@ -77,7 +79,7 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the tables alone: help imports no verb."""
-        installed = _outside()
+        installed = _listed()
         rows = {name: text for name, (_, text) in VERBS.items()}
         for name, points in installed.items():
             whose = " and ".join(map(_distribution, points))
@@ -108,9 +110,12 @@ class Verbs(click.Group):
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not standalone_mode:
                 raise
+            if isinstance(error, SystemExit):
+                # The verbs return their exit code: a library's early exit is no success
+                error = PluginError(f"ended early by a library: SystemExit: {error.code}")
             if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
                 traceback.print_exc()
             sys.exit(_report(error))
@@ -142,20 +147,44 @@ def _exit_code(error: AttnmuxError) -> int:
     return USAGE if isinstance(error, usage) else FAILURE
 
 
-def _outside() -> dict[str, list[importlib_metadata.EntryPoint]]:
-    """Verbs of other distributions. They cannot replace core's."""
-    found: dict[str, list[importlib_metadata.EntryPoint]] = {}
+def _outside() -> dict[str, list[EntryPoint]]:
+    """Verbs of other distributions that the configuration admits. They cannot replace core's.
+
+    An allow list needs not name this project's own verbs. Raises SettingsError for a configuration
+    that cannot be read.
+    """
+    allow, deny = Settings.load().plugin_filter()
+    found: dict[str, list[EntryPoint]] = {}
+    for name, points in _installed().items():
+        for point in points:
+            whose = _distribution(point)
+            own = whose == OPTIONAL.get(name, ("",))[0]
+            if is_admitted(whose, None if own else allow, deny):
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def _installed() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(GROUP)[0]:
         if point.name not in VERBS:
             found.setdefault(point.name, []).append(point)
     return found
 
 
-def _distribution(point: importlib_metadata.EntryPoint) -> str:
-    return identity(point.dist)[0] or point.value
+def _listed() -> dict[str, list[EntryPoint]]:
+    """For help, which a damaged configuration must not keep from the user."""
+    try:
+        return _outside()
+    except SettingsError:
+        return {}
 
 
-def _load(name: str, points: list[importlib_metadata.EntryPoint]) -> click.Command:
+def _distribution(point: EntryPoint) -> str:
+    return point.distribution.identity()[0] or point.value
+
+
+def _load(name: str, points: list[EntryPoint]) -> click.Command:
     whose = sorted(map(_distribution, points))
     if len(points) > 1:
         raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
@@ -182,6 +211,9 @@ def _unknown(name: str) -> str:
         guess += (
             f" {near!r} needs {distribution}, which is not installed: pip install {distribution}"
         )
+    for point in _installed().get(name, ()):
+        guess += f" That of {_distribution(point)} is left out by allow_plugins, deny_plugins or "
+        guess += "no_plugins."
     return f"No such verb {name!r}.{guess}"
 
 

@@ -114,10 +114,11 @@ class Policy:
         origin = self.origins.get(field_name, "user")
         return f"{field_name} of {SOURCES[origin]}" if origin in SOURCES else ""
 
-    def admits(self, names: Container[str]) -> bool:
-        """Whether a backend with these names may be considered at all."""
+    def admits(self, names: Container[str], claims: Container[str]) -> bool:
+        """Whether a backend may be considered at all: one of its `names` is allowed, and none of
+        its `claims`, which include names that belong to another backend, is denied."""
         allowed = self.allow is None or any(name in names for name in self.allow)
-        return allowed and not any(name in names for name in self.deny)
+        return allowed and not any(name in claims for name in self.deny)
 
     def preference(self, names: Container[str]) -> int:
         """The place of a backend with these names among the preferred ones. It outweighs any rank;

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import queue
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from attnmux.core.choosing.find.plugins import PluginFailure, Plugins, failure_of
+from attnmux.core.choosing.find.examine import (
+    Entry,
+    Examined,
+    PluginFailure,
+    examine,
+    failure_of,
+)
+from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
@@ -18,8 +28,15 @@ from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 CORE = "attnmux-core"
-PROBE_SECONDS = 5.0
-"""For one probe. A healthy one answers in milliseconds, a wedged driver never."""
+OWN_SECONDS = 5.0
+"""For each of core's own two questions."""
+FRESH_SECONDS = 600
+"""How long a probe's answer is kept. Device nodes and drivers show most changes at once.
+This bounds those that they do not show, such as a library of the driver that is upgraded under a
+container."""
+NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
+SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
+"""Variables that a shell changes by itself. Any other may choose devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,23 +70,73 @@ class Detection:
         return tuple(found for found in self.platforms if found.vendor != "cpu")
 
 
-def detect(
-    plugins: Plugins, *, seconds: float = PROBE_SECONDS, root: Path = Path("/")
-) -> Detection:
-    """Ask every plugin for its devices, and look for devices that no plugin reports.
+def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
+    """The devices that the plugins find, and those that no plugin reports.
 
-    A probe that raises, exits, or gives no answer within `seconds` is a failure in the result.
-    `root` contains /dev and /sys.
+    Every probe runs in a process of its own. One that raises, exits, crashes, or gives no answer
+    within `plugins.seconds` is a failure in the result. Answers are kept for `FRESH_SECONDS` while
+    the machine's device nodes and the environment stay the same. `root` contains /dev and /sys.
     """
-    asked = [plugin for plugin in plugins.loaded if plugins.probes(plugin)]
-    found: list[Platform] = []
-    answers = ask_each([partial(plugins.platforms_of, plugin) for plugin in asked], seconds)
-    for plugin, (platforms, error) in zip(asked, answers, strict=True):
-        found += platforms
-        if error is not None:
-            plugins.record(plugin, error)
-    loaded = {plugin.distribution for plugin in plugins.loaded}
-    return survey(found, loaded=loaded, failures=plugins.failures, seconds=seconds, root=root)
+    asked = [plugin.entry for plugin in plugins.loaded if plugin.probes]
+    store = Store.of(plugins.cache, "devices")
+    state = _state(root)
+    rows = store.read() if asked else {}
+    answers = [_kept(rows, entry, state) for entry in asked]
+    new = [entry for entry, answer in zip(asked, answers, strict=True) if answer is None]
+    examined = iter(examine(new, ("platforms",), plugins.seconds))
+    answers = [next(examined) if answer is None else answer for answer in answers]
+    if new and state:
+        now = time.time()
+        store.write(
+            {
+                each.entry.key: {
+                    "state": state,
+                    "time": now if each.entry in new else rows[each.entry.key]["time"],
+                    "platforms": [platform.to_dict() for platform in each.platforms],
+                    "failures": [asdict(failure) for failure in each.failures],
+                }
+                for each in answers
+                if each is not None
+            }
+        )
+    return survey(
+        (platform for each in answers if each is not None for platform in each.platforms),
+        loaded={plugin.distribution for plugin in plugins.loaded},
+        failures=[
+            *plugins.failures,
+            *(failure for each in answers if each is not None for failure in each.failures),
+        ],
+        root=root,
+    )
+
+
+def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Examined | None:
+    """The answer that was kept, if it is about this state of the machine."""
+    try:
+        row = rows[entry.key]
+        if row["state"] != state or not 0 <= time.time() - row["time"] < FRESH_SECONDS:
+            return None
+        return Examined(
+            entry=entry,
+            platforms=tuple(map(Platform.from_dict, row["platforms"])),
+            failures=tuple(PluginFailure(**failure) for failure in row["failures"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _state(root: Path) -> str:
+    """Changes with the boot, drivers, device nodes and the environment; empty where the system does
+    not show them."""
+    try:
+        parts = [(root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii")]
+    except OSError:
+        return ""
+    for folder in NODES:
+        with suppress(OSError):
+            parts += [folder, *sorted(os.listdir(root / folder))]
+    parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k not in SHELL)
+    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def survey(
@@ -77,7 +144,7 @@ def survey(
     *,
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
-    seconds: float = PROBE_SECONDS,
+    seconds: float = OWN_SECONDS,
     root: Path = Path("/"),
 ) -> Detection:
     """The devices that the probes `found`, the CPU, and the devices in `root` that no probe found.
@@ -89,16 +156,16 @@ def survey(
     served = {platform.vendor for platform in platforms}
     own = list(failures)
     if "cpu" not in served:
-        ((cpu, error),) = ask_each([lambda: (probe_cpu(),)], seconds)
-        platforms += cpu or (bare_cpu(),)
+        cpu, error = _in_time(probe_cpu, seconds)
+        platforms.append(cpu or bare_cpu())
         own += _own_failure("the CPU", error)
-    ((present, error),) = ask_each([partial(_present, served, root)], seconds)
+    present, error = _in_time(lambda: _present(served, root), seconds)
     own += _own_failure("/dev and /sys", error)
     return Detection(
         platforms=tuple(platforms),
         failures=tuple(own),
         unserved=tuple(
-            _diagnosis(vendor, evidence, loaded, failures) for vendor, evidence in present
+            _diagnosis(vendor, evidence, loaded, failures) for vendor, evidence in present or ()
         ),
     )
 
@@ -186,50 +253,22 @@ def _only(found: Sequence[Platform]) -> Platform:
 
 
 T = TypeVar("T")
-Answer = tuple[Sequence[T], "BaseException | None"]
-"""The findings, or nothing and the reason."""
 
 
-def ask_each(questions: Sequence[Callable[[], Sequence[T]]], seconds: float) -> list[Answer[T]]:
-    """The answer to each question: what it returned, or nothing and the exception.
+def _in_time(
+    question: Callable[[], T], seconds: float
+) -> tuple[T, None] | tuple[None, BaseException]:
+    """The answer, or nothing and the reason: its exception, or a TimeoutError after `seconds`."""
+    told: list[tuple[T, None] | tuple[None, BaseException]] = []
 
-    A question without an answer within `seconds` is abandoned with a TimeoutError; the others
-    continue.
-    """
-    answers: list[Answer[T]] = []
-    while len(answers) < len(questions):
-        answers += _ask_until_one_hangs(questions[len(answers) :], seconds)
-    return answers
-
-
-def _ask_until_one_hangs(
-    questions: Sequence[Callable[[], Sequence[T]]], seconds: float
-) -> list[Answer[T]]:
-    """At least one answer. All share a thread, as starting one costs more than most probes."""
-    told: queue.SimpleQueue[Answer[T]] = queue.SimpleQueue()
-    abandoned = threading.Event()
-    # A daemon thread can be abandoned: nothing stops one that hangs in a driver
-    worker = threading.Thread(target=_work, args=(questions, told, abandoned), daemon=True)
-    worker.start()
-    answers: list[Answer[T]] = []
-    for _ in questions:
+    def work() -> None:
         try:
-            answers.append(told.get(timeout=seconds))
-        except queue.Empty:
-            abandoned.set()
-            return [*answers, ((), TimeoutError(f"no answer in {seconds:g} s"))]
-    return answers
-
-
-def _work(
-    questions: Sequence[Callable[[], Sequence[T]]],
-    told: queue.SimpleQueue[Answer[T]],
-    abandoned: threading.Event,
-) -> None:
-    for question in questions:
-        if abandoned.is_set():
-            return
-        try:
-            told.put((question(), None))
+            told.append((question(), None))
         except BaseException as error:
-            told.put(((), error))
+            told.append((None, error))
+
+    # A daemon thread can be abandoned: nothing stops one that hangs in a driver
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(seconds)
+    return told[0] if told else (None, TimeoutError(f"no answer in {seconds:g} s"))

@@ -1,283 +1,247 @@
-"""Loading plugins: each on its own, so that a broken one is only a row in a report."""
+"""The installed plugins as data. Each is imported once, in another process, until it changes."""
 
 from __future__ import annotations
 
-import reprlib
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal, TypeVar
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-import importlib_metadata
-import pluggy
-from packaging.utils import canonicalize_name
-
+from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, examine, failure_of
+from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.libraries import entry_points, identity
+from attnmux.core.choosing.offer.data import from_data, to_data
+from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
+from attnmux.core.choosing.offer.named import KNOWN_BACKENDS
 from attnmux.core.errors import InvalidInput, PluginError
 
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
-
-hookspec = pluggy.HookspecMarker("attnmux")
-hookimpl = pluggy.HookimplMarker("attnmux")
-
-T = TypeVar("T")
-
-
-class HookSpecs:
-    """The hooks that a plugin may implement: functions of its module, marked with `hookimpl`."""
-
-    @hookspec
-    def attnmux_platforms(self) -> list[Platform]:
-        """The devices of this machine that the plugin serves, [] where there are none.
-
-        It must not create a device context, nor block in a library that keeps the GIL: it runs in a
-        thread of its own, which is abandoned when it takes too long. Its exceptions become rows in
-        the report.
-        """
-        return []
-
-    @hookspec
-    def attnmux_cards(self) -> list[BackendCard]:
-        """The cards of the plugin's backends. Must import neither torch nor a kernel library."""
-        return []
-
-
-Stage = Literal["load", "platforms", "cards"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PluginFailure:
-    """A plugin, or one of its hooks, that did not work. The others continue."""
-
-    plugin: str
-    distribution: str
-    version: str
-    stage: Stage
-    error: str
-    """Type and message, in one line."""
-    traceback: str = ""
-
-    def __str__(self) -> str:
-        source = f"{self.distribution} {self.version}".strip()
-        return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
-
-
-def failure_of(
-    plugin: str, distribution: str, version: str, stage: Stage, error: BaseException
-) -> PluginFailure:
-    """The exception as a row of the report."""
-    try:
-        said = str(error)
-    except Exception:
-        said = "what it says cannot be read"
-    return PluginFailure(
-        plugin=plugin,
-        distribution=distribution,
-        version=version,
-        stage=stage,
-        error=" ".join(f"{type(error).__name__}: {said}".split()),
-        traceback="".join(traceback.format_exception(error)),
-    )
+OWN = "attnmux-"
+"""Where `attnmux-NAME` is installed, the plugin name NAME is its own."""
+SECONDS = 10.0
+"""For one plugin. A healthy one answers in milliseconds, a wedged driver never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plugin:
-    """A loaded plugin module, and its distribution."""
+    """A plugin that works, its distribution and its cards."""
 
-    name: str
-    distribution: str
-    version: str
-    module: ModuleType
-
-
-class Plugins:
-    """The plugins that were loaded, and why the others were not."""
-
-    def __init__(
-        self, plugins: Iterable[Plugin] = (), failures: Iterable[PluginFailure] = ()
-    ) -> None:
-        self._manager = pluggy.PluginManager("attnmux")
-        self._manager.add_hookspecs(HookSpecs)
-        self._failures = list(failures)
-        self.loaded: tuple[Plugin, ...] = tuple(filter(self._register, plugins))
-        self._offers: tuple[Offer, ...] | None = None
+    entry: Entry
+    cards: tuple[BackendCard, ...] = ()
+    probes: bool = False
+    """Whether it looks for devices."""
 
     @property
-    def failures(self) -> tuple[PluginFailure, ...]:
-        """All rows so far: asking for cards or platforms can add more."""
-        return tuple(self._failures)
+    def name(self) -> str:
+        return self.entry.plugin
 
-    def _register(self, plugin: Plugin) -> bool:
-        try:
-            self._manager.register(plugin.module, name=plugin.name)
-            self._manager.check_pending()
-            for hook in vars(HookSpecs).keys() & vars(plugin.module).keys():
-                if hook.startswith("attnmux_") and not self._implementations(plugin, hook):
-                    raise PluginError(
-                        f"{hook} is not marked with @hookimpl: it would never be called"
-                    )
-        except Exception as error:
-            # The half-registered module would make every later check_pending fail again
-            if self._manager.has_plugin(plugin.name):
-                self._manager.unregister(name=plugin.name)
-            self._fail(plugin, "load", error)
-            return False
-        return True
+    @property
+    def distribution(self) -> str:
+        return self.entry.distribution
 
-    def _fail(self, plugin: Plugin, stage: Stage, error: BaseException) -> None:
-        self._failures.append(
-            failure_of(plugin.name, plugin.distribution, plugin.version, stage, error)
-        )
+    @property
+    def version(self) -> str:
+        return self.entry.version
+
+
+@dataclass(frozen=True, slots=True)
+class Plugins:
+    """The plugins that work, and why the others do not."""
+
+    loaded: tuple[Plugin, ...] = ()
+    failures: tuple[PluginFailure, ...] = ()
+    cache: Path | None = None
+    """The folder that keeps answers; None: nothing is kept."""
+    seconds: float = SECONDS
+    policy: Policy = field(default_factory=Policy)
+    """Which backends the configuration admits."""
 
     def offers(self) -> tuple[Offer, ...]:
         """Every card with the plugin that brought it."""
-        if self._offers is None:
-            self._offers = tuple(
-                Offer(
-                    card=card,
-                    plugin=plugin.name,
-                    distribution=plugin.distribution,
-                    version=plugin.version,
-                )
-                for plugin in self.loaded
-                for card in self._cards(plugin)
+        brought = [(plugin, card) for plugin in self.loaded for card in plugin.cards]
+        owners = {name: {distribution} for name, distribution in KNOWN_BACKENDS.items()}
+        for plugin, card in brought:
+            if card.name not in KNOWN_BACKENDS:
+                owners.setdefault(card.name, set()).add(plugin.distribution)
+        offers = []
+        for plugin, card in brought:
+            names = (card.name, *card.aliases)
+            foreign = {
+                n for n in names if plugin.distribution not in owners.get(n, {plugin.distribution})
+            }
+            offer = Offer(
+                card=card,
+                plugin=plugin.name,
+                distribution=plugin.distribution,
+                version=plugin.version,
+                foreign=frozenset(foreign),
             )
-        return self._offers
-
-    def _cards(self, plugin: Plugin) -> Sequence[BackendCard]:
-        try:
-            cards = self._ask(plugin, "attnmux_cards", BackendCard)
-            names = [card.name for card in cards]
-            repeated = sorted({name for name in names if names.count(name) > 1})
-            if repeated:
-                raise PluginError(f"two cards named {', '.join(repeated)}")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._fail(plugin, "cards", error)
-            return ()
-        return cards
-
-    def probes(self, plugin: Plugin) -> bool:
-        """Whether the plugin implements the probe at all."""
-        return bool(self._implementations(plugin, "attnmux_platforms"))
-
-    def platforms_of(self, plugin: Plugin) -> Sequence[Platform]:
-        """The devices that the plugin's probe finds. Raises the probe's exceptions."""
-        return self._ask(plugin, "attnmux_platforms", Platform)
-
-    def record(self, plugin: Plugin, error: BaseException) -> None:
-        """Add a row: the plugin's probe failed."""
-        self._fail(plugin, "platforms", error)
-
-    def _implementations(self, plugin: Plugin, hook: str) -> Sequence[Callable[[], Any]]:
-        """The plugin's function for the hook; empty where it has none."""
-        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
-        return [found.function for found in caller.get_hookimpls() if found.plugin is plugin.module]
-
-    def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
-        found: list[T] = []
-        for implementation in self._implementations(plugin, hook):
-            answer = implementation()
-            if not isinstance(answer, list) or not all(isinstance(x, expected) for x in answer):
-                got = reprlib.repr(answer)
-                raise PluginError(f"{hook} returned {got}, not a list of {expected.__name__}")
-            found += answer
-        return found
+            admitted = self.policy.admits(offer.names, offer.claims)
+            offers.append(offer if admitted else replace(offer, admitted=False))
+        return tuple(offers)
 
 
-class Entry:
-    """An entry point and its distribution."""
+def several_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """`names`, read once. Raises InvalidInput for one text instead of several names."""
+    if isinstance(names, str):
+        raise InvalidInput(argument, got=repr(names), expected="several names, in a list")
+    return tuple(names)
 
-    def __init__(self, point: importlib_metadata.EntryPoint) -> None:
-        self.point = point
-        self.distribution, self.version = identity(point.dist)
 
-    @property
-    def names(self) -> set[str]:
-        return {canonicalize_name(self.point.name), canonicalize_name(self.distribution)}
-
-    @property
-    def identity(self) -> tuple[str, str, str]:
-        """A unique key, also for sorting."""
-        return self.point.name, self.distribution, self.point.value
+def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[str]) -> bool:
+    """Whether the lists admit a distribution. In them, NAME also means `attnmux-NAME`."""
+    name = canonical(distribution)
+    own = {name, name.removeprefix(OWN)}
+    allowed = allow is None or not own.isdisjoint(map(canonical, allow))
+    return allowed and own.isdisjoint(map(canonical, deny))
 
 
 def find_entries(
     allow: Iterable[str] | None = None, deny: Iterable[str] = ()
 ) -> tuple[Sequence[Entry], Sequence[PluginFailure]]:
-    """The installed plugins that are admitted, and those that cannot be read. Imports none.
+    """The installed plugins that are admitted, and those that cannot be used. Imports none.
 
-    Raises InvalidInput for one text instead of several names.
+    `allow` names distributions, and `deny` names distributions or plugins (see `is_admitted`). A
+    plugin name that two distributions use is a failure, except of `attnmux-NAME`, to which NAME
+    belongs. Raises InvalidInput for one text instead of several names.
     """
-    for argument, names in (("allow", allow), ("deny", deny)):
-        if isinstance(names, str):
-            raise InvalidInput(argument, got=repr(names), expected="several names, in a list")
-    allowed = None if allow is None else set(map(canonicalize_name, allow))
-    denied = set(map(canonicalize_name, deny))
+    allowed = None if allow is None else several_names("allow", allow)
+    denied = several_names("deny", deny)
     points, unreadable = entry_points(GROUP)
+    failures = [failure_of(name, name, "", "load", error) for name, error in unreadable]
     entries = [
         entry
-        for entry in map(Entry, points)
-        if (allowed is None or entry.names & allowed) and not entry.names & denied
+        for entry in (Entry(point, *point.distribution.identity()) for point in points)
+        if is_admitted(entry.distribution, allowed, denied)
+        and is_admitted(entry.plugin, None, denied)
     ]
-    entries.sort(key=lambda entry: entry.identity)
-    return entries, [failure_of(name, name, "", "load", error) for name, error in unreadable]
+    entries.sort(key=lambda entry: entry.key)
+    unique = []
+    for entry in entries:
+        sharing = sorted(e.distribution for e in entries if e.plugin == entry.plugin)
+        owner = OWN + entry.plugin
+        if len(sharing) == 1 or (entry.distribution == owner and sharing.count(owner) == 1):
+            unique.append(entry)
+            continue
+        error = PluginError(
+            f"the plugin name {entry.plugin!r} belongs to {' and '.join(sharing)}: "
+            "deny one of the distributions (deny_plugins)"
+        )
+        failures.append(failure_of(entry.plugin, entry.distribution, entry.version, "load", error))
+    return unique, failures
 
 
 def unknown_plugins(names: Iterable[str]) -> dict[str, str]:
-    """The names that no installed plugin or distribution has, each with the most similar name, or
-    with an empty text."""
-    entries, _ = find_entries()
-    known = {name for entry in entries for name in entry.names}
+    """The names that admit no installed plugin, each with the name that was probably meant, or with
+    an empty text."""
+    points, _ = entry_points(GROUP)
+    owners = {point.name: point.distribution.identity()[0] for point in points}
     return {
-        name: nearest(name, sorted(known)) for name in names if canonicalize_name(name) not in known
+        name: owners.get(name) or nearest(name, sorted({*owners, *owners.values()}))
+        for name in names
+        if not any(is_admitted(owner, (name,), ()) for owner in owners.values())
     }
 
 
-def load_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> Plugins:
-    """Load the installed plugins, each on its own.
-
-    `allow` (None: all) and `deny` name plugins or distributions; other plugins are not imported. A
-    plugin that raises, exits, or shares its name with another is a failure in the result, never an
-    exception. Raises InvalidInput for one text instead of several names.
-    """
-    entries, unreadable = find_entries(allow, deny)
-    return load_entries(entries, among=entries, failures=unreadable)
-
-
-def load_entries(
-    entries: Iterable[Entry], *, among: Sequence[Entry], failures: Iterable[PluginFailure] = ()
+def read_plugins(
+    allow: Iterable[str] | None = None,
+    deny: Iterable[str] = (),
+    *,
+    cache: Path | None = None,
+    seconds: float = SECONDS,
 ) -> Plugins:
-    """Load `entries`, a part of those `among` which every name must be unique."""
-    plugins = []
-    failures = list(failures)
-    for entry in entries:
-        try:
-            plugins.append(_load(entry, among))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            failures.append(
-                failure_of(entry.point.name, entry.distribution, entry.version, "load", error)
-            )
-    return Plugins(plugins, failures)
+    """The installed plugins with their cards.
+
+    A plugin that is not in `cache`, or that changed since, is imported in another process, for at
+    most `seconds`. One that raises, exits, crashes or hangs is a failure in the result, never an
+    exception. Raises what `find_entries` raises.
+    """
+    entries, failures = find_entries(allow, deny)
+    environment = _environment()
+    store = Store.of(cache, "offers")
+    kept = store.read()
+    rows: dict[str, Any] = kept.get("plugins", {}) if kept.get("environment") == environment else {}
+    found = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
+    new = [entry for entry in entries if found.get(entry.key) is None]
+    examined = examine(new, ("cards",), seconds)
+    if any(row := _row(each) for each in examined):
+        rows = {**rows, **{each.entry.key: row for each in examined if (row := _row(each))}}
+        store.write({"environment": environment, "plugins": rows})
+    found.update((each.entry.key, each) for each in examined)
+    answers = [each for entry in entries if (each := found[entry.key]) is not None]
+    return Plugins(
+        tuple(
+            Plugin(entry=each.entry, cards=each.cards, probes=each.probes)
+            for each in answers
+            if not each.failures
+        ),
+        (*failures, *(failure for each in answers for failure in each.failures)),
+        cache,
+        seconds,
+    )
 
 
-def _load(entry: Entry, entries: Sequence[Entry]) -> Plugin:
-    name = entry.point.name
-    sharing = sorted(other.distribution for other in entries if other.point.name == name)
-    if len(sharing) > 1:
-        raise PluginError(
-            f"the plugin name {name!r} belongs to {' and '.join(sharing)}: "
-            "deny one of the distributions (deny_plugins)"
+def _environment() -> str:
+    """Changes with the interpreter, with core, and with every distribution that is installed: what
+    a plugin imports may come from any of them."""
+    here = Path(__file__).parents[1]
+    parts = [sys.version, *(found.folder for found in distributions().values())]
+    for room in ("ask", "common", "find", "machine", "offer"):
+        with os.scandir(here / room) as files:
+            parts += sorted(f"{f.path} {_stamp(f.path)}" for f in files if f.name.endswith(".py"))
+    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+
+
+def _stamp(path: str) -> list[int]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return []
+    return [status.st_mtime_ns, status.st_size]
+
+
+def _record(entry: Entry) -> str:
+    """The hash of the list of installed files, empty where there is none."""
+    try:
+        content = entry.point.distribution.read("RECORD")
+    except OSError:
+        return ""
+    return hashlib.sha256(content).hexdigest() if content else ""
+
+
+def _row(examined: Examined) -> dict[str, Any] | None:
+    """What is kept of an answer; None where no later change of the plugin would show."""
+    record = _record(examined.entry)
+    files = {name: _stamp(name) for name in examined.files}
+    if not record and not files:
+        return None
+    return {
+        "record": record,
+        "files": files,
+        "cards": to_data(examined.cards),
+        "probes": examined.probes,
+        "failures": [asdict(failure) for failure in examined.failures],
+    }
+
+
+def _kept(entry: Entry, row: dict[str, Any]) -> Examined | None:
+    """The answer that was kept, or None where the plugin changed or the row cannot be read."""
+    try:
+        if row["record"] != _record(entry):
+            return None
+        if any(_stamp(name) != stamp for name, stamp in row["files"].items()):
+            return None
+        return Examined(
+            entry=entry,
+            cards=from_data(row["cards"], checked=True),
+            probes=row["probes"],
+            failures=tuple(PluginFailure(**failure) for failure in row["failures"]),
         )
-    module = entry.point.load()
-    if not isinstance(module, ModuleType):
-        raise PluginError(f"{entry.point.value} is no module but of type {type(module).__name__}")
-    return Plugin(name=name, distribution=entry.distribution, version=entry.version, module=module)
+    except Exception:  # it is damaged
+        return None

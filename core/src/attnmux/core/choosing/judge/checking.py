@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from packaging.requirements import Requirement
-
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
@@ -23,6 +21,7 @@ from attnmux.core.choosing.offer.card import (
 )
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
+    Requirement,
     assumed,
     installed_version,
     parsed_requirement,
@@ -69,7 +68,7 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
         bar("CONTRACT", "contract", f"one of {', '.join(CONTRACTS)}", card.contract)
     if card.status == "planned" and not policy.hypothetical:
         bar("PLANNED", "status", "available", "planned")
-    if not policy.admits(offer.names):
+    if not offer.admitted or not policy.admits(offer.names, offer.claims):
         bar("DENIED", "policy", "a backend that the configuration allows", card.name)
     failure = policy.failed.get(offer.address)
     if failure is not None:
@@ -114,7 +113,7 @@ def _met(requirement: Requirement, libraries: Libraries) -> bool:
     version = libraries(requirement.name)
     if version is None:
         return False
-    return not version or within(version, str(requirement.specifier))
+    return not version or within(version, requirement.specifier)
 
 
 def _found(requirement: Requirement, libraries: Libraries) -> str:

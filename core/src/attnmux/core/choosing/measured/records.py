@@ -224,10 +224,10 @@ class RecordFile(Generic[R]):
         return Records(found=latest(found), problems=tuple(problems))
 
     def _replace(self, data: object, *, set_aside: bool) -> None:
-        """Under the lock: no other writer has a scratch file."""
-        scratch = self.path.with_name(f".{self.path.name}.new")
+        """Through a scratch file that is new: a link in a shared folder is not followed."""
+        scratch = self.path.with_name(f".{self.path.name}.{os.urandom(8).hex()}")
         try:
-            with scratch.open("w", encoding="utf-8") as file:
+            with scratch.open("x", encoding="utf-8") as file:
                 json.dump(data, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())

@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from packaging.requirements import InvalidRequirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
-from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition
-from attnmux.core.choosing.offer.libraries import parsed_requirement
+from attnmux.core.choosing.offer.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    Emulated,
+    Excluding,
+    Includes,
+    OneOf,
+    Range,
+    Runtimes,
+    Versions,
+)
+from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
 from attnmux.core.choosing.offer.verified import Verified
 
 CONTRACTS = ("1.0",)
@@ -26,6 +34,9 @@ LAST_RESORT = 900
 
 DEFAULT_RANK = 1000
 """The rank where no prior holds."""
+
+MOST_CLAUSES = 1000
+"""Of a card. Every question reads each of them."""
 
 Status = Literal["available", "planned"]
 
@@ -44,6 +55,58 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 """Axes whose values are words of a request: no request would match any other word."""
 
+LARGEST = 2**31 - 1
+"""Of a number in a card: sizes of tensors and kernels' arguments end here."""
+
+TEXTS = (*WORDS, "vendor", "arch", "version")
+NUMBERS = (
+    *("page_size", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *("num_q_heads", "num_kv_heads", "group_size", "spec_topk", "spec_draft_tokens"),
+    *("sliding_window", "attention_chunk", "logit_cap"),
+)
+OWN_KIND: Mapping[str, type[Condition]] = {
+    "version": Versions,
+    "features": Includes,
+    "runtime": Runtimes,
+    "page_size": Emulated,
+}
+
+
+def _limits(axis: str, condition: object) -> bool:
+    """Whether the condition can limit the axis: its kind, and the type and range of its values."""
+    if condition is ANY or condition is NONE:
+        return True
+    if isinstance(condition, Range):
+        ends = (condition.step, condition.most or LARGEST)
+        return (
+            axis in NUMBERS
+            and all(type(end) is int and 0 < end <= LARGEST for end in ends)
+            and type(condition.least) is int
+            and 0 <= condition.least <= LARGEST
+        )
+    if isinstance(condition, (OneOf, Excluding)):
+        return all(_is_value(axis, value) for value in condition.values)
+    if isinstance(condition, Emulated) and not _limits(axis, condition.native):
+        return False
+    return type(condition) is OWN_KIND.get(axis)
+
+
+def _is_value(axis: str, value: object) -> bool:
+    if axis in TEXTS:
+        return isinstance(value, str) and value != ""
+    if axis in NUMBERS:
+        return type(value) in (int, float) and 0 < value <= LARGEST  # type: ignore[operator]  # a number
+    return axis not in OWN_KIND and isinstance(value, bool)
+
+
+def _expected(axis: str) -> str:
+    """The conditions that can limit an axis, for the error."""
+    if axis in ("features", "runtime"):
+        return f"ANY, NONE or {OWN_KIND[axis].__name__.lower()}(…)"
+    values = f"numbers from 1 to {LARGEST}" if axis in NUMBERS else "texts"
+    flag = axis not in TEXTS and axis not in NUMBERS
+    return "ANY or NONE" if flag else f"a condition on {values}, such as one_of(…) or ANY"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clause:
@@ -52,8 +115,9 @@ class Clause:
     A clause refuses a request that uses a feature whose field is NONE: features must be declared.
     Axes that only limit (SM version, runtime, head counts) start at ANY.
 
-    Raises InvalidInput for a field that holds no condition, and for a phase, a kind or a dtype that
-    no request could ask for.
+    Raises InvalidInput for a field that holds no condition, for a condition whose values have the
+    wrong type or range for the axis, and for a phase, a kind or a dtype that no request could ask
+    for.
     """
 
     vendor: Condition
@@ -92,13 +156,10 @@ class Clause:
     lse: Condition = NONE
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        # Few types, many values: isinstance with an abstract class is slow at a cold start
-        if not all(issubclass(kind, Condition) for kind in set(map(type, values.values()))):
-            for name, value in values.items():
-                if not isinstance(value, Condition):
-                    expected = "a condition, such as one_of(…) or ANY"
-                    raise refusal(f"clause, {name}", value, expected)
+        for name in self.__dataclass_fields__:
+            condition = getattr(self, name)
+            if not _limits(name, condition):
+                raise refusal(f"clause, {name}", condition, _expected(name))
         for name, words in WORDS.items():
             unknown = set(getattr(self, name).examples()).difference(words)
             if unknown:
@@ -129,8 +190,10 @@ class Prior:
     """Where the expectation comes from."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int):
-            raise refusal("prior, rank", self.rank, "an integer")
+        if type(self.rank) is not int or abs(self.rank) > LARGEST:
+            raise refusal("prior, rank", self.rank, f"an integer of at most {LARGEST}")
+        if not isinstance(self.source, str):
+            raise refusal("prior, source", self.source, "text")
         if not isinstance(self.when, Clause):
             raise refusal("prior, when", self.when, "a clause, such as when(…)")
 
@@ -153,6 +216,8 @@ class Option:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise refusal("option, name", self.name, NAME_EXPECTED)
+        if not isinstance(self.summary, str):
+            raise refusal(f"option {self.name!r}, summary", self.summary, "text")
         if self.type not in get_args(OptionValue):
             raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
         for value in (self.default, *self.choices):
@@ -169,7 +234,10 @@ def _is_reference(value: object) -> bool:
 
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("name", "summary", "contract", "extra"), TEXT),
-    "clauses": tuple_of(Clause),
+    "clauses": Check(
+        f"a tuple of Clause, at most {MOST_CLAUSES}",
+        lambda value: tuple_of(Clause).holds(value) and len(value) <= MOST_CLAUSES,
+    ),
     "aliases": tuple_of(str),
     "requires": tuple_of(str, tuple),
     "options": tuple_of(Option),
@@ -238,8 +306,8 @@ class BackendCard:
             if not NAME.fullmatch(name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
         try:
-            SpecifierSet(self.contract)
-        except InvalidSpecifier:
+            check_range(self.contract)
+        except ValueError:
             expected = "a range such as >=1,<2"
             raise refusal(f"{owner}, contract", self.contract, expected) from None
         for alternatives in self.requirements():
@@ -265,8 +333,8 @@ def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
         raise refusal(argument, (), "at least one alternative")
     for text in alternatives:
         try:
-            parsed_requirement(text)
-        except (InvalidRequirement, TypeError):
+            check_range(parsed_requirement(text).specifier)
+        except (ValueError, TypeError):
             raise refusal(argument, text, "a PEP 508 requirement") from None
 
 
@@ -278,13 +346,21 @@ class Offer:
     plugin: str
     distribution: str = ""
     version: str = ""
+    foreign: frozenset[str] = frozenset()
+    """Names and aliases of the card that belong to another distribution's backend: only the address
+    means this card."""
+    admitted: bool = True
+    """Whether the configuration admits the backend."""
     address: str = field(init=False, repr=False, compare=False)
     """`plugin/name`: the name that is never ambiguous."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)
     """All that a user may call it: its name and its aliases, each also as `plugin/name`."""
+    claims: frozenset[str] = field(init=False, repr=False, compare=False)
+    """`names` and those that are foreign. Lists that deny go by these."""
 
     def __post_init__(self) -> None:
         own = (self.card.name, *self.card.aliases)
-        names = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
+        claims = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
         object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
-        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "names", claims - self.foreign)
+        object.__setattr__(self, "claims", claims)

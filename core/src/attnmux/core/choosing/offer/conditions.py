@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import NoReturn
 
-from attnmux.core.choosing.offer.libraries import parsed_requirement, satisfies, specifiers, within
+from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement, satisfies, within
 from attnmux.core.errors import InvalidInput
 
 Value = str | int | float | bool | frozenset[str]
@@ -16,7 +16,8 @@ Value = str | int | float | bool | frozenset[str]
 class Condition(ABC):
     """A set of values that a backend serves. Read-only; equal parts make equal conditions.
 
-    The kinds are not dataclasses: generating their code would slow every start of the command.
+    The kinds in this module are all there are: a card is data, so it brings no code to run. They
+    are not dataclasses: generating their code would slow every start of the command.
     """
 
     __slots__ = ()
@@ -282,7 +283,7 @@ def includes(*features: str) -> Condition:
 def versions(specifier: str) -> Condition:
     """A PEP 440 range that a bare version meets: ">=9.0,<10"."""
     _check("versions", (specifier,), TEXT, 'a range in text, such as ">=9.0,<10"')
-    specifiers(specifier)
+    check_range(specifier)
     return Versions(specifier)
 
 
@@ -290,5 +291,9 @@ def runtimes(*requirements: str) -> Condition:
     """One of several runtimes with a range, ("cuda>=12.3", "rocm>=6"), met by "cuda 13.0"."""
     _check("runtimes", requirements, TEXT, 'names with ranges, such as "cuda>=12.3"')
     for requirement in requirements:
-        parsed_requirement(requirement)
+        try:
+            check_range(parsed_requirement(requirement).specifier)
+        except ValueError:
+            expected = 'a name with a range, such as "cuda>=12.3"'
+            raise InvalidInput("runtimes", got=repr(requirement), expected=expected) from None
     return Runtimes(requirements)

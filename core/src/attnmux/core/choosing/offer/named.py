@@ -14,8 +14,15 @@ from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.errors import InvalidInput, UnknownBackend
 
 KNOWN = Path(__file__).with_name("known_backends.json")
-"""The backends of this project by distribution. Only errors read it, to suggest the pip line for a
-plugin that is not installed."""
+"""The backends of this project by distribution."""
+
+KNOWN_BACKENDS: Mapping[str, str] = {
+    backend: distribution
+    for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items()
+    for backend in backends
+}
+"""The distribution of each backend of this project: the name belongs to it also where it is not
+installed, and errors suggest its pip line."""
 
 
 def offers_named(
@@ -47,35 +54,33 @@ def refuse_unknown(
     """Raise UnknownBackend for a name to allow, deny or prefer (`verb`) that no backend has.
 
     A misspelt name would leave a denied backend in use. Backends of this project whose plugin is
-    not installed are accepted: one configuration can serve several machines.
+    not installed are accepted: one configuration can serve several machines. Raise InvalidInput for
+    a bare name to allow or prefer that two plugins use.
     """
     for name in names:
         if any(name in offer.names for offer in offers):
+            if verb != "deny":
+                offers_named(name, offers, libraries)
             continue
-        if name.rpartition("/")[2] not in _sources():
+        if name.rpartition("/")[2] not in KNOWN_BACKENDS:
             error = unknown_backend(name, offers, libraries)
             hint = f"{error.hint} (it stands among the backends to {verb})"
             raise UnknownBackend(name, known=error.known, hint=hint)
-
-
-def _sources() -> Mapping[str, str]:
-    sources: dict[str, str] = {}
-    for distribution, backends in json.loads(KNOWN.read_text(encoding="utf-8")).items():
-        sources.update(dict.fromkeys(backends, distribution))
-    return sources
 
 
 def unknown_backend(
     name: str, offers: Sequence[Offer], libraries: Libraries = installed_version
 ) -> UnknownBackend:
     """The error for a name that no plugin offers, with the nearest name and how to install it."""
-    sources = _sources()
     offered = sorted({word for o in offers for word in (o.card.name, o.address, *o.card.aliases)})
     bare = name.rpartition("/")[2]
-    meant = bare if bare in sources else nearest(name, [*offered, *sources])
+    meant = bare if bare in KNOWN_BACKENDS else nearest(name, [*offered, *KNOWN_BACKENDS])
     parts = [f"did you mean {meant!r}?"] if meant and meant != name else []
-    if meant in sources and meant not in offered:
-        parts.append(_how_to_get(meant, sources[meant], libraries))
+    for offer in offers:
+        if name in offer.claims:
+            parts.append(f"{offer.distribution} offers another one, {offer.address}")
+    if meant in KNOWN_BACKENDS and meant not in offered:
+        parts.append(_how_to_get(meant, KNOWN_BACKENDS[meant], libraries))
     if not meant:
         names = sorted(
             {word for offer in offers for word in (offer.card.name, *offer.card.aliases)}

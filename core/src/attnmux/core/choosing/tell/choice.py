@@ -133,6 +133,8 @@ def disagreements(
 
 
 def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
+    if not offer.admitted:
+        yield f"{offer.address} is left out by the configuration"
     options = complete(offer.card, {})
     for name, here, decided in (
         ("distribution", offer.distribution, choice.distribution),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
@@ -37,6 +37,8 @@ class Decision:
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
     candidates: Sequence[Verdict] = ()
     """One for each backend and phase. Read-only; those of `solve` are made when first read."""
+    is_checked: bool = field(default=True, repr=False, compare=False)
+    """Whether this process decided it or has checked it: text can name any code as a factory."""
 
     @property
     def choices(self) -> tuple[tuple[str, Choice], ...]:
@@ -95,6 +97,7 @@ class Decision:
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
+        object.__setattr__(self, "is_checked", True)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -137,6 +140,7 @@ class Decision:
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+                is_checked=False,
             )
             stated = data["hash"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,0 +1,159 @@
+"""Cards as plain data, for the file that keeps the offers of examined plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.offer.accuracy import ErrorBound
+from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import (
+    ANY,
+    NONE,
+    Condition,
+    Emulated,
+    Excluding,
+    Includes,
+    OneOf,
+    Range,
+    Runtimes,
+    Versions,
+)
+from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.errors import InvalidInput
+
+KINDS = {kind.__name__: kind for kind in (OneOf, Excluding, Range, Includes, Versions, Runtimes)}
+TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
+"""Of options."""
+
+T = TypeVar("T")
+
+
+def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
+    """Lists, mappings, texts, numbers and flags. Each distinct condition is written once."""
+    conditions: dict[Condition, int] = {ANY: 0, NONE: 1}
+
+    def number(condition: Condition) -> int:
+        return conditions.setdefault(condition, len(conditions))
+
+    def clause(given: Clause) -> dict[str, int]:
+        return {name: number(condition) for name, condition in _changed(given).items()}
+
+    def prior(given: Prior) -> dict[str, Any]:
+        return {**_changed(given), **({} if given.when == ALWAYS else {"when": clause(given.when)})}
+
+    rows = [
+        {
+            **_changed(card),
+            "sources": dict(card.sources),
+            "clauses": [clause(each) for each in card.clauses],
+            "priors": [prior(each) for each in card.priors],
+            "options": [{**_changed(o), "type": o.type.__name__} for o in card.options],
+            "verified_on": [_changed(each) for each in card.verified_on],
+            "error_bounds": [
+                {**_changed(each), "kv_dtype": number(each.kv_dtype)} for each in card.error_bounds
+            ],
+        }
+        for card in cards
+    ]
+    return {"conditions": [_condition_data(each) for each in conditions], "cards": rows}
+
+
+def _changed(record: Any) -> dict[str, Any]:  # noqa: ANN401  # any of the dataclasses
+    """The fields that differ from their defaults."""
+    return {
+        field.name: value
+        for field in fields(record)
+        if (value := getattr(record, field.name)) != field.default
+    }
+
+
+def _condition_data(condition: Condition) -> list[Any]:
+    if isinstance(condition, Emulated):
+        return ["Emulated", _condition_data(condition.native)]
+    return [type(condition).__name__, *condition._parts()]
+
+
+def _condition(data: Sequence[Any]) -> Condition:
+    kind, *parts = data
+    if kind == "Constant":
+        return ANY if parts[1] else NONE
+    if kind == "Emulated":
+        return Emulated(_condition(parts[0]))
+    return KINDS[kind](*map(_tuples, parts))
+
+
+def _tuples(value: Any) -> Any:  # noqa: ANN401  # any plain value
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, ...]:
+    """The inverse of `to_data`. With `checked`, the checks that ran before `data` was kept are
+    skipped.
+
+    Raises InvalidInput for a card that a check refuses and for text with control characters; other
+    exceptions for data that are not those of cards.
+    """
+    if not checked:
+        _check_text(data)
+    conditions = [_condition(row) for row in data["conditions"]]
+
+    def clause(row: Mapping[str, int]) -> Clause:
+        return _made(Clause, {name: conditions[i] for name, i in row.items()}, checked)
+
+    def prior(row: Mapping[str, Any]) -> Prior:
+        when = {"when": clause(row["when"])} if "when" in row else {}
+        return _made(Prior, {**row, **when}, checked)
+
+    def card(row: Mapping[str, Any]) -> BackendCard:
+        options = ({**_tupled(each), "type": TYPES[each["type"]]} for each in row["options"])
+        given = {
+            **_tupled(row),
+            "sources": FrozenMapping(row["sources"]),
+            "clauses": tuple(map(clause, row["clauses"])),
+            "priors": tuple(map(prior, row["priors"])),
+            "options": tuple(_made(Option, each, checked) for each in options),
+            "verified_on": tuple(
+                _made(Verified, _tupled(each), checked) for each in row["verified_on"]
+            ),
+            "error_bounds": tuple(
+                _made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]}, checked)
+                for each in row["error_bounds"]
+            ),
+        }
+        return _made(BackendCard, given, checked)
+
+    return tuple(map(card, data["cards"]))
+
+
+def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _tuples(value) for name, value in row.items()}
+
+
+def _made(kind: type[T], given: Mapping[str, Any], checked: bool) -> T:
+    """An instance; a dataclass's own checks take most of the time that reading would."""
+    if not checked:
+        return kind(**given)
+    made = object.__new__(kind)
+    for name, default in DEFAULTS[kind].items():
+        object.__setattr__(made, name, given.get(name, default))
+    return made
+
+
+DEFAULTS: Mapping[type, Mapping[str, Any]] = {
+    kind: {each.name: None if each.default is MISSING else each.default for each in fields(kind)}
+    for kind in (Clause, Prior, Option, Verified, ErrorBound, BackendCard)
+}
+
+
+def _check_text(data: object) -> None:
+    """Terminals obey control characters, also those in a backend's summary."""
+    if isinstance(data, str) and not data.isprintable():
+        raise InvalidInput("card", got=repr(data), expected="text without control characters")
+    if isinstance(data, dict):
+        data = [*data, *data.values()]
+    if isinstance(data, list):
+        for each in data:
+            _check_text(each)

@@ -1,0 +1,115 @@
+"""Locks: the exact distributions that decisions may use, with the hashes of their files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.libraries import (
+    canonical,
+    distributions,
+    parsed_requirement,
+    read_file,
+)
+from attnmux.core.errors import SettingsError, in_brief
+
+FORMAT = 1
+MOST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lock:
+    """Distributions by canonical name, each with its version and the SHA-256 of its RECORD, which
+    lists the hash of every installed file. The hash is empty where there is no RECORD."""
+
+    distributions: Mapping[str, tuple[str, str]]
+    model: Mapping[str, str] = field(default_factory=dict)
+    """`name` and `revision`, where a model was named."""
+
+    @classmethod
+    def of(cls, offers: Iterable[Offer], model: Mapping[str, str] | None = None) -> Lock:
+        """Core, the plugins of the offers, and the installed libraries that their cards require."""
+        names = {"attnmux-core"}
+        for offer in offers:
+            names |= {offer.distribution, *libraries(offer.card)}
+        return cls(distributions=installed(names), model=model or {})
+
+    @classmethod
+    def read(cls, path: Path) -> Lock:
+        """Raises SettingsError for a file that cannot be read or holds no lock."""
+        try:
+            data = json.loads(read_file(str(path), MOST_BYTES))
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}, this version reads {FORMAT}")
+            rows = {
+                canonical(name): (str(row["version"]), str(row["record"]))
+                for name, row in data["distributions"].items()
+            }
+            return cls(distributions=rows, model=dict(data.get("model", {})))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise SettingsError(f"{path} is no lock that can be read: {in_brief(error)}") from error
+
+    def write(self, path: Path) -> None:
+        """Replace the file as a whole. Raises OSError."""
+        data: dict[str, Any] = {
+            "format": FORMAT,
+            "distributions": {
+                name: {"version": version, "record": record}
+                for name, (version, record) in sorted(self.distributions.items())
+            },
+        }
+        if self.model:
+            data["model"] = dict(self.model)
+        scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+        try:
+            with scratch.open("x", encoding="utf-8") as file:
+                file.write(f"{json.dumps(data, indent=2)}\n")
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def difference(self, names: Iterable[str]) -> str:
+        """How the installed distributions of these names differ, in words; empty where they are as
+        locked. One that is not installed differs only where it is locked."""
+        here = installed(names)
+        found = []
+        for name in sorted(set(map(canonical, names))):
+            (version, record), locked = here.get(name, ("", "")), self.distributions.get(name)
+            if locked is None and name in here:
+                found.append(f"{name} {version} is not in the lock")
+            elif locked is not None and version != locked[0]:
+                found.append(f"{name} is {version or 'not installed'}, locked at {locked[0]}")
+            elif locked is not None and record != locked[1]:
+                found.append(f"{name} {version} has other files than the locked ones")
+        return "; ".join(found)
+
+
+def libraries(card: BackendCard) -> set[str]:
+    """The distributions that a card requires, all alternatives."""
+    return {
+        parsed_requirement(text).name
+        for alternatives in card.requirements()
+        for text in alternatives
+    }
+
+
+def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The version and the hash of RECORD of each that is installed, by canonical name."""
+    found = {}
+    known = distributions()
+    for name in map(canonical, names):
+        if name in known:
+            try:
+                record = known[name].read("RECORD")
+            except OSError:
+                record = b""
+            digest = hashlib.sha256(record).hexdigest() if record else ""
+            found[name] = (known[name].identity()[1], digest)
+    return found

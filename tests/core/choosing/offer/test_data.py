@@ -1,0 +1,57 @@
+"""Cards as data: what is written is read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from attnmux.core.choosing.find.plugins import load_plugins
+from attnmux.core.choosing.offer.accuracy import ErrorBound
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.conditions import ANY, emulated, multiple_of, one_of, versions
+from attnmux.core.choosing.offer.data import from_data, to_data
+from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.errors import InvalidInput
+
+CARD = BackendCard(
+    name="full",
+    summary="every field",
+    clauses=(
+        Clause(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(ANY, one_of(1))),
+        Clause(vendor=ANY, page_size=multiple_of(16)),
+    ),
+    sources={"page_size": "acme.h"},
+    aliases=("all",),
+    factory="a:b",
+    requires=("x>=1", ("y", "z")),
+    options=(Option(name="splits", type=int, default=1, choices=(1, 2)),),
+    priors=(
+        Prior(rank=7, when=Clause(vendor=one_of("acme")), source="here"),
+        Prior(rank=9, source="there"),
+    ),
+    verified_on=(
+        Verified(on="Acme M2", platform="acme:m2", libraries=("x 1",), date="2026-01-01"),
+    ),
+    error_bounds=(
+        ErrorBound(max_error=2.5, keys=4096, kv_dtype=one_of("bfloat16"), source="a test"),
+    ),
+)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_card_with_every_field_comes_back(checked) -> None:
+    data = json.loads(json.dumps(to_data((CARD,))))
+    assert from_data(data, checked=checked) == (CARD,)
+
+
+def test_every_installed_card_comes_back() -> None:
+    cards = tuple(offer.card for offer in load_plugins().offers())
+    assert from_data(json.loads(json.dumps(to_data(cards))), checked=False) == cards
+
+
+def test_control_characters_are_refused() -> None:
+    data = to_data((replace(CARD, summary="\x1b[2J"),))
+    with pytest.raises(InvalidInput, match="control characters"):
+        from_data(data, checked=False)
