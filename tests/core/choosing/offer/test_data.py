@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.find.plugins import load_plugins
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
 from attnmux.core.choosing.offer.conditions import ANY, emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.errors import InvalidInput
+from attnmux.core.installed import load_plugins
 
 CARD = BackendCard(
     name="full",
     summary="every field",
     clauses=(
-        Clause(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(ANY, one_of(1))),
+        Clause(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
         Clause(vendor=ANY, page_size=multiple_of(16)),
     ),
     sources={"page_size": "acme.h"},
