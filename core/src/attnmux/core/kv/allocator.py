@@ -16,7 +16,7 @@ class PagedAllocator:
     """Slots of a pool of `size` tokens, as int64 tensors on `device`.
 
     Page 0 belongs to padding and is never handed out. An allocation that does not fit raises
-    PoolExhausted and changes nothing.
+    PoolExhausted. An allocation that raises, whatever the reason, changes nothing.
 
     Misuse (a double free, a slot that was never handed out, lengths that contradict each
     other) raises InvalidInput and changes nothing. These checks read values, which is cheap on a
@@ -54,11 +54,12 @@ class PagedAllocator:
         """Slots [num_tokens] on fresh pages; the last page may be filled in part."""
         if num_tokens < 0:
             raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
-        pages = self._take(-(-num_tokens // self.page_size))
-        if self.page_size == 1:
-            return pages
-        offsets = torch.arange(self.page_size, device=self.device)
-        return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
+        with self._undone_on_error():
+            pages = self._take(-(-num_tokens // self.page_size))
+            if self.page_size == 1:
+                return pages
+            offsets = torch.arange(self.page_size, device=self.device)
+            return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
 
     def alloc_pages(self, num_pages: int) -> torch.Tensor:
         """Numbers of fresh pages [num_pages] int64: page p holds the slots from p * page_size on.
@@ -91,10 +92,11 @@ class PagedAllocator:
         before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int((self._page_count(after) - self._page_count(before)).sum())
-        pages = self._take(num_pages)
-        return place_extend(
-            prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
-        )
+        with self._undone_on_error():
+            pages = self._take(num_pages)
+            return place_extend(
+                prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
+            )
 
     def alloc_decode(
         self,
@@ -114,8 +116,17 @@ class PagedAllocator:
         if self.page_size == 1:
             return self._take(seq_lens.shape[0])
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
-        pages = self._take(int(((after - 1) % self.page_size == 0).sum()))
-        return place_decode(seq_lens, last_loc, pages, self.page_size)
+        num_pages = int(((after - 1) % self.page_size == 0).sum())
+        with self._undone_on_error():
+            return place_decode(seq_lens, last_loc, self._take(num_pages), self.page_size)
+
+    def mark(self) -> tuple[int, ...]:
+        """The state that `rewind` returns to. It costs nothing and holds until the next free."""
+        return (self._free_list.available,)
+
+    def rewind(self, mark: tuple[int, ...]) -> None:
+        """Undo every allocation since `mark`. Nothing may have been freed since."""
+        self._free_list.rewind(mark[0])
 
     def free(self, slots: torch.Tensor) -> None:
         """Give slots [n] int back. Any slot of a page frees the whole page, once.
@@ -176,6 +187,15 @@ class PagedAllocator:
         self._free_list.clear()
         self._group = None
         self._in_group.zero_()
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        mark = self.mark()
+        try:
+            yield
+        except BaseException:
+            self.rewind(mark)
+            raise
 
     def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self.page_size - 1)) // self.page_size
