@@ -12,6 +12,24 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pages import FreeList, check_extend, place_decode, place_extend
 
 
+class UndoneOnError:
+    """A block whose allocations are undone if it raises. It must not free anything.
+
+    Not a generator: one that an interrupt leaves suspended would undo them much later.
+    """
+
+    def __init__(self, allocator: PagedAllocator) -> None:
+        self._allocator = allocator
+        self._mark = allocator.mark()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._allocator.rewind(self._mark)
+
+
 class PagedAllocator:
     """Slots of a pool of `size` tokens, as int64 tensors on `device`.
 
@@ -54,7 +72,7 @@ class PagedAllocator:
         """Slots [num_tokens] on fresh pages; the last page may be filled in part."""
         if num_tokens < 0:
             raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
-        with self._undone_on_error():
+        with UndoneOnError(self):
             pages = self._take(-(-num_tokens // self.page_size))
             if self.page_size == 1:
                 return pages
@@ -92,7 +110,7 @@ class PagedAllocator:
         before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int((self._page_count(after) - self._page_count(before)).sum())
-        with self._undone_on_error():
+        with UndoneOnError(self):
             pages = self._take(num_pages)
             return place_extend(
                 prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
@@ -117,7 +135,7 @@ class PagedAllocator:
             return self._take(seq_lens.shape[0])
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int(((after - 1) % self.page_size == 0).sum())
-        with self._undone_on_error():
+        with UndoneOnError(self):
             return place_decode(seq_lens, last_loc, self._take(num_pages), self.page_size)
 
     def mark(self) -> tuple[int, ...]:
@@ -187,15 +205,6 @@ class PagedAllocator:
         self._free_list.clear()
         self._group = None
         self._in_group.zero_()
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        mark = self.mark()
-        try:
-            yield
-        except BaseException:
-            self.rewind(mark)
-            raise
 
     def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self.page_size - 1)) // self.page_size

@@ -26,7 +26,8 @@ class ReqToTokenPool:
         """
         check_positive("size", size)
         check_positive("max_context_len", max_context_len)
-        self.size = size
+        self.size: int = size
+        self._available: int = size
         self.max_context_len = max_context_len
         self.device = torch.device(device)
         (self.req_to_token,) = allocate_zeroed(
@@ -94,9 +95,9 @@ class ReqToTokenPool:
 
     def clear(self) -> None:
         """Free every row."""
-        self._stack: list[int] = list(range(self.size, 0, -1))
-        self._in_use: list[bool] = [False] * (self.size + 1)
-        self._available: int = self.size
+        self._stack = list(range(self.size, 0, -1))
+        self._in_use = [False] * (self.size + 1)
+        self._available = self.size
 
     def write(
         self,

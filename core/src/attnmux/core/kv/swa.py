@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.allocator import PagedAllocator
+from attnmux.core.kv.allocator import PagedAllocator, UndoneOnError
 from attnmux.core.kv.pages import FreeList
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
 
@@ -224,7 +224,7 @@ class SWAAllocator(PagedAllocator):
 
     def _take(self, num_pages: int) -> torch.Tensor:
         self._swa_list.check_room(num_pages)
-        with self._undone_on_error():
+        with UndoneOnError(self):
             pages = super()._take(num_pages)
             self.pool.pair(pages, self._swa_list.take(num_pages))
             return pages

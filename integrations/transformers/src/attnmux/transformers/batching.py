@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +17,26 @@ from attnmux.core import (
 )
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
+
+
+class Taking:
+    """The block of `StepBuilder.taking`.
+
+    Not a generator: one that an interrupt leaves suspended would give back much later.
+    """
+
+    def __init__(self, steps: StepBuilder) -> None:
+        self._steps = steps
+        self._pages, self._rows = steps.allocator.mark(), steps.req_to_token_pool.mark()
+
+    def __enter__(self) -> None:
+        self._steps.intact = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._steps.allocator.rewind(self._pages)
+            self._steps.req_to_token_pool.rewind(self._rows)
+            self._steps.intact = True
 
 
 class StepBuilder:
@@ -65,8 +84,7 @@ class StepBuilder:
             self.token_to_kv_pool.zero()
         self.intact = True
 
-    @contextmanager
-    def taking(self) -> Iterator[None]:
+    def taking(self) -> Taking:
         """A block that takes rows and pages, and gives none back. If it raises, what it took is
         free again; if not, its caller notes who owns them and sets `intact`.
 
@@ -75,15 +93,7 @@ class StepBuilder:
         if not self.intact:
             got = "pools that an interrupted change left undefined"
             raise InvalidInput("steps", got=got, expected="a call of reset() first")
-        pages, rows = self.allocator.mark(), self.req_to_token_pool.mark()
-        self.intact = False
-        try:
-            yield
-        except BaseException:
-            self.allocator.rewind(pages)
-            self.req_to_token_pool.rewind(rows)
-            self.intact = True
-            raise
+        return Taking(self)
 
     @property
     def device(self) -> torch.device:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +29,30 @@ from attnmux.transformers.tokenization import TextStream, read_ids
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step: longer prompts come in chunks, which bounds the activations and the
 time that decoding requests wait."""
+
+
+class _Turn:
+    """A call of the engine: one thread at a time. A call that raises leaves the accounts settled.
+
+    Not a generator: one that an interrupt leaves suspended would settle much later.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._lock = engine._lock
+        self._settle = engine._settle
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInput(
+                "engine", got="a call while another thread uses it", expected="one thread at a time"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._settle()
+        finally:
+            self._lock.release()
 
 
 class Engine:
@@ -148,7 +171,7 @@ class Engine:
             on_text=on_text,
             num_said=len(token_ids),
         )
-        with self._one_thread():
+        with _Turn(self):
             self._settle()
             self._next_id += 1
             self._scheduler.add(request)
@@ -163,7 +186,7 @@ class Engine:
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
-        with self._one_thread():
+        with _Turn(self):
             request = self._live.get(request_id)
             if request is None or request.ended:
                 return None
@@ -175,10 +198,11 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forget the cached prefixes that no running request reads."""
-        with self._one_thread():
+        with _Turn(self):
             self._settle()
-            with self._changing():
-                self._cache.clear()
+            self._intact = False
+            self._cache.clear()
+            self._intact = True
 
     def reset(self) -> None:
         """Abort every request without a word and free the runner's memory, whoever holds it.
@@ -201,7 +225,7 @@ class Engine:
         called while the model runs, and PoolExhausted where others hold so much of the pool that
         nothing can run.
         """
-        with self._one_thread():
+        with _Turn(self):
             if self._running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
             laps = Laps()
@@ -217,8 +241,9 @@ class Engine:
         return self._outputs.hand_over()
 
     def _next_plan(self) -> Plan | None:
-        with self._changing():
-            plan = self._scheduler.plan()
+        self._intact = False
+        plan = self._scheduler.plan()
+        self._intact = True
         if plan is None and self._live:
             page_size = self.runner.steps.allocator.page_size
             raise PoolExhausted(
@@ -313,12 +338,13 @@ class Engine:
         if not (self._intact and steps.intact and scheduler.num_requests == len(self._live)):
             self._restart()
         elif self._has_ended:
-            with self._changing():
-                for request in self._live.values():
-                    if request.ended:
-                        self._cache.release(request)
-                scheduler.drop_ended()
-                self._forget_ended()
+            self._intact = False
+            for request in self._live.values():
+                if request.ended:
+                    self._cache.release(request)
+            scheduler.drop_ended()
+            self._forget_ended()
+            self._intact = True
 
     def _restart(self) -> None:
         """Free everything, whatever state it is in; the requests wait and run again."""
@@ -335,25 +361,3 @@ class Engine:
     def _forget_ended(self) -> None:
         self._live = {one.id: one for one in self._live.values() if not one.ended}
         self._has_ended = False
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Around changes of the accounts; one that breaks off costs all of them."""
-        self._intact = False
-        try:
-            yield
-        except BaseException:
-            self._restart()
-            raise
-        self._intact = True
-
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise InvalidInput(
-                "engine", got="a call while another thread uses it", expected="one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
