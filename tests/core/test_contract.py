@@ -12,7 +12,7 @@ from msgspec import structs
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.errors import GraphUnsupported, InvalidInput, PluginError
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Case,
@@ -364,3 +364,44 @@ def test_num_tokens_counts_rows_of_q() -> None:
     decoding: ForwardBatch = prepared(setup, 1).batch
     assert decoding.num_tokens == 4
     assert replace(decoding, extend_num_tokens=99).num_tokens == 4
+
+
+class Returning(FakeBackend):
+    """Returns something else than the result."""
+
+    change: Callable[[torch.Tensor], object]
+
+    def forward_extend(self, call, batch):
+        return self.change(super().forward_extend(call, batch).clone())
+
+    forward_decode = forward_extend
+
+
+@pytest.mark.parametrize("given_out", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result: None,
+        lambda result: (result, None),
+        lambda result: result.tolist(),
+        lambda result: result[:1],
+        lambda result: result[:, :1],
+        lambda result: result[..., :1],
+        lambda result: result[0],
+        lambda result: result.flatten(1),
+        lambda result: result.unsqueeze(0),
+        lambda result: result.sum(),
+        lambda result: torch.cat([result, result]),
+        lambda result: result.double(),
+        lambda result: result.to(torch.complex64),
+        lambda result: result.to("meta"),
+    ],
+)
+def test_a_wrong_result_is_the_backend_s_fault(change, given_out) -> None:
+    setup = setup_of(extend((3, 5), (0, 4)))
+    step, backend = prepared(setup), Returning(setup.context)
+    backend.change = change
+    backend.init_forward_metadata(step.batch)
+    out = torch.zeros_like(step.inputs[0].q) if given_out else None
+    with pytest.raises(PluginError, match=r"Returning returned .*expected torch.bfloat16 of shape"):
+        call(backend, step, out=out)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from attnmux.core.debug import check_batch
+from attnmux.core.debug import check_batch, check_picks
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import SWAKVPool
 from attnmux.testing import (
@@ -159,7 +160,9 @@ def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
     for lengths in case.steps:
         step = prepare_step(setup, lengths)
         for given in step.inputs:
-            check_batch(setup.context, replace(step.batch, topk_indices=given.topk_indices))
+            batch = replace(step.batch, topk_indices=given.topk_indices)
+            check_batch(setup.context, batch)
+            check_picks(batch)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +176,120 @@ def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
 )
 def test_refuses_keys_that_no_indexer_picks(extending, token, picks, said) -> None:
     """Behind a token, of another request by mistake, or twice."""
-    setup, step = extending
+    _, step = extending
     chosen = torch.full((step.batch.num_tokens, 2), -1, dtype=torch.int32)
     batch = replace(step.batch, topk_indices=chosen)
-    check_batch(setup.context, batch)
+    check_picks(batch)
     chosen[token] = torch.tensor(picks)
     with pytest.raises(InvalidInput, match=f"topk_indices: {said}"):
-        check_batch(setup.context, batch)
+        check_picks(batch)
+
+
+def spoilt(rng, value):
+    """A tensor or a number that was changed in one way."""
+    if isinstance(value, int):
+        return rng.choice([-1, 0, value + 1, value - 1, 2**31 - 1, 2**62])
+    way = rng.choice(["meta", "dtype", "longer", "shorter", "matrix", "none", "value", "value"])
+    if way == "none":
+        return None
+    if way == "meta":
+        return value.to("meta")
+    if way == "dtype":
+        return value.to(rng.choice([torch.int64, torch.int32, torch.float32, torch.bool]))
+    if way == "longer":
+        return torch.cat([value, value])
+    if way == "shorter":
+        return value[:-1]
+    if way == "matrix":
+        return value.unsqueeze(0)
+    value = value.clone()
+    place = rng.randrange(max(value.numel(), 1))
+    if value.numel():
+        number = rng.choice([-1, -(2**31), 0, 1, 7, 2**31 - 1, int(value.flatten()[place]) + 1])
+        value.view(-1)[place] = number
+    return value
+
+
+SPOILT = 400
+STEPS = {
+    "extend": (extend((3, 5), (0, 4)), {}),
+    "decode": (decode(3, 5, 14), {}),
+    "verify": (verify(4, 3, 5), {"spec_topk": 4}),
+    "window": (extend((3, 9), (2, 4)), {"windows": (5, None), "window_pool": True}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_spoilt_batches_are_refused_before_the_pool_is_touched(name) -> None:
+    """Whatever is wrong with a batch, it is a typed error or a batch that runs."""
+    step, settings = STEPS[name]
+    case = Case(name="debug", steps=(step,), page_size=4, **settings)
+    setup = make_setup(case, fake_platform(), "cpu")
+    prepared = prepare_step(setup, step, host_lens=True)
+    backend = FakeBackend(replace(setup.context, debug=True))
+    pool, given = setup.context.token_to_kv_pool, prepared.inputs[0]
+    rng, refused = random.Random(name), 0
+    names = [
+        field.name
+        for field in fields(prepared.batch)
+        if isinstance(getattr(prepared.batch, field.name), int | torch.Tensor)
+    ]
+
+    def held():
+        return [buffer.clone() for one in pool.layer_ids for buffer in pool.get_kv_buffer(one)]
+
+    before = held()
+    for _ in range(SPOILT // len(STEPS)):
+        field = rng.choice(names)
+        changed = {field: spoilt(rng, getattr(prepared.batch, field))}
+        batch = replace(prepared.batch, **changed)
+        for call in (
+            lambda batch=batch: backend.init_forward_metadata(batch),
+            lambda batch=batch: backend.forward(given.q, given.k, given.v, given.layer, batch),
+        ):
+            try:
+                call()
+            except InvalidInput:
+                refused += 1
+                assert all(
+                    torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+                    for old, new in zip(before, held(), strict=True)
+                )
+        backend.init_forward_metadata(prepared.batch)
+        before = held()
+    assert refused > SPOILT // len(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        (
+            "q",
+            lambda given: {
+                "q": given.q.to("meta"),
+                "k": given.k.to("meta"),
+                "v": given.v.to("meta"),
+            },
+        ),
+        ("out", lambda given: {"out": given.q[:1, :1, :1].expand(given.q.shape)}),
+        ("lse", lambda given: {"lse": torch.zeros(1, 1).expand(given.q.shape[:2])}),
+    ],
+)
+def test_calls_that_no_backend_can_serve_are_refused(extending, argument, change) -> None:
+    setup, step = extending
+    backend, given = FakeBackend(replace(setup.context, debug=True)), step.inputs[0]
+    backend.init_forward_metadata(step.batch)
+    arguments = {"q": given.q, "k": given.k, "v": given.v, **change(given)}
+    with pytest.raises(InvalidInput, match=f"{argument}: "):
+        backend.forward(layer=given.layer, batch=step.batch, **arguments)
+
+
+def test_new_tokens_are_written_where_the_request_table_says(extending) -> None:
+    setup, step = extending
+    with pytest.raises(InvalidInput, match=r"out_cache_loc: .*as in the request table"):
+        check_batch(
+            setup.context, replace(step.batch, out_cache_loc=step.batch.out_cache_loc.flip(0))
+        )
 
 
 def test_an_empty_batch_is_valid() -> None:

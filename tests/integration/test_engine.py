@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
     AttnmuxError,
@@ -476,6 +481,127 @@ def test_a_model_that_fails_takes_its_step_with_it_and_nothing_else(when, error)
     (again,) = finish(engine).values()
     assert list(again.token_ids) == continued(range(10), 6)
     check_all_free(engine)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The n-th operation on tensors finds no memory."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.left = n
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", ["extend", "decode", "adopt"])
+def test_a_step_that_cannot_be_made_changes_nothing(kind, page_size):
+    steps = HashingRunner(page_size=page_size).steps
+    shared = steps.allocator.alloc(8)
+    old = [SequenceState(token_ids=list(range(length))) for length in (4, 7)]
+    steps.extend(old)
+    for state in old:
+        state.token_ids.append(1)
+    batch = steps.decode_batch(old)
+    new = SequenceState(token_ids=list(range(12)))
+    make = {
+        "extend": lambda: steps.extend([*old, new], [1, 1, 9]),
+        "decode": batch.step,
+        "adopt": lambda: steps.adopt(new, shared),
+    }[kind]
+
+    def books():
+        of_states = [(one.row, one.num_cached, one.num_shared) for one in (*old, new)]
+        rows = steps.req_to_token_pool
+        return of_states, steps.allocator.available_size(), rows.available_size(), rows._in_use[:]
+
+    before, failures = books(), 0
+    for n in range(1, 200):
+        try:
+            with OutOfMemory(n):
+                make()
+            break
+        except torch.OutOfMemoryError:
+            failures += 1
+            assert books() == before
+    assert failures > 1
+    assert books() != before
+    steps.release([*old, new])
+    steps.allocator.free_pages(shared[::page_size] // page_size)
+    assert steps.allocator.available_size() == steps.allocator.size
+
+
+def test_pools_that_an_interrupt_left_undefined_are_refused_until_a_reset():
+    steps = HashingRunner().steps
+    state = SequenceState(token_ids=[1, 2, 3])
+    steps.extend([state])
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemory(2):
+        steps.release([state])
+    with pytest.raises(InvalidInput, match="reset"):
+        steps.extend([SequenceState(token_ids=[1])])
+    steps.reset()
+    state.forget()
+    steps.extend([state])
+    assert steps.allocator.available_size() == steps.allocator.size - 4
+
+
+def test_exceptions_at_random_lines_lose_nothing():
+    tool = Path(__file__).resolve().parents[2] / "tools" / "inject_faults.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--faults", "400"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_second_thread_is_refused():
+    engine = Engine(HashingRunner())
+    refused = []
+
+    def call(function):
+        try:
+            function()
+        except InvalidInput as error:
+            refused.append(str(error))
+
+    def during():
+        for function in (
+            engine.step,
+            engine.clear_cache,
+            lambda: engine.abort(0),
+            lambda: engine.add([1], max_new_tokens=1),
+        ):
+            thread = threading.Thread(target=call, args=(function,))
+            thread.start()
+            thread.join()
+
+    engine.runner.during = during
+    engine.add([1, 2], max_new_tokens=1)
+    (result,) = finish(engine).values()
+    assert list(result.token_ids) == continued([1, 2], 1)
+    assert len(refused) == 4
+    assert all("another thread" in message for message in refused)
+    thread = threading.Thread(target=lambda: engine.add([1], max_new_tokens=1))
+    thread.start()
+    thread.join()
+    engine.runner.during = lambda: None
+    assert len(finish(engine)) == 1
+
+
+def test_a_reset_engine_begins_anew():
+    engine = Engine(HashingRunner())
+    foreign = engine.runner.steps.allocator.alloc(24)
+    assert len(foreign) == 24
+    engine.add([1, 2, 3, 4, 5], max_new_tokens=5)
+    engine.step()
+    engine.reset()
+    check_all_free(engine)
+    engine.add([1, 2], max_new_tokens=3)
+    (result,) = finish(engine).values()
+    assert list(result.token_ids) == continued([1, 2], 3)
 
 
 def test_logits_that_are_not_numbers_end_one_request():

@@ -73,6 +73,27 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
     assert engine.stats.evicted_tokens > 0
 
 
+@pytest.mark.parametrize("backend", ["torch_native", "flex_attention"])
+def test_a_request_with_nan_leaves_nothing_to_others(tiny, run_on, backend):
+    """A page is zeroed before another request gets it: its rest is loaded with weight 0."""
+    model, folder = tiny("llama")
+    prompts = [[index, 5, 6, 7] for index in range(3)]
+    expected = alone(model, prompts, 6)
+    runner = run_on(folder, backend, page_size=16, max_total_tokens=64, max_batch_size=4)
+    with torch.no_grad():
+        runner.model.get_input_embeddings().weight[96] = torch.nan
+    engine, pool = Engine(runner, prefill_tokens=40), runner.context.token_to_kv_pool
+    for bad in ([96] * 20, [*range(50), 96, 1]):
+        spoilt = engine.add(bad, max_new_tokens=3)
+        while engine.has_work:
+            for output in engine.step():
+                assert output.request_id == spoilt
+                assert output.result.finish_reason == "error"
+        assert tokens(engine, prompts, 6) == expected
+    for layer in runner.context.layers:
+        assert all(buffer.isfinite().all() for buffer in pool.get_kv_buffer(layer.layer_id))
+
+
 def test_soak(tiny, run_on, monkeypatch):
     """300 arrivals and aborts at random; what ends has said what it says alone."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)

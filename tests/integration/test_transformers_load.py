@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from datetime import datetime, timezone
 
 import pytest
@@ -14,6 +15,7 @@ from attnmux.core import (
     ANY,
     BackendCard,
     Clause,
+    InvalidInput,
     NoBackend,
     Offer,
     Policy,
@@ -129,3 +131,39 @@ def test_dual_chunks_are_run_as_transformers_does_without_them(tiny, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     runner, _ = load(folder, GOOD)
     assert runner.decision.request.kind == "mha"
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x"]
+)
+def test_a_weight_index_stays_in_its_folder(tiny, run_on, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama")[1], folder)
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidInput, match="inside the folder"):
+        run_on(folder)
+
+
+def test_a_folder_has_no_revision(tiny):
+    with pytest.raises(InvalidInput, match="revision"):
+        open_checkpoint(tiny("llama")[1], revision="main")
+
+
+def test_threads_load_in_turn(tiny, run_on):
+    folders = [tiny(name)[1] for name in ("llama", "gemma3", "llama", "gpt2")]
+    alone = [
+        run_on(one, page_size=4).extend([SequenceState(token_ids=[1, 2, 3])]) for one in folders
+    ]
+    together = [None] * len(folders)
+
+    def load(place):
+        runner = run_on(folders[place], page_size=4)
+        together[place] = runner.extend([SequenceState(token_ids=[1, 2, 3])])
+
+    threads = [threading.Thread(target=load, args=(place,)) for place in range(len(folders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import InvalidInput, PluginError
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """Fields of a batch that hold one int32 for each request."""
+_REQUIRED = ("req_pool_indices", "seq_lens", "out_cache_loc", "positions")
 _MIRRORS = ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
 """Their copies on the host."""
 
@@ -96,6 +97,11 @@ def front(
 def check_fields(batch: ForwardBatch) -> None:
     """Raise InvalidInput for a batch whose fields lack the dtypes and shapes that
     `ForwardBatch` documents."""
+    for field in _REQUIRED:
+        value = getattr(batch, field)
+        if value is None or value.dim() != 1:
+            got = None if value is None else described(value)
+            raise InvalidInput(field, got=got, expected="a tensor of shape (n,)")
     size, num_tokens = batch.batch_size, batch.num_tokens
     check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
     check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, num_tokens)
@@ -134,6 +140,22 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
         _check("out", call.out, (num_tokens, heads, layer.v_head_dim), device, dtype)
     if call.lse is not None:
         _check("lse", call.lse, (num_tokens, heads), device, torch.float32)
+
+
+def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> None:
+    """Raise PluginError unless a backend's result is what `call` asks for: [T, Hq, Dv] of Q's dtype
+    and device."""
+    q, layer = call.q, call.layer
+    shape = (q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+    if not isinstance(result, torch.Tensor):
+        got = f"{type(result).__name__} instead of a tensor"
+    elif result.shape == shape and result.dtype is q.dtype and result.device == q.device:
+        return
+    else:
+        got = f"{described(result)} on {result.device}"
+    raise PluginError(
+        f"{backend} returned {got}; expected {q.dtype} of shape {shape} on {q.device}"
+    )
 
 
 def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) -> None:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from attnmux.core.arguments import check_call, check_fields
+from attnmux.core.arguments import check_call, check_fields, check_result
 from attnmux.core.batch import ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.debug import check_batch
+from attnmux.core.debug import check_batch, check_picks, check_tensors
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 
@@ -50,6 +50,8 @@ class AttentionBackend(ABC):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch."""
         check_fields(batch)
+        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
+            check_batch(self.context, batch)
         self.init_forward_metadata_out_graph(batch)
         self.init_forward_metadata_in_graph(batch)
 
@@ -122,19 +124,29 @@ class AttentionBackend(ABC):
         all keys and there is no prefix. Returns `out`, newly allocated unless given; an IDLE step
         returns `call.empty_result()` and leaves the pool alone.
         Raises InvalidInput, before the pool is touched, for shapes, dtypes or devices that do not
-        fit the layer and the batch.
+        fit the layer and the batch; PluginError for a result that does not.
         """
         call = AttentionCall(q, k, v, layer, save_kv_cache, q_rope, k_rope, out, lse)
+        if self.context.debug:
+            check_fields(batch)
+            if batch.forward_mode is not ForwardMode.IDLE:
+                check_tensors(self.context, call)
+                check_batch(self.context, batch)
+                check_picks(batch)
         check_call(call, batch, dtype=self._dtype)
         if batch.forward_mode is ForwardMode.IDLE:
             return call.empty_result()
-        if self.context.debug:
-            check_batch(self.context, batch)
         if k is not None and save_kv_cache:
             self.save_kv(k, v, layer, batch, k_rope=k_rope)
         attend = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
         result = attend(call, batch)
-        return result if out is None or result is out else out.copy_(result)
+        if out is None:
+            check_result(result, call, type(self).__name__)
+            return result
+        if result is not out:
+            check_result(result, call, type(self).__name__)
+            out.copy_(result)
+        return out
 
     @abstractmethod
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

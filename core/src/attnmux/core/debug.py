@@ -1,7 +1,8 @@
-"""Checks of a batch's values. They synchronise with the device and run only in debug mode."""
+"""Checks of values, devices and strides. Most synchronise; they run only in debug mode."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +12,44 @@ from attnmux.core.indices import extend_positions
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
     from attnmux.core.context import BackendContext
+
+
+def check_tensors(context: BackendContext, call: AttentionCall) -> None:
+    """Refuse a call on another device than the pools', and results whose elements overlap.
+
+    Raises InvalidInput with the argument.
+    """
+    device = context.req_to_token_pool.req_to_token.device
+    if call.q.device != device:
+        raise InvalidInput("q", got=f"a tensor on {call.q.device}", expected=f"one on {device}")
+    for name, tensor in (("out", call.out), ("lse", call.lse)):
+        if tensor is not None and any(
+            stride == 0 and size > 1
+            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            got = f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+            raise InvalidInput(name, got=got, expected="memory of its own for each element")
+
+
+def _check_devices(context: BackendContext, batch: ForwardBatch) -> None:
+    device = context.req_to_token_pool.req_to_token.device
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        expected = torch.device("cpu") if field.name.endswith("_cpu") else device
+        if isinstance(value, torch.Tensor) and value.device != expected:
+            got = f"a tensor on {value.device}"
+            raise InvalidInput(field.name, got=got, expected=f"one on {expected}")
 
 
 def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     """Refuse a batch whose indices or lengths point outside the pools or contradict each other.
 
+    `check_fields` comes first; `check_picks` follows once the indexer has written its picks.
     Raises InvalidInput with the field, the offending values and the expected ones.
     """
+    _check_devices(context, batch)
     table = context.req_to_token_pool.req_to_token
     slots, max_len = context.token_to_kv_pool.num_slots, context.max_context_len + 1
     _within("req_pool_indices", batch.req_pool_indices, table.shape[0])
@@ -40,9 +71,37 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
         _check_extend(batch)
     elif batch.forward_mode.is_decode():
         _check_count("out_cache_loc", batch.num_tokens, batch.batch_size, "one a decoding request")
+    total = int(batch.seq_lens.sum())
+    if batch.seq_lens_sum not in (None, total):
+        raise InvalidInput("seq_lens_sum", got=batch.seq_lens_sum, expected=f"{total}, their sum")
     _check_keys(context, batch, lens)
-    if batch.topk_indices is not None:
-        _check_picks(batch, batch.topk_indices)
+    _check_new_slots(table, batch)
+
+
+def _check_new_slots(table: torch.Tensor, batch: ForwardBatch) -> None:
+    """Refuse new tokens that are written elsewhere than the request table says.
+
+    Padding, which has row 0, and requests without keys write to slot 0.
+    """
+    rows, starts = batch.req_pool_indices, batch.encoder_lens
+    columns = batch.seq_lens.long() - 1
+    if starts is None:
+        starts = torch.zeros_like(batch.seq_lens)
+    if batch.extend_seq_lens is not None and batch.extend_prefix_lens is not None:
+        new = batch.extend_seq_lens.long()
+        columns = extend_positions(batch.extend_prefix_lens, batch.extend_seq_lens).long()
+        rows, starts = rows.repeat_interleave(new), starts.repeat_interleave(new)
+    given = batch.out_cache_loc[: len(columns)]
+    known = (rows > 0) & (columns >= 0)
+    stored = table[rows, (columns + starts).clamp(min=0)]
+    wrong = (known & (stored != given)).nonzero()
+    if wrong.numel():
+        token = int(wrong[0])
+        raise InvalidInput(
+            "out_cache_loc",
+            got=f"slot {int(given[token])} for token {token}",
+            expected=f"slot {int(stored[token])}, as in the request table",
+        )
 
 
 def _check_keys(context: BackendContext, batch: ForwardBatch, ends: torch.Tensor) -> None:
@@ -118,11 +177,14 @@ def _check_extend(batch: ForwardBatch) -> None:
         _check_count("multi_item.token_pos_in_items", places, total, "one a new token")
 
 
-def _check_picks(batch: ForwardBatch, picks: torch.Tensor) -> None:
+def check_picks(batch: ForwardBatch) -> None:
     """Refuse picked keys that come after their token, and keys that are picked twice.
 
     Rows after the last request's tokens are not checked.
     """
+    picks = batch.topk_indices
+    if picks is None:
+        return
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
     if new is None or cached is None:
         last = batch.seq_lens.long() - 1

@@ -12,11 +12,29 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pages import FreeList, check_extend, place_decode, place_extend
 
 
+class UndoneOnError:
+    """A block whose allocations are undone if it raises. It must not free anything.
+
+    Not a generator: one that an interrupt leaves suspended would undo them much later.
+    """
+
+    def __init__(self, allocator: PagedAllocator) -> None:
+        self._allocator = allocator
+        self._mark = allocator.mark()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._allocator.rewind(self._mark)
+
+
 class PagedAllocator:
     """Slots of a pool of `size` tokens, as int64 tensors on `device`.
 
     Page 0 belongs to padding and is never handed out. An allocation that does not fit raises
-    PoolExhausted and changes nothing.
+    PoolExhausted. An allocation that raises, whatever the reason, changes nothing.
 
     Misuse (a double free, a slot that was never handed out, lengths that contradict each
     other) raises InvalidInput and changes nothing. These checks read values, which is cheap on a
@@ -54,11 +72,12 @@ class PagedAllocator:
         """Slots [num_tokens] on fresh pages; the last page may be filled in part."""
         if num_tokens < 0:
             raise InvalidInput("num_tokens", got=num_tokens, expected="at least 0")
-        pages = self._take(-(-num_tokens // self.page_size))
-        if self.page_size == 1:
-            return pages
-        offsets = torch.arange(self.page_size, device=self.device)
-        return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
+        with UndoneOnError(self):
+            pages = self._take(-(-num_tokens // self.page_size))
+            if self.page_size == 1:
+                return pages
+            offsets = torch.arange(self.page_size, device=self.device)
+            return (pages.unsqueeze(1) * self.page_size + offsets).view(-1)[:num_tokens]
 
     def alloc_pages(self, num_pages: int) -> torch.Tensor:
         """Numbers of fresh pages [num_pages] int64: page p holds the slots from p * page_size on.
@@ -91,10 +110,11 @@ class PagedAllocator:
         before = prefix_lens if prefix_lens_cpu is None else prefix_lens_cpu
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         num_pages = int((self._page_count(after) - self._page_count(before)).sum())
-        pages = self._take(num_pages)
-        return place_extend(
-            prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
-        )
+        with UndoneOnError(self):
+            pages = self._take(num_pages)
+            return place_extend(
+                prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
+            )
 
     def alloc_decode(
         self,
@@ -114,8 +134,17 @@ class PagedAllocator:
         if self.page_size == 1:
             return self._take(seq_lens.shape[0])
         after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
-        pages = self._take(int(((after - 1) % self.page_size == 0).sum()))
-        return place_decode(seq_lens, last_loc, pages, self.page_size)
+        num_pages = int(((after - 1) % self.page_size == 0).sum())
+        with UndoneOnError(self):
+            return place_decode(seq_lens, last_loc, self._take(num_pages), self.page_size)
+
+    def mark(self) -> tuple[int, ...]:
+        """The state that `rewind` returns to. It costs nothing and holds until the next free."""
+        return (self._free_list.available,)
+
+    def rewind(self, mark: tuple[int, ...]) -> None:
+        """Undo every allocation since `mark`. Nothing may have been freed since."""
+        self._free_list.rewind(mark[0])
 
     def free(self, slots: torch.Tensor) -> None:
         """Give slots [n] int back. Any slot of a page frees the whole page, once.

@@ -25,11 +25,11 @@ class FreeList:
 
     def clear(self) -> None:
         """Make every unit free."""
-        self._stack = torch.arange(self.count, 0, -1, device=self.device)
-        self.available = self.count
+        stack = torch.arange(self.count, 0, -1, device=self.device)
         # Unit 0 is never in use, so that giving it back is refused
         states = self.count + 1 if self.checked else 0
         self._in_use = torch.zeros(states, dtype=torch.bool, device=self.device)
+        self._stack, self.available = stack, self.count
 
     def take(self, num_units: int) -> torch.Tensor:
         """Units [num_units] int64; the one given back last comes first.
@@ -43,6 +43,16 @@ class FreeList:
         if self.checked:
             self._in_use[units] = True
         return units
+
+    def rewind(self, available: int) -> None:
+        """Undo every `take` since that many units were free. Nothing was given back meanwhile."""
+        if self.checked:
+            self._in_use[self.taken_since(available)] = False
+        self.available = available
+
+    def taken_since(self, available: int) -> torch.Tensor:
+        """Units [n] int64 that were taken since that many were free, if none was given back."""
+        return self._stack[self.available : available]
 
     def check_room(self, num_units: int) -> None:
         """Raise as `take` would."""

@@ -108,6 +108,20 @@ class KVPool(ABC):
             "layer", got=f"K and V for {type(self).__name__}", expected="an MLA latent"
         )
 
+    def zero(self, slots: torch.Tensor | None = None) -> None:
+        """Overwrite K and V of slots [n] int64 with 0 in every layer; None means the whole pool.
+
+        For slots that may hold NaN or infinities, before they are freed: the next owner of a page
+        may load its rest and multiply it by 0. Does not synchronise.
+        """
+        for layer_id in self.layer_ids:
+            loc = None if slots is None else self.translate(slots, layer_id)
+            for buffer in self.get_kv_buffer(layer_id):
+                if loc is None:
+                    buffer.zero_()
+                else:  # as bytes, since index_fill_ does not support 8-bit floats
+                    buffer.view(torch.uint8).index_fill_(0, loc, 0)
+
     def set_mla_kv_buffer(
         self,
         layer: HasLayerId,

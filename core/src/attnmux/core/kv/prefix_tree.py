@@ -57,7 +57,7 @@ class PrefixTree:
         self.allocator = allocator
         self.page_size = page_size
         self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
-        self._start()
+        self.reset()
 
     @property
     def evictable_tokens(self) -> int:
@@ -160,9 +160,13 @@ class PrefixTree:
                 "clear", got=f"{self._protected} tokens are locked", expected="no locked prefix"
             )
         self.evict(self._cached)
-        self._start()
+        self.reset()
 
-    def _start(self) -> None:
+    def reset(self) -> None:
+        """Forget every prefix, locked or not, without freeing its slots.
+
+        For use together with `allocator.clear()`.
+        """
         self._roots: dict[Hashable, PrefixNode] = {}
         self._cached = 0
         self._protected = 0

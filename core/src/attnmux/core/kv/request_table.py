@@ -26,7 +26,8 @@ class ReqToTokenPool:
         """
         check_positive("size", size)
         check_positive("max_context_len", max_context_len)
-        self.size = size
+        self.size: int = size
+        self._available: int = size
         self.max_context_len = max_context_len
         self.device = torch.device(device)
         (self.req_to_token,) = allocate_zeroed(
@@ -40,7 +41,7 @@ class ReqToTokenPool:
 
     def available_size(self) -> int:
         """Free rows."""
-        return len(self._free_rows)
+        return self._available
 
     def alloc(self, num_requests: int) -> list[int]:
         """Rows for new requests.
@@ -51,17 +52,18 @@ class ReqToTokenPool:
         """
         if num_requests < 0:
             raise InvalidInput("num_requests", got=num_requests, expected="at least 0")
-        keep = len(self._free_rows) - num_requests
-        if keep < 0:
+        rest = self._available - num_requests
+        if rest < 0:
             raise PoolExhausted(
                 "request table rows",
                 wanted=num_requests,
-                available=len(self._free_rows),
+                available=self._available,
                 hint="finish requests first or make the table larger",
             )
-        rows = self._free_rows[keep:][::-1]
-        del self._free_rows[keep:]
-        self._used_rows.update(rows)
+        rows = self._stack[rest : self._available][::-1]
+        self._available = rest
+        for row in rows:
+            self._in_use[row] = True
         return rows
 
     def free(self, rows: Sequence[int]) -> None:
@@ -70,18 +72,32 @@ class ReqToTokenPool:
         Raises InvalidInput, changing nothing, for a row that is not in use or is given twice.
         """
         given = set(rows)
-        foreign = sorted(given - self._used_rows)
+        foreign = sorted(row for row in given if not (0 < row <= self.size and self._in_use[row]))
         if foreign:
             raise InvalidInput("rows", got=f"rows {foreign}", expected="rows in use")
         if len(given) != len(rows):
             raise InvalidInput("rows", got=f"{list(rows)}", expected="each row once")
-        self._used_rows -= given
-        self._free_rows.extend(reversed(rows))
+        end = self._available + len(rows)
+        self._stack[self._available : end] = reversed(rows)
+        self._available = end
+        for row in rows:
+            self._in_use[row] = False
+
+    def mark(self) -> int:
+        """The state that `rewind` returns to. It holds until the next `free`."""
+        return self._available
+
+    def rewind(self, mark: int) -> None:
+        """Undo every `alloc` since `mark`. Nothing may have been freed since."""
+        for row in self._stack[self._available : mark]:
+            self._in_use[row] = False
+        self._available = mark
 
     def clear(self) -> None:
         """Free every row."""
-        self._free_rows = list(range(self.size, 0, -1))
-        self._used_rows: set[int] = set()
+        self._stack = list(range(self.size, 0, -1))
+        self._in_use = [False] * (self.size + 1)
+        self._available = self.size
 
     def write(
         self,

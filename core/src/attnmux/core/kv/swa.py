@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.allocator import PagedAllocator
+from attnmux.core.kv.allocator import PagedAllocator, UndoneOnError
 from attnmux.core.kv.pages import FreeList
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
 
@@ -159,7 +159,7 @@ def tokens_behind_window(seq_len: int, sliding_window_size: int, page_size: int)
 class SWAAllocator(PagedAllocator):
     """Slots of a `SWAKVPool`: each page of the full pool comes with one of the window pool.
 
-    An allocation that does not fit both raises PoolExhausted and changes nothing. `free_swa` frees
+    An allocation that does not fit both raises PoolExhausted. `free_swa` frees
     the window pool's pages of tokens that fell out of the window and keeps the full pool's; `free`
     frees both. Frees synchronise to count the pages that still had a window page.
     """
@@ -209,6 +209,14 @@ class SWAAllocator(PagedAllocator):
         super().check_owned(slots)
         self._check_paired(slots // self.page_size)
 
+    def mark(self) -> tuple[int, ...]:
+        return (*super().mark(), self._swa_list.available)
+
+    def rewind(self, mark: tuple[int, ...]) -> None:
+        self.pool.unpair(self._free_list.taken_since(mark[0]))
+        super().rewind(mark)
+        self._swa_list.rewind(mark[1])
+
     def clear(self) -> None:
         super().clear()
         self._swa_list.clear()
@@ -216,9 +224,10 @@ class SWAAllocator(PagedAllocator):
 
     def _take(self, num_pages: int) -> torch.Tensor:
         self._swa_list.check_room(num_pages)
-        pages = super()._take(num_pages)
-        self.pool.pair(pages, self._swa_list.take(num_pages))
-        return pages
+        with UndoneOnError(self):
+            pages = super()._take(num_pages)
+            self.pool.pair(pages, self._swa_list.take(num_pages))
+            return pages
 
     def _give(self, pages: torch.Tensor) -> None:
         self._give_swa(pages)

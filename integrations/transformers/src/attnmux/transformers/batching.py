@@ -10,6 +10,7 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
+    KVPool,
     PagedAllocator,
     PrefixTree,
     ReqToTokenPool,
@@ -18,19 +19,45 @@ from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
 
 
+class Taking:
+    """The block of `StepBuilder.taking`.
+
+    Not a generator: one that an interrupt leaves suspended would give back much later.
+    """
+
+    def __init__(self, steps: StepBuilder) -> None:
+        self._steps = steps
+        self._pages, self._rows = steps.allocator.mark(), steps.req_to_token_pool.mark()
+
+    def __enter__(self) -> None:
+        self._steps.intact = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._steps.allocator.rewind(self._pages)
+            self._steps.req_to_token_pool.rewind(self._rows)
+            self._steps.intact = True
+
+
 class StepBuilder:
-    """Makes steps: takes rows and slots for the new tokens and writes the request table."""
+    """Makes steps: takes rows and slots for the new tokens and writes the request table.
+
+    A step that raises while it is made gives back what it took. Where that cannot be done, as when
+    a signal interrupts the books themselves, `intact` stays False and only `reset` is left.
+    """
 
     def __init__(
         self,
         req_to_token_pool: ReqToTokenPool,
         allocator: PagedAllocator,
         *,
+        token_to_kv_pool: KVPool | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
     ) -> None:
-        """max_step_tokens: T of the largest step that the model can run; None for any.
+        """token_to_kv_pool: holds the slots' K and V; None where there are none to zero.
 
+        max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: encoder tokens of a request, for which every row of the table has columns
         in front of the tokens'; 0 in a decoder-only model.
 
@@ -39,9 +66,34 @@ class StepBuilder:
         """
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
+        self.token_to_kv_pool = token_to_kv_pool
         self.prefix_tree = PrefixTree(allocator, allocator.page_size)
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
+        self.intact = True
+        """Whether rows and pages are accounted for. False while a method changes them."""
+
+    def reset(self) -> None:
+        """Free every row and every page, whoever holds them, empty the prefix tree and zero the KV
+        pool. Requests that held rows must `forget` them."""
+        self.intact = False
+        self.allocator.clear()
+        self.req_to_token_pool.clear()
+        self.prefix_tree.reset()
+        if self.token_to_kv_pool is not None:
+            self.token_to_kv_pool.zero()
+        self.intact = True
+
+    def taking(self) -> Taking:
+        """A block that takes rows and pages, and gives none back. If it raises, what it took is
+        free again; if not, its caller notes who owns them and sets `intact`.
+
+        Raises InvalidInput where an earlier change was interrupted.
+        """
+        if not self.intact:
+            got = "pools that an interrupted change left undefined"
+            raise InvalidInput("steps", got=got, expected="a call of reset() first")
+        return Taking(self)
 
     @property
     def device(self) -> torch.device:
@@ -63,31 +115,39 @@ class StepBuilder:
 
         A request's earlier tokens are its cached prefix, so a prompt may come in chunks, and a
         request with a single pending token may be among them; where it decodes, the mode is MIXED.
-        Raises PoolExhausted, changing nothing, when rows or slots do not suffice, and
-        InvalidInput for counts that are not pending or do not fit into the context.
+        Raises PoolExhausted when rows or slots do not suffice, and InvalidInput for counts that
+        are not pending or do not fit into the context. Whatever it raises, it changes nothing.
         """
         counts = [state.num_pending for state in states] if num_new is None else list(num_new)
         self._check_new(states, counts)
+        ends = [state.num_cached + count for state, count in zip(states, counts, strict=True)]
+        with self.taking():
+            rows = self._rows_of(states)
+            step = self._make_extend(states, counts, rows, forward_mode)
+        for state, row, end in zip(states, rows, ends, strict=True):
+            state.row, state.num_cached = row, end
+            state.encoder_cached = state.encoder_states is not None
+        self.intact = True
+        return step
+
+    def _make_extend(
+        self,
+        states: Sequence[SequenceState],
+        counts: Sequence[int],
+        in_rows: Sequence[int],
+        forward_mode: ForwardMode,
+    ) -> Step:
         prefixes = [state.num_cached for state in states]
         ends = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
         starts = [state.num_columns for state in states]
         stops = [state.encoder_len + end for state, end in zip(states, ends, strict=True)]
         encoder = [state.encoder_len for state in states]
-        new_rows = self._take_rows(states)
-        try:
-            in_rows = [state.row for state in states]
-            host = torch.tensor([in_rows, prefixes, ends, starts, stops, encoder])
-            rows, prefix_lens, seq_lens, *columns, encoder_lens = host.to(self.device).unbind()
-            slots = self._extend_rows(rows, columns, host[3:5])
-        except BaseException:
-            self._give_rows(new_rows)
-            raise
+        host = torch.tensor([in_rows, prefixes, ends, starts, stops, encoder])
+        rows, prefix_lens, seq_lens, *columns, encoder_lens = host.to(self.device).unbind()
+        slots = self._extend_rows(rows, columns, host[3:5])
         extend_lens = seq_lens - prefix_lens
         input_ids, positions = self._tokens(states, prefixes, ends)
         slots, encoder_slots, encoder_states = split_encoder(slots, states, counts)
-        for state, end in zip(states, ends, strict=True):
-            state.num_cached = end
-            state.encoder_cached = state.encoder_states is not None
         batch = ForwardBatch(
             forward_mode=forward_mode,
             batch_size=len(states),
@@ -133,43 +193,55 @@ class StepBuilder:
                     expected="requests that were extended, each with one pending token",
                 )
         self._check_new(states, [1] * len(states))
-        return DecodeBatch(states, self.req_to_token_pool, self.allocator)
+        return DecodeBatch(states, self)
 
     def adopt(self, state: SequenceState, slots: torch.Tensor) -> None:
         """Give a new request a row that begins with the shared slots [n] int64, whole pages.
 
         Raises PoolExhausted, changing nothing, without a free row.
         """
-        self._take_rows([state])
-        state.num_cached = state.num_shared = slots.shape[0]
-        self.rewrite(state, 0, slots)
+        with self.taking():
+            (row,) = self.req_to_token_pool.alloc(1)
+            self._write(row, 0, slots)
+        state.row, state.num_cached, state.num_shared = row, slots.shape[0], slots.shape[0]
+        self.intact = True
 
     def rewrite(self, state: SequenceState, start: int, slots: torch.Tensor) -> None:
         """Let the request's tokens from `start` on lie at slots [n] that hold the same K and V."""
+        assert state.row is not None
+        self._write(state.row, start, slots)
+
+    def _write(self, row: int, start: int, slots: torch.Tensor) -> None:
         if slots.shape[0]:
-            row = self.req_to_token_pool.req_to_token[state.row]
-            row[start : start + slots.shape[0]] = slots.to(row.dtype)
+            columns = self.req_to_token_pool.req_to_token[row]
+            columns[start : start + slots.shape[0]] = slots.to(columns.dtype)
 
     def slots(self, state: SequenceState, start: int, end: int) -> torch.Tensor:
         """[end - start] int64: where the request's tokens from start to end lie."""
         return self.req_to_token_pool.req_to_token[state.row, start:end].long()
 
-    def release(self, states: Sequence[SequenceState]) -> None:
+    def release(self, states: Sequence[SequenceState], *, zero: bool = False) -> None:
         """Free the rows and slots of requests, all at once; those without a row are left alone.
 
-        Shared slots stay with their owner.
+        zero: their K and V may be NaN, infinite or unwritten, as after a step that failed or that
+        gave logits which are not numbers. Shared slots stay with their owner.
         """
-        held = [state for state in states if state.row is not None]
+        held = [(state, state.row) for state in states if state.row is not None]
         if not held:
             return
+        self.intact = False
         table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
         # What a request owns begins with a page, so that every page_size-th column is a new one.
-        firsts = [table[one.row, one.num_shared : one.num_columns : page_size] for one in held]
-        self.allocator.free_pages(torch.cat(firsts).long() // page_size)
-        self._give_rows(held)
-        for state in held:
-            state.num_cached = state.num_shared = 0
-            state.encoder_cached = False
+        firsts = [table[row, one.num_shared : one.num_columns : page_size] for one, row in held]
+        pages = torch.cat(firsts).long() // page_size
+        if zero and self.token_to_kv_pool is not None:
+            offsets = torch.arange(page_size, device=pages.device)
+            self.token_to_kv_pool.zero((pages.unsqueeze(1) * page_size + offsets).flatten())
+        self.allocator.free_pages(pages)
+        self.req_to_token_pool.free([row for _, row in held])
+        for state, _ in held:
+            state.forget()
+        self.intact = True
 
     def _extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor
@@ -222,16 +294,10 @@ class StepBuilder:
                     expected=f"at most the context of {longest} tokens",
                 )
 
-    def _take_rows(self, states: Sequence[SequenceState]) -> list[SequenceState]:
-        new = [state for state in states if state.row is None]
-        for state, row in zip(new, self.req_to_token_pool.alloc(len(new)), strict=True):
-            state.row = row
-        return new
-
-    def _give_rows(self, states: Sequence[SequenceState]) -> None:
-        self.req_to_token_pool.free([state.row for state in states if state.row is not None])
-        for state in states:
-            state.row = None
+    def _rows_of(self, states: Sequence[SequenceState]) -> list[int]:
+        """The requests' rows, fresh ones for those without."""
+        fresh = iter(self.req_to_token_pool.alloc(sum(state.row is None for state in states)))
+        return [next(fresh) if state.row is None else state.row for state in states]
 
     def _last_loc(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
         """Slot of each request's last cached token; of no meaning where nothing is cached."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import ERROR
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from textwrap import shorten
 from typing import Any, cast
 
@@ -38,6 +40,10 @@ ALWAYS = {"trust_remote_code": False}
 """Code in a checkpoint is never run, and nobody is asked at a prompt whether to run it."""
 
 
+LOADING = threading.RLock()
+"""Held while a model is opened or loaded: transformers changes its registries, its logging and
+torch's default dtype meanwhile, for every thread."""
+
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """How the names of tensors end that were calibrated for an 8-bit KV cache."""
 
@@ -54,6 +60,8 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase | None
     tokenizer_error: str = ""
     """Why there is no tokenizer."""
+    revision: str | None = None
+    """The branch, tag or commit on the hub; None for the default branch and for folders."""
 
     @property
     def max_context_len(self) -> int | None:
@@ -106,22 +114,32 @@ class Checkpoint:
         return self.tokenizer
 
 
-def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, *, revision: str | None = None, progress: bool = False
+) -> Checkpoint:
     """Read a checkpoint's configuration and tokenizer.
 
-    `source` is a folder or the id of a model on the Hugging Face hub.
-    Raises InvalidInput where there is no usable config.json, or where the model is of a class
-    that cannot be served.
+    `source` is a folder or the id of a model on the Hugging Face hub; `revision` is a branch, a tag
+    or a commit there.
+    Raises InvalidInput where there is no usable config.json, where the model is of a class that
+    cannot be served, or for the revision of a folder.
     """
+    with LOADING:
+        return _open(source, revision, progress=progress)
+
+
+def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkpoint:
     source = str(source)
     if not source:
         raise InvalidInput("model", got="an empty name", expected=CHECKPOINT)
     path = Path(source).expanduser()
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         _check_folder(path)
+        if revision is not None:
+            raise InvalidInput("revision", got=revision, expected=f"none for a folder ({path})")
         source = str(path)
     with quiet_transformers(progress=progress), _explained(source):
-        config = AutoConfig.from_pretrained(source, **ALWAYS)
+        config = AutoConfig.from_pretrained(source, revision=revision, **ALWAYS)
     model_class: Any = _classes(config)[1].get(type(config), None)
     if model_class is None:
         raise InvalidInput(
@@ -135,11 +153,19 @@ def open_checkpoint(source: str | Path, *, progress: bool = False) -> Checkpoint
     tokenizer, error = None, ""
     try:
         with quiet_transformers(progress=progress):
-            tokenizer = AutoTokenizer.from_pretrained(source, config=config, **ALWAYS)
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, config=config, revision=revision, **ALWAYS
+            )
     except Exception as failure:
         # Each tokenizer library has errors of its own, tokenizers the bare Exception.
         error = _in_one_line(failure)
-    return Checkpoint(source=source, config=config, tokenizer=tokenizer, tokenizer_error=error)
+    return Checkpoint(
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        tokenizer_error=error,
+        revision=revision,
+    )
 
 
 def warn_in_python(text: str) -> None:
@@ -162,10 +188,12 @@ def load_model(
     would otherwise run with random values. Raises AttnmuxError when the device has no room.
     """
     source = checkpoint.source
-    with quiet_transformers(progress=progress), _explained(source):
+    _check_indices(source)
+    with LOADING, quiet_transformers(progress=progress), _explained(source):
         loaded: Any = _classes(checkpoint.config)[0].from_pretrained(
             source,
             config=checkpoint.config,
+            revision=checkpoint.revision,
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             ignore_mismatched_sizes=True,  # reported below, as missing tensors are
@@ -243,6 +271,19 @@ def _check_folder(path: Path) -> None:
         raise InvalidInput("model", got=got, expected=CHECKPOINT)
     if not (path / "config.json").is_file():
         raise InvalidInput("model", got=f"{path}, which has no config.json", expected=CHECKPOINT)
+
+
+def _check_indices(source: str) -> None:
+    """Refuse a folder whose weight index names files outside it."""
+    folder = Path(source)
+    for index in (*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")):
+        with _explained(source):
+            names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        for name in sorted(names):
+            path = PurePosixPath(name.replace("\\", "/"))
+            if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
+                got = f"{index}, which names {shorten(name, 100)}"
+                raise InvalidInput("model", got=got, expected="weights inside the folder")
 
 
 @contextmanager

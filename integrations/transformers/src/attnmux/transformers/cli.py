@@ -74,6 +74,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     "prompt, max_new_tokens, temperature, top_p and seed. - reads stdin.",
 )
 @click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
+@click.option("--revision", help="A branch, tag or commit of the model on the hub.")
 @click.option(
     "--max-new-tokens",
     type=AT_LEAST_1,
@@ -142,6 +143,7 @@ def generate(
     prompts: tuple[str, ...],
     file: str | None,
     model: str | None,
+    revision: str | None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -172,7 +174,7 @@ def generate(
     with _quiet(run.debug):
         began = time.perf_counter()
         source = recall.PATH if model is None else model
-        checkpoint = open_checkpoint(source, progress=sys.stderr.isatty())
+        checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
         _refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
         wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)

@@ -183,7 +183,7 @@ def stated_request(checkpoint: Checkpoint) -> Request | None:
 
     Such models (GPT-2's `n_head`) are known only once they run.
     """
-    file = cached_file(checkpoint.source, "config.json")
+    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
     if file is None:
         return None
     try:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, PagedAllocator, ReqToTokenPool
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers.sequence import SequenceState, Step
+
+if TYPE_CHECKING:
+    from attnmux.transformers.batching import StepBuilder
 
 
 class DecodeBatch:
@@ -22,15 +26,11 @@ class DecodeBatch:
     joins or is extended.
     """
 
-    def __init__(
-        self,
-        states: Sequence[SequenceState],
-        req_to_token_pool: ReqToTokenPool,
-        allocator: PagedAllocator,
-    ) -> None:
+    def __init__(self, states: Sequence[SequenceState], steps: StepBuilder) -> None:
         """states: each has a row, one pending token, and room for it in its context."""
+        req_to_token_pool, allocator = steps.req_to_token_pool, steps.allocator
         self.states = tuple(states)
-        self._allocator = allocator
+        self._steps = steps
         self._table = req_to_token_pool.req_to_token
         width, page_size = req_to_token_pool.max_context_len, allocator.page_size
         columns = [state.num_columns for state in states]
@@ -67,39 +67,42 @@ class DecodeBatch:
 
         token_ids: [B] int64 on the device, the pending tokens; None reads them from the requests,
         which is for the first step. Raises PoolExhausted without enough slots and InvalidInput
-        where a context is full, changing nothing.
+        where a context is full. Whatever it raises, it changes nothing.
         """
         if not self._steps_left:
             raise InvalidInput(
                 "states", got="a request whose context is full", expected="room for one token each"
             )
         first, last = self._opening[self._phase]
-        page_size = self._allocator.page_size
-        pages = self._allocator.alloc_pages(last - first) if last > first else None
-        self._places = self._places + 1
-        positions, cells, slots = self._places.unbind()
-        if page_size == 1 and pages is not None:
-            slots = pages
-        elif pages is not None:
-            slots.index_copy_(0, self._order[first:last], pages * page_size)
-        self._table.view(-1).index_copy_(0, cells, slots.to(self._table.dtype))
-        self._lens, self._lens_cpu = self._lens + 1, self._lens_cpu + 1
+        allocator = self._steps.allocator
+        with self._steps.taking():
+            pages = allocator.alloc_pages(last - first) if last > first else None
+            places = self._places + 1
+            positions, cells, slots = places.unbind()
+            if allocator.page_size == 1 and pages is not None:
+                slots = pages
+            elif pages is not None:
+                slots.index_copy_(0, self._order[first:last], pages * allocator.page_size)
+            self._table.view(-1).index_copy_(0, cells, slots.to(self._table.dtype))
+            lens, lens_cpu = self._lens + 1, self._lens_cpu + 1
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                batch_size=len(self.states),
+                req_pool_indices=self._rows,
+                seq_lens=lens,
+                out_cache_loc=slots,
+                positions=positions,
+                seq_lens_cpu=lens_cpu,
+                seq_lens_sum=self._lens_sum + len(self.states),
+                encoder_lens=self._encoder_lens,
+            )
+        self._places, self._lens, self._lens_cpu = places, lens, lens_cpu
         self._lens_sum += len(self.states)
         self._phase = (self._phase + 1) % len(self._opening)
         self._steps_left -= 1
         for state in self.states:
             state.num_cached += 1
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(self.states),
-            req_pool_indices=self._rows,
-            seq_lens=self._lens,
-            out_cache_loc=slots,
-            positions=positions,
-            seq_lens_cpu=self._lens_cpu,
-            seq_lens_sum=self._lens_sum,
-            encoder_lens=self._encoder_lens,
-        )
+        self._steps.intact = True
         input_ids = self._first_ids if token_ids is None else token_ids
         return Step(batch=batch, input_ids=input_ids, last_indices=self._each)
 

@@ -19,7 +19,7 @@ from attnmux.core import (
 )
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.checkpoint import Checkpoint, load_model, warn_in_python
+from attnmux.transformers.checkpoint import LOADING, Checkpoint, load_model, warn_in_python
 from attnmux.transformers.decision import (
     RunnerOptions,
     check_against_config,
@@ -50,7 +50,7 @@ def load_runner(
     """Load a checkpoint's weights and build its runner on the backend that fits.
 
     The backend is chosen for the layers that the model shows when it runs; config.json is asked
-    first, so that what cannot work is refused before any weight is read.
+    first, so that what cannot work is refused before any weight is read. Threads load in turn.
     warn: told, in a sentence, of what the model runs without: tensors of the checkpoint that it
     has no place for, latent attention where it runs expanded, a backend that could not be made.
     Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made,
@@ -59,9 +59,10 @@ def load_runner(
     """
     check_rotary(checkpoint.config, options.max_context_len)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
-    runner = load(checkpoint, platform, offers, options, progress, warn)
-    if options.graph is not False:
-        _capture_graphs(runner, warn, required=options.graph is True)
+    with LOADING:
+        runner = load(checkpoint, platform, offers, options, progress, warn)
+        if options.graph is not False:
+            _capture_graphs(runner, warn, required=options.graph is True)
     return runner
 
 

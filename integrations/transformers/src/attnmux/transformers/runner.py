@@ -105,6 +105,7 @@ class ModelRunner:
         self.steps = StepBuilder(
             table,
             PagedAllocator(size, page_size, device),
+            token_to_kv_pool=pool,
             max_step_tokens=fixed_row_len(model.config),
             max_encoder_len=max_encoder_len,
         )
@@ -158,7 +159,7 @@ class ModelRunner:
         """Run the next pending tokens of each request; see `StepBuilder.extend`.
 
         Returns the logits after each request's last new token, [B, vocabulary]. Where the model
-        itself fails, the requests hold slots without K and V: release them.
+        itself fails, the requests hold slots without K and V: release them with `zero`.
         """
         step = self.steps.extend(states, num_new)
         return self.forward(step, step.last_indices)
@@ -168,9 +169,13 @@ class ModelRunner:
         step = self.steps.decode(states)
         return self.forward(step, step.last_indices)
 
-    def release(self, states: Sequence[SequenceState]) -> None:
-        """Free everything that the requests hold."""
-        self.steps.release(states)
+    def release(self, states: Sequence[SequenceState], *, zero: bool = False) -> None:
+        """Free everything that the requests hold; `zero` as in `StepBuilder.release`."""
+        self.steps.release(states, zero=zero)
+
+    def reset(self) -> None:
+        """Free everything, whoever holds it, as `StepBuilder.reset` does."""
+        self.steps.reset()
 
     @property
     def vocabulary_size(self) -> int:

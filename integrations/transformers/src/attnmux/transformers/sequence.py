@@ -42,6 +42,12 @@ class SequenceState:
         """Columns that are new when `num_new` pending tokens run."""
         return self.encoder_len + self.num_cached + num_new - self.num_columns
 
+    def forget(self) -> None:
+        """Begin anew: none of its tokens has K and V in the cache."""
+        self.row = None
+        self.num_cached = self.num_shared = 0
+        self.encoder_cached = False
+
     @property
     def num_pending(self) -> int:
         """Tokens that no step has run yet."""

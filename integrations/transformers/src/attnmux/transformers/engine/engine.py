@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -30,12 +31,40 @@ PREFILL_TOKENS = 8192
 time that decoding requests wait."""
 
 
+class _Turn:
+    """A call of the engine: one thread at a time. A call that raises leaves the accounts settled.
+
+    Not a generator: one that an interrupt leaves suspended would settle much later.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._lock = engine._lock
+        self._settle = engine._settle
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInput(
+                "engine", got="a call while another thread uses it", expected="one thread at a time"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._settle()
+        finally:
+            self._lock.release()
+
+
 class Engine:
     """Continuous batching on one runner, which is the engine's alone.
 
     What a request generates is what it would generate alone, up to rounding in the model, whatever
-    shares its steps. Not to be used from several threads at once.
+    shares its steps. One thread at a time may use an engine; calls from others raise InvalidInput.
     The cached prefixes belong to the runner: an engine that follows on the same runner finds them.
+
+    Whatever is raised in a step, no page is lost and the other requests go on. If an exception
+    interrupts the engine's own accounts, all memory is freed at once, the cached prefixes included,
+    and the requests run again from their tokens.
     """
 
     def __init__(
@@ -64,17 +93,21 @@ class Engine:
         )
         self._execution = Execution(runner)
         self._live: dict[int, LiveRequest] = {}
+        """In order of arrival. Those that have ended stay until their memory is free."""
         self._next_id = 0
         self._running: Plan | None = None
         """The step that is in flight."""
-        self._to_free: list[tuple[LiveRequest, bool]] = []
-        """Requests that have ended, and whether the cache may keep what they computed."""
+        self._intact = True
+        """Whether the scheduler, the cache and the requests agree. False while they change."""
+        self._has_ended = False
+        """Whether a request in `_live` has ended."""
         self._outputs = OutputQueue()
+        self._lock = threading.RLock()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._live or self._outputs)
+        return bool(self._live or self._outputs.entries)
 
     @property
     def memory(self) -> MemoryUse:
@@ -138,10 +171,11 @@ class Engine:
             on_text=on_text,
             num_said=len(token_ids),
         )
-        self._next_id += 1
-        self._live[request.id] = request
-        self._scheduler.add(request)
-        return request.id
+        with _Turn(self):
+            self._settle()
+            self._next_id += 1
+            self._scheduler.add(request)
+            return self._live.setdefault(request.id, request).id
 
     def abort(self, request_id: int) -> GenerationResult | None:
         """End a request now. Returns what it has so far; None where it had ended before.
@@ -152,18 +186,35 @@ class Engine:
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
-        request = self._live.get(request_id)
-        if request is None:
-            return None
-        self._abort(request)
-        if self._running is None:
-            self._free_ended()
-        request.new_text()
-        return request.result()
+        with _Turn(self):
+            request = self._live.get(request_id)
+            if request is None or request.ended:
+                return None
+            self._abort(request)
+            if self._running is None:
+                self._settle()
+            request.new_text()
+            return request.result()
 
     def clear_cache(self) -> None:
         """Forget the cached prefixes that no running request reads."""
-        self._cache.clear()
+        with _Turn(self):
+            self._settle()
+            self._intact = False
+            self._cache.clear()
+            self._intact = True
+
+    def reset(self) -> None:
+        """Abort every request without a word and free the runner's memory, whoever holds it.
+
+        For use by any thread once none uses the engine any more.
+        """
+        self._lock = threading.RLock()
+        self._running = None
+        self._intact = False
+        self._live.clear()
+        self._outputs = OutputQueue()
+        self._settle()
 
     def step(self) -> list[TokenOutput]:
         """Run the next step. Returns the new tokens; none where it only ran parts of prompts.
@@ -174,36 +225,69 @@ class Engine:
         called while the model runs, and PoolExhausted where others hold so much of the pool that
         nothing can run.
         """
-        if self._running is not None:
-            raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
-        laps = Laps()
+        with _Turn(self):
+            if self._running is not None:
+                raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
+            laps = Laps()
+            try:
+                self._settle()
+                plan = self._next_plan()
+                laps.lap("schedule")
+                if plan is not None:
+                    self._run(plan, laps)
+            finally:
+                self._running = None
+            self._tell(plan, laps)
+        return self._outputs.hand_over()
+
+    def _next_plan(self) -> Plan | None:
+        self._intact = False
         plan = self._scheduler.plan()
-        laps.lap("schedule")
-        if plan is not None:
-            self._run(plan, laps)
+        self._intact = True
+        if plan is None and self._live:
+            page_size = self.runner.steps.allocator.page_size
+            raise PoolExhausted(
+                "KV slots for the next step",
+                wanted=page_size,
+                available=self.runner.steps.allocator.available_size(),
+                hint="slots that no request of this engine holds are missing: a runner serves one "
+                "engine at a time, and `reset` frees what another has left",
+            )
+        return plan
+
+    def _run(self, plan: Plan, laps: Laps) -> None:
+        """Run a step. The engine is not `_intact` until it ends, well or badly."""
+        committing = False
         try:
-            return self._outputs.deliver()
+            self._running, self._intact = plan, False
+            tokens = self._execution.run(plan, laps)
+            committing = True
+            self._commit(plan, tokens)
+            self._intact = True
+        except BaseException:
+            self._drop(plan)
+            self._intact = not committing
+            raise
+        finally:
+            self._running = None
+            self._settle()
+            laps.lap("commit")
+
+    def _tell(self, plan: Plan | None, laps: Laps) -> None:
+        try:
+            self._outputs.tell()
         finally:
             laps.lap("stream")
             if plan is not None:
                 self.stats.count(plan.kind, plan.num_prompt_tokens, len(plan.sampled), laps)
 
-    def _run(self, plan: Plan, laps: Laps) -> None:
-        self._running = plan
-        try:
-            self._commit(plan, self._execution.run(plan, laps))
-        except BaseException:
-            self._fail(plan)
-            raise
-        finally:
-            self._running = None
-            self._free_ended()
-            laps.lap("commit")
-
     def _commit(self, plan: Plan, tokens: Sequence[int]) -> None:
         """Give the tokens to their requests; those that are done end."""
-        for request, token in zip(plan.sampled, tokens, strict=True):
-            if request.finish_reason is None:
+        num_sampled = len(plan.sampled)
+        for place, (request, token) in enumerate(zip(plan.requests, tokens, strict=True)):
+            if request.ended:
+                continue
+            if place < num_sampled or token == NOT_A_NUMBER:
                 self._take(request, token)
         for request, _ in plan.chunks:
             if not request.ended:
@@ -213,7 +297,8 @@ class Engine:
     def _take(self, request: LiveRequest, token: int) -> None:
         ids = request.state.token_ids
         if token == NOT_A_NUMBER:
-            self._end(request, "error", keep=False)
+            request.is_sound = False
+            self._end(request, "error")
         else:
             ids.append(token)
             if token in request.stop_ids:
@@ -224,29 +309,55 @@ class Engine:
         self.stats.finished += is_last
         self._outputs.add(request, token, is_last)
 
-    def _end(self, request: LiveRequest, reason: FinishReason, *, keep: bool = True) -> None:
-        """Its memory is freed by `_free_ended`. keep: what it computed is of use to others."""
+    def _end(self, request: LiveRequest, reason: FinishReason) -> None:
+        """Its memory is freed by `_settle`."""
+        self._has_ended = True
         request.finish_reason = reason
-        del self._live[request.id]
-        self._to_free.append((request, keep))
 
     def _abort(self, request: LiveRequest) -> None:
         self.stats.aborted += 1
         self._end(request, "abort")
         self._outputs.forget(request)
 
-    def _fail(self, plan: Plan) -> None:
-        """The step has not run to its end: what it should have written is not there."""
+    def _drop(self, plan: Plan) -> None:
+        """Abort the requests of a step that broke off: it has not written what it should have."""
         self._execution.forget()
         for request in plan.requests:
-            if not request.ended:
+            request.is_sound = False
+            if request.finish_reason != "abort" and not self._outputs.ends(request):
                 self._abort(request)
-        self._to_free = [(request, False) for request, _ in self._to_free]
 
-    def _free_ended(self) -> None:
-        if not self._to_free:
+    def _settle(self) -> None:
+        """Free what the requests that have ended hold, or everything after an interrupted change.
+
+        Does nothing while a step runs.
+        """
+        if self._running is not None:
             return
-        ended, self._to_free = self._to_free, []
-        for request, keep in ended:
-            self._cache.release(request, keep=keep)
-        self._scheduler.drop_ended()
+        steps, scheduler = self.runner.steps, self._scheduler
+        if not (self._intact and steps.intact and scheduler.num_requests == len(self._live)):
+            self._restart()
+        elif self._has_ended:
+            self._intact = False
+            for request in self._live.values():
+                if request.ended:
+                    self._cache.release(request)
+            scheduler.drop_ended()
+            self._forget_ended()
+            self._intact = True
+
+    def _restart(self) -> None:
+        """Free everything, whatever state it is in; the requests wait and run again."""
+        self._intact = False
+        self.runner.steps.reset()
+        self._execution.forget()
+        self._forget_ended()
+        for request in self._live.values():
+            request.state.forget()
+            request.node = None
+        self._scheduler.restart(self._live.values())
+        self._intact = True
+
+    def _forget_ended(self) -> None:
+        self._live = {one.id: one for one in self._live.values() if not one.ended}
+        self._has_ended = False

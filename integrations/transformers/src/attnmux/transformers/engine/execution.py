@@ -11,8 +11,10 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.sampling import sample
+from attnmux.transformers.sampling import Sampler, SamplingParams, sample
 from attnmux.transformers.sequence import Step
+
+GREEDY = Sampler(SamplingParams())
 
 
 class StepRunner(Protocol):
@@ -42,19 +44,17 @@ class Execution:
 
     @torch.inference_mode()
     def run(self, plan: Plan, laps: Laps) -> list[int]:
-        """The next token of each of `plan.sampled`, in that order.
+        """The next token of each of `plan.requests`, after waiting for the device.
 
-        Waits for the device once, where there is a token to read.
+        A request whose prompt goes on in the next step has no next token: its value only says
+        whether its logits are numbers.
         """
         step = self._extend(plan) if plan.chunks else self._decode_step(plan)
         laps.lap("allocate")
-        indices = step.last_indices
-        if 0 < len(plan.sampled) < indices.shape[0]:
-            indices = indices[: len(plan.sampled)]
-        logits = self._runner.forward(step, indices, laps)
-        if not plan.sampled:
-            return []
-        self._tokens = sample(logits, [request.sampler for request in plan.sampled])
+        logits = self._runner.forward(step, step.last_indices, laps)
+        samplers = [request.sampler for request in plan.sampled]
+        samplers += [GREEDY] * (len(plan.requests) - len(samplers))
+        self._tokens = sample(logits, samplers)
         laps.lap("sample")
         tokens: list[int] = self._tokens.tolist()
         laps.lap("wait")

@@ -75,16 +75,16 @@ class PrefixCache:
             self.steps.rewrite(state, state.num_shared, match.slots[state.num_shared :])
         state.num_shared = whole
 
-    def release(self, request: LiveRequest, *, keep: bool = True) -> None:
-        """Free the request's row and slots; one that holds none is left alone.
+    def release(self, request: LiveRequest) -> None:
+        """Free the request's row and slots, and keep its whole pages for others if it `is_sound`.
 
-        keep False: what it computed must not be found, as after a step that failed.
+        One that holds nothing is left alone.
         """
         if request.node is None:
             return
-        if keep:
+        if request.is_sound:
             self.store(request)
-        self.steps.release([request.state])
+        self.steps.release([request.state], zero=not request.is_sound)
         self._tree.unlock(request.node)
         request.node = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -63,6 +62,9 @@ class LiveRequest:
     reused_tokens: int | None = None
     """None until it is admitted for the first time."""
     finish_reason: FinishReason | None = None
+    is_sound: bool = True
+    """Whether what it computed since its pages were stored is of use; if not, the pages are zeroed
+    before they are freed."""
     pieces: list[str] = field(default_factory=list)
     num_said: int = 0
     """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""
@@ -131,49 +133,57 @@ def check_request(
         )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Entry:
+    request: LiveRequest
+    token: int
+    is_last: bool
+    output: TokenOutput | None = None
+    """Set once the request's listener may have heard of it."""
+
+
 class OutputQueue:
-    """New tokens that were not yet reported, in order.
+    """New tokens that the engine's caller has not received, in order.
 
     If a tokenizer or a listener raises, the token that it was given counts as reported. The next
     call reports all others, including outputs that the caller has not received.
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[LiveRequest, int, bool]] = deque()
-        self._outputs: list[TokenOutput] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._pending or self._outputs)
+        self.entries: list[_Entry] = []
 
     def add(self, request: LiveRequest, token: int, is_last: bool) -> None:
         """Note a request's new token."""
-        self._pending.append((request, token, is_last))
+        self.entries.append(_Entry(request=request, token=token, is_last=is_last))
+
+    def ends(self, request: LiveRequest) -> bool:
+        """Whether the request's last token waits here."""
+        return any(one.is_last and one.request is request for one in self.entries)
 
     def forget(self, request: LiveRequest) -> None:
         """Report nothing more about a request."""
-        self._pending = deque(one for one in self._pending if one[0] is not request)
-        self._outputs = [one for one in self._outputs if one.request_id != request.id]
+        self.entries = [one for one in self.entries if one.request is not request]
 
-    def deliver(self) -> list[TokenOutput]:
-        """Call the listeners. Returns the outputs for the engine's caller."""
-        while self._pending:
-            request, token, is_last = self._pending.popleft()
-            if is_last:
-                self._deliver_last(request, token)
+    def tell(self) -> None:
+        """Call the listeners."""
+        for entry in list(self.entries):
+            request = entry.request
+            if entry.output is not None or request.finish_reason == "abort":
                 continue
-            self._outputs.append(TokenOutput(request.id, token, None))
             # The text of a request that has ended is reported once, with its last token.
-            if request.on_text is None or request.ended:
-                continue
-            if piece := request.new_text():
-                request.on_text(piece, False)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+            speaks = entry.is_last or not (request.on_text is None or request.ended)
+            piece = ""
+            try:
+                if speaks:
+                    piece = request.new_text()
+            finally:
+                result = request.result() if entry.is_last else None
+                entry.output = TokenOutput(request.id, entry.token, result)
+            if request.on_text is not None and speaks and (piece or entry.is_last):
+                request.on_text(piece, entry.is_last)
 
-    def _deliver_last(self, request: LiveRequest, token: int) -> None:
-        try:
-            piece = request.new_text()
-        finally:
-            self._outputs.append(TokenOutput(request.id, token, request.result()))
-        if request.on_text is not None:
-            request.on_text(piece, True)
+    def hand_over(self) -> list[TokenOutput]:
+        """The outputs, which leave the queue."""
+        outputs = [one.output for one in self.entries if one.output is not None]
+        # One line, so that an interrupt loses none of them
+        return self.entries.clear() or outputs  # type: ignore[func-returns-value,redundant-expr]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attnmux.core import PoolExhausted, PrefixMatch, check_positive
+from attnmux.core import PrefixMatch, check_positive
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Kind
@@ -98,12 +98,20 @@ class Scheduler:
         self.decoding = [one for one in self.decoding if not one.ended]
         self._closed = False
 
-    def plan(self) -> Plan | None:
-        """The next step, with room for it in the pool; None without requests.
+    def restart(self, requests: Iterable[LiveRequest]) -> None:
+        """Let all of them wait, in order of arrival, with nothing in memory."""
+        self.waiting, self.prefilling, self.decoding = list(requests), [], []
+        self._closed = False
 
-        Raises PoolExhausted where somebody else holds so much of the pool that nothing can run.
-        """
+    @property
+    def num_requests(self) -> int:
+        return len(self.waiting) + len(self.prefilling) + len(self.decoding)
+
+    def plan(self) -> Plan | None:
+        """The next step, with room for it in the pool; None where nothing can run."""
         while not self._make_room(chunks := self._chunks()):
+            if len(self.prefilling) + len(self.decoding) < 2:
+                return None
             self._retract()
         if self.waiting:
             self._admit(chunks)
@@ -151,10 +159,7 @@ class Scheduler:
 
     def _retract(self) -> None:
         """Take the memory of the request that arrived last; it runs again later."""
-        running = self.prefilling + self.decoding
-        if len(running) < 2:
-            raise self._stuck()
-        request = max(running, key=lambda one: one.id)
+        request = max(self.prefilling + self.decoding, key=lambda one: one.id)
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
         self._cache.release(request)
         insort(self.waiting, request, key=lambda one: one.id)
@@ -182,8 +187,6 @@ class Scheduler:
             count = self._let_in(request, match, room)
             chunks.append((request, count))
             room, rows = room - count, rows - 1
-        if idle and not chunks:
-            raise self._stuck()
         # Fits, as every one admitted was checked against what all the others still need.
         self._make_room(chunks)
 
@@ -218,12 +221,3 @@ class Scheduler:
             self.stats.prompt_tokens += request.prompt_len
             self.stats.reused_tokens += request.reused_tokens
         return min(request.state.num_pending, room)
-
-    def _stuck(self) -> PoolExhausted:
-        return PoolExhausted(
-            "KV slots for the next step",
-            wanted=self._page_size,
-            available=self._cache.allocator.available_size(),
-            hint="slots that no request of this engine holds are missing: a runner serves one "
-            "engine at a time",
-        )

@@ -1,0 +1,273 @@
+"""Raise exceptions at random lines of a serving engine, and check that nothing was lost by them.
+
+    python tools/inject_faults.py --faults 10000 --seed 0
+
+The model hashes the tokens in its KV cache, so that a lost or foreign slot changes the answer.
+Prompts share beginnings and come in chunks; the pool is small, so that requests are retracted.
+After each fault every page and every row has exactly one owner, and in the end every request that
+was not aborted has the right answer. Exits with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import attnmux.core.kv as kv
+import attnmux.transformers.engine as engine_package
+from attnmux.core import PagedAllocator, PrefixNode, ReqToTokenPool
+from attnmux.transformers import Engine, StepBuilder
+from attnmux.transformers.engine import scheduler
+from attnmux.transformers.sequence import Step
+
+VOCABULARY = 50
+PLACES = 10_000
+Traced = Any  # what sys.settrace takes, which calls itself by that name
+FAULTS: tuple[Callable[[], BaseException], ...] = (
+    KeyboardInterrupt,
+    lambda: torch.OutOfMemoryError("injected"),
+    lambda: RuntimeError("injected"),
+)
+WATCHED = tuple(
+    str(Path(str(package.__file__)).parent) for package in (kv, engine_package)
+) + tuple(
+    str(Path(str(engine_package.__file__)).parents[1] / f"{module}.py")
+    for module in ("batching", "decode_batch", "sequence", "sampling")
+)
+
+
+class Injector:
+    """Raises a fault at the n-th line that the watched modules run, and perhaps a second one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.raised: list[str] = []
+        self._lines_left = 0
+        self._again = False
+
+    def __call__(self, function: Callable[[], None], *, lines: int, twice: bool) -> None:
+        """Call a function, with the fault within its first `lines` lines."""
+        self.raised = []
+        self._lines_left, self._again = self.rng.randrange(1, lines), twice
+        sys.settrace(self._enter)
+        try:
+            function()
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Traced:
+        return self._line if frame.f_code.co_filename.startswith(WATCHED) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Traced:
+        if event != "line":
+            return self._line
+        self._lines_left -= 1
+        if self._lines_left > 0:
+            return self._line
+        self.raised.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        if self._again:
+            # Python removes a trace function that raises: the profiler puts it back on the way out
+            self._again, self._lines_left = False, self.rng.randrange(1, 30)
+            sys.setprofile(self._resume)
+        raise self.rng.choice(FAULTS)()
+
+    def _resume(self, frame: FrameType, event: str, arg: object) -> None:
+        sys.setprofile(None)
+        sys.settrace(self._enter)
+        above: FrameType | None = frame.f_back
+        while above is not None:
+            if above.f_code.co_filename.startswith(WATCHED):
+                above.f_trace = self._line
+            above = above.f_back
+
+
+def next_token(ids: Sequence[int]) -> int:
+    return zlib.crc32(bytes(ids)) % VOCABULARY
+
+
+def continued(ids: Sequence[int], num: int) -> tuple[int, ...]:
+    """The right answer."""
+    whole = list(ids)
+    for _ in range(num):
+        whole.append(next_token(whole))
+    return tuple(whole[len(ids) :])
+
+
+class HashingRunner:
+    """A model whose KV cache holds each token with its place."""
+
+    def __init__(self, *, page_size: int, debug: bool) -> None:
+        size = 80
+        self.steps = StepBuilder(
+            ReqToTokenPool(5, 64, "cpu"), PagedAllocator(size, page_size, "cpu", debug=debug)
+        )
+        self.vocabulary_size = VOCABULARY
+        self.cache = torch.full((size + page_size,), -1)
+
+    def forward(self, step: Step, indices: torch.Tensor, laps: object = None) -> torch.Tensor:
+        batch = step.batch
+        self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions
+        table = self.steps.req_to_token_pool.req_to_token
+        logits = torch.zeros(batch.batch_size, VOCABULARY)
+        lens = batch.seq_lens.tolist()
+        for place, (row, length) in enumerate(zip(batch.req_pool_indices, lens, strict=True)):
+            held = self.cache[table[row, :length].long()].tolist()
+            # What another request wrote makes another token, not an error
+            logits[place, next_token([one // PLACES % VOCABULARY for one in held])] = 1.0
+        return logits[torch.searchsorted(step.last_indices, indices)]
+
+
+def nodes(node: PrefixNode) -> Iterator[PrefixNode]:
+    for child in node.children.values():
+        yield child
+        yield from nodes(child)
+
+
+def wrongs(engine: Engine) -> list[str]:
+    """What is wrong with the accounts of pages, rows and locks."""
+    steps = engine.runner.steps
+    allocator, table = steps.allocator, steps.req_to_token_pool
+    free_list, page_size = allocator._free_list, allocator.page_size
+    owners: Counter[int] = Counter(free_list._stack[: free_list.available].tolist())
+    cached = [one for root in steps.prefix_tree._roots.values() for one in nodes(root)]
+    for node in cached:
+        owners.update((node.slots[::page_size] // page_size).tolist())
+    held = [one for one in engine._live.values() if one.state.row is not None]
+    for request in held:
+        state = request.state
+        own = table.req_to_token[state.row, state.num_shared : state.num_columns : page_size]
+        owners.update((own // page_size).tolist())
+    found = []
+    leaked = set(range(1, free_list.count + 1)) - set(owners)
+    if leaked:
+        found.append(f"{len(leaked)} pages leaked")
+    if any(count > 1 for count in owners.values()):
+        found.append("a page with two owners")
+    if table.available_size() + len(held) != table.size:
+        found.append("rows leaked")
+    locks = Counter(id(node) for one in held if one.node is not None for node in one.node.path())
+    if any(node.locks != locks[id(node)] for node in cached):
+        found.append("a wrong number of locks")
+    return found
+
+
+class Workload:
+    """Random arrivals, aborts and steps on one engine; counts what went wrong."""
+
+    def __init__(self, rng: random.Random, *, page_size: int, debug: bool) -> None:
+        self.rng = rng
+        self.engine = Engine(HashingRunner(page_size=page_size, debug=debug), prefill_tokens=13)
+        self.asked: dict[int, tuple[list[int], int]] = {}
+        self.stems = [[rng.randrange(VOCABULARY) for _ in range(25)] for _ in range(3)]
+        self.found: Counter[str] = Counter()
+        self.answers = self.late = 0
+
+    def act(self) -> None:
+        """One call of the engine."""
+        rng, kind = self.rng, self.rng.random()
+        if kind < 0.3 and len(self.asked) < 12:
+            ids = rng.choice(self.stems)[: rng.randrange(25)]
+            ids = ids + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 12))]
+            num = rng.randrange(1, 20)
+            self.asked[self.engine.add(ids, max_new_tokens=num)] = ids, num
+        elif kind < 0.34 and self.asked:
+            victim = rng.choice(sorted(self.asked))
+            self.engine.abort(victim)
+            del self.asked[victim]
+        elif kind < 0.36:
+            self.engine.clear_cache()
+        else:
+            self.step()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.result is None:
+                continue
+            ids, num = self.asked.pop(output.request_id, (None, 0))
+            if ids is None:
+                continue  # its `add` or `abort` was interrupted after the fact
+            self.answers += 1
+            if output.result.token_ids != continued(ids, num):
+                self.found["a wrong answer"] += 1
+
+    def after_fault(self) -> None:
+        """Check the accounts, and drop the requests that the failed step has aborted."""
+        if wrongs(self.engine):
+            self.late += 1  # a second fault interrupted the repair: the next call does it
+            self.engine.clear_cache()
+        self.found.update(wrongs(self.engine))
+        alive = {one.id for one in self.engine._live.values() if one.finish_reason != "abort"}
+        queued = {one.request.id for one in self.engine._outputs.entries}
+        for number in set(self.asked) - alive - queued:
+            del self.asked[number]
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            self.found["requests that never end"] += 1
+        if self.asked:
+            self.found["answers that never came"] += len(self.asked)
+            self.asked.clear()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Raise exceptions at random lines of an engine.")
+    parser.add_argument("--faults", type=int, default=10_000, help="Faults to inject.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the workload and the lines.")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    scheduler.GROWTH = 1  # requests are let in boldly, so that memory runs out often
+    rng = random.Random(args.seed)
+    found: Counter[str] = Counter()
+    places: set[str] = set()
+    faults = answers = late = retractions = 0
+    while faults < args.faults:
+        work = Workload(rng, page_size=rng.choice([1, 4, 16]), debug=rng.random() < 0.5)
+        injector = Injector(rng)
+        try:
+            for _ in range(300):
+                if work.found:
+                    break  # more of the same would follow
+                if rng.random() < 0.7 or faults >= args.faults:
+                    work.act()
+                    continue
+                try:
+                    injector(work.act, lines=rng.choice([30, 300, 900]), twice=rng.random() < 0.2)
+                except (KeyboardInterrupt, RuntimeError):
+                    if not injector.raised:
+                        raise
+                    work.after_fault()
+                faults += len(injector.raised)
+                places.update(injector.raised)
+            else:
+                work.finish()
+        except Exception as error:
+            work.found[f"a later call raises {type(error).__name__}"] += 1
+        found.update(work.found)
+        answers += work.answers
+        late += work.late
+        retractions += work.engine.stats.retractions
+    print(
+        f"seed {args.seed}: {faults} faults at {len(places)} lines; {answers} answers, "
+        f"{retractions} retractions; {late} repaired by the next call"
+    )
+    for wrong, count in found.most_common():
+        print(f"{count} x {wrong}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
