@@ -66,9 +66,7 @@ class CanaryFinding(AttnmuxError):
             "head": head,
             "slot": slot,
         }
-        place = "".join(
-            f", {name} {value}" for name, value in places.items() if value is not None
-        )
+        place = "".join(f", {name} {value}" for name, value in places.items() if value is not None)
         super().__init__(f"canary, step {step}, {check}{place}: expected {expected}, got {got}")
 
 
@@ -100,8 +98,8 @@ class CanaryBackend(DispatchingBackend):
 
     A checked step is compared with the contract in six ways:
 
-    table   the request table names the slots that the step writes, and no slot is written that a
-            request of the step reads
+    table   the request table names the slots that the step writes; no slot is written that a
+            request of the step reads; the row of a decoding request still begins as it did
     slot    a slot that a request reads has the bits of the last checked step, unless a step wrote
             it since
     write   a layer's call changes no slot but the step's own
@@ -138,8 +136,8 @@ class CanaryBackend(DispatchingBackend):
         return self._checks.checked_steps
 
     def forget(self) -> None:
-        """Call this after something other than a step wrote to slots that requests hold."""
-        self._checks.watched.forget()
+        """Call this after something other than a step wrote to slots or rows that requests hold."""
+        self._checks.forget()
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         return self.backend
@@ -214,7 +212,14 @@ class _Checks:
         self._step = 0
         self._drawn: frozenset[int] = frozenset()
         self._requests: tuple[RequestView, ...] = ()
-        self._loc = torch.zeros(0, dtype=torch.int64, device=context.device)
+        table = context.req_to_token_pool.req_to_token
+        with torch.inference_mode(False):  # written in steps of either kind
+            self._rows = torch.zeros_like(table)
+            self._lens = torch.zeros(len(table), dtype=torch.int64, device=table.device)
+
+    def forget(self) -> None:
+        self.watched.forget()
+        self._lens.zero_()
 
     def pause(self) -> None:
         """No layer is checked until the next step begins."""
@@ -229,6 +234,9 @@ class _Checks:
         if batch.forward_mode is ForwardMode.IDLE:
             return
         self._step += 1
+        if batch.forward_mode.is_extend():
+            # The row may be another request's now, or the engine may give it a cached prefix
+            self._lens.index_fill_(0, batch.req_pool_indices, 0)
         if self._steps.random() >= self._share:
             self.watched.note_writes(batch.out_cache_loc)
             if batch.encoder_out_cache_loc is not None:
@@ -241,13 +249,15 @@ class _Checks:
             loc = torch.cat([loc, batch.encoder_out_cache_loc])
         read = self._slots_read()
         self._check_table(batch, read)
+        if batch.forward_mode.is_decode():
+            self._check_rows()
         for change in self.watched.changed_since_recorded(read):
             self._report_change("slot", change, "the bits of the last checked step")
         ids = [layer.layer_id for layer in self._context.layers]
         drawn = self._points.sample(ids, min(self._sample.layers, len(ids)))
         stored = set(self._context.token_to_kv_pool.layer_ids)
         self.watched.record([each for each in drawn if each in stored], read, loc)
-        self._loc, self._drawn = loc, frozenset(drawn)
+        self._drawn = frozenset(drawn)
 
     def after(self, call: AttentionCall, batch: ForwardBatch, result: torch.Tensor) -> None:
         """Check a layer's call: its writes, its results."""
@@ -292,6 +302,20 @@ class _Checks:
             if in_table == slot:
                 expected, got = "a slot of its own", f"slot {slot}, which another token has too"
             self._report("table", expected, got, self._request_of(token), token=token)
+
+    def _check_rows(self) -> None:
+        """Rows of requests that only decoded since the last check hold the slots that they held."""
+        table = self._context.req_to_token_pool.req_to_token
+        rows = self._on_device([each.row for each in self._requests])
+        ends = self._on_device([each.encoder + each.cached + 1 for each in self._requests])
+        columns = torch.arange(table.shape[1], device=table.device)
+        changed = (table[rows] != self._rows[rows]) & (columns < self._lens[rows].unsqueeze(1))
+        for index, column in changed.nonzero()[:1].tolist():
+            request = self._requests[index]
+            before, now = int(self._rows[request.row, column]), int(table[request.row, column])
+            self._report("table", f"slot {before} in column {column}", f"slot {now}", request)
+        self._rows[rows] = table[rows]
+        self._lens[rows] = ends
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._context.device)
