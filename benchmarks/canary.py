@@ -1,0 +1,81 @@
+"""Cost of the canary: decode steps with one compared with the same steps without.
+
+    python -m benchmarks.canary [--rounds 15] [--share 0.01] [--json FILE]
+
+without   microseconds of a decode step, metadata and all layers, on torch_native
+unchecked what a step that is not checked adds
+checked   what a checked step adds
+cost      (1 - share) * unchecked + share * checked, as a part of `without`. Bar: 1 % at 0.01.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+from benchmarks.cases import Case, decode, json_option, only_option, rounds_option
+
+from attnmux.bench import Report, facts, interleave
+from attnmux.bench.timing import wall_meter
+from attnmux.core import AttentionBackend, Platform
+from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.testing.canary import CanaryBackend
+
+CPU = torch.device("cpu")
+MAX_COST = 0.01
+LAYERS = 16
+CASES = (decode(1, 1024), decode(8, 1024), decode(32, 1024), decode(8, 4096))
+COLUMNS = {
+    "workload": "",
+    "without, us": ".0f",
+    "unchecked, us": ".1f",
+    "checked, us": ".0f",
+    "cost": ".2%",
+    "bar": "",
+}
+
+
+def measure(case: Case, rounds: int, share: float, report: Report) -> None:
+    step = case.step(CPU, LAYERS)
+    platform = Platform.parse("cpu:x86_64")
+
+    def run(backend: AttentionBackend) -> None:
+        backend.init_forward_metadata(step.batch)
+        for call in step.calls(backend):
+            call()
+
+    sides: dict[str, AttentionBackend] = {
+        "without": TorchNativeBackend(step.context(platform)),
+        "unchecked": CanaryBackend(TorchNativeBackend(step.context(platform)), share=0),
+        "checked": CanaryBackend(TorchNativeBackend(step.context(platform)), share=1),
+    }
+    meters = {
+        name: wall_meter(partial(run, backend), CPU, repeats=2) for name, backend in sides.items()
+    }
+    times = interleave(meters, rounds, warm_up=2)
+    without = times.median("without")
+    unchecked, checked = (times.added(name, "without") for name in ("unchecked", "checked"))
+    cost = ((1 - share) * max(unchecked, 0.0) + share * checked) / without
+    kept = cost <= MAX_COST
+    word = "kept" if kept else "MISSED"
+    report.add(str(case), without, unchecked, checked, cost, word, missed=not kept)
+
+
+@click.command()
+@rounds_option(15)
+@click.option("--share", type=click.FloatRange(0, 1), default=0.01, show_default=True)
+@only_option
+@json_option
+def main(rounds: int, share: float, only: str, path: Path | None) -> None:
+    """Print the cost of checking a share of decode steps on the CPU."""
+    title = f"{LAYERS} layers, share {share:g}, medians of {rounds} rounds"
+    with Report(COLUMNS, facts(CPU, "attnmux-core"), path, title=title) as report:
+        for case in CASES:
+            if only in str(case):
+                measure(case, rounds, share, report)
+
+
+if __name__ == "__main__":
+    main()
