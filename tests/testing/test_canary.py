@@ -118,7 +118,7 @@ class Traffic:
         self.context.req_to_token_pool.write(rows, cached, added, loc)
         for request, slots in zip(requests, loc.split(new), strict=True):
             request.slots = torch.cat([request.slots, slots])
-        places = [torch.arange(len(r.slots) - n, len(r.slots)) for r, n in zip(requests, new)]
+        places = [torch.arange(len(r.slots) - n, len(r.slots)) for r, n in zip(requests, new, strict=False)]
         extends = {}
         if mode.is_extend():
             extends = {
@@ -513,8 +513,10 @@ def test_findings_can_be_collected() -> None:
     finding = found[0]
     assert finding.check == "store"
     assert finding.layer_id in {layer.layer_id for layer in traffic.context.layers}
-    assert finding.slot is not None and finding.request_row is not None
-    assert "request row" in str(finding) and "slot" in str(finding)
+    assert finding.slot is not None
+    assert finding.request_row is not None
+    assert "request row" in str(finding)
+    assert "slot" in str(finding)
 
 
 def test_a_composite_is_wrapped_whole() -> None:

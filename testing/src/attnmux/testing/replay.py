@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import click
@@ -68,9 +69,11 @@ def load_failure(folder: Path) -> Kept:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        # torch's message advises to load code
+        reason = in_brief(error) if isinstance(error, OSError) else type(error).__name__
         expected = "a folder that --keep-failures made"
-        raise InvalidInput("FOLDER", got=f"{folder} ({in_brief(error)})", expected=expected) from None
+        raise InvalidInput("FOLDER", got=f"{folder} ({reason})", expected=expected) from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise InvalidInput("FOLDER", got=str(folder), expected=f"a failure of format {FORMAT}")
     return Kept(facts=facts, tensors=tensors)
@@ -208,7 +211,9 @@ class _Remade:
             if name in names:
                 given[name] = self._renumbered(self._kept.tensors[name], page)
         if facts["spec_info"] is not None:
-            parts = {name: self._tensor(f"spec_info.{name}") for name in ("custom_mask", "mask_indptr")}
+            parts = {
+                name: self._tensor(f"spec_info.{name}") for name in ("custom_mask", "mask_indptr")
+            }
             given["spec_info"] = SpecInput(**facts["spec_info"], **parts)
         items = self._tensor("multi_item.prefix_lens")
         if items is not None:

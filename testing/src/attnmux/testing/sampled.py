@@ -55,7 +55,8 @@ def requests_of(batch: ForwardBatch) -> tuple[RequestView, ...]:
     """The step's requests, without padding. Synchronises with the device."""
     size = batch.batch_size
     if batch.forward_mode.is_extend():
-        assert batch.extend_seq_lens is not None and batch.extend_prefix_lens is not None
+        assert batch.extend_seq_lens is not None
+        assert batch.extend_prefix_lens is not None
         new, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
     else:
         new, cached = [1] * size, (batch.seq_lens - 1).tolist()
