@@ -118,7 +118,10 @@ class Traffic:
         self.context.req_to_token_pool.write(rows, cached, added, loc)
         for request, slots in zip(requests, loc.split(new), strict=True):
             request.slots = torch.cat([request.slots, slots])
-        places = [torch.arange(len(r.slots) - n, len(r.slots)) for r, n in zip(requests, new, strict=False)]
+        places = [
+            torch.arange(len(each.slots) - count, len(each.slots))
+            for each, count in zip(requests, new, strict=True)
+        ]
         extends = {}
         if mode.is_extend():
             extends = {

@@ -76,10 +76,14 @@ def fail(folder: Path, name: str = "decode", backend: type[Broken] = Broken, **k
     setup = make_setup(case, fake_platform(), "cpu")
     step = prepare_step(setup, case.steps[0])
     kept = FailureKeeper(backend(setup.context), folder, **keeper)
-    with pytest.raises(RuntimeError) as raised:
+
+    def run() -> None:
         kept.init_forward_metadata(step.batch)
         for index, layer in enumerate(step.inputs):
             call_layer(setup, kept, layer, step.batch, step.num_request_tokens, index)
+
+    with pytest.raises(RuntimeError) as raised:
+        run()
     return raised.value
 
 

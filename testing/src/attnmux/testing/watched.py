@@ -70,7 +70,7 @@ class WatchedSlots:
             group = self._pool.group_of(layer_id)
             is_read = self._mask(layer_id, read)[record.slots]
             meant = is_read & ~self._written[group][record.slots] & ~record.own
-            yield from self._changes(layer_id, record, meant)
+            yield from _changes(layer_id, record, self._hashes(layer_id, record.slots), meant)
 
     def record(self, layer_ids: Sequence[int], read: torch.Tensor, loc: torch.Tensor) -> None:
         """Forget all records, and make new ones before a step that writes slots loc."""
@@ -97,19 +97,13 @@ class WatchedSlots:
         record = self._records.get(layer_id)
         if record is None:
             return
-        yield from self._changes(layer_id, record, ~record.own)
-        hashes = self._hashes(layer_id, record.slots)
-        self._records[layer_id] = replace(record, hashes=hashes, own=torch.zeros_like(record.own))
+        now = self._hashes(layer_id, record.slots)
+        yield from _changes(layer_id, record, now, ~record.own)
+        self._records[layer_id] = replace(record, hashes=now, own=torch.zeros_like(record.own))
 
     def forget(self) -> None:
         """Drop all records, since something besides a step wrote to the pool."""
         self._records = {}
-
-    def _changes(self, layer_id: int, record: _Record, meant: torch.Tensor) -> Iterator[Change]:
-        now = self._hashes(layer_id, record.slots)
-        for index in ((now != record.hashes) & meant).nonzero().flatten().tolist():
-            slot, before = int(record.slots[index]), int(record.hashes[index])
-            yield Change(layer_id, slot, before, int(now[index]))
 
     def _draw(self, layer_id: int, read: torch.Tensor) -> torch.Tensor:
         pool = self._pool
@@ -122,7 +116,7 @@ class WatchedSlots:
             picks = torch.randint(len(read), (half,), generator=self._generator).to(pool.device)
             of_requests = pool.translate(read[picks], layer_id)
             drawn = torch.cat([drawn, of_requests[of_requests >= first]])
-        return drawn.unique()
+        return torch.unique(drawn)  # type: ignore[no-any-return,no-untyped-call]  # torch's own
 
     def _mask(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
         """[slots of the layer's buffer] bool, without the reserved page."""
@@ -148,6 +142,14 @@ class WatchedSlots:
             drawn = torch.randint(-(2**62), 2**62, (width,), generator=self._generator)
             self._mixers[width] = (drawn * 2 + 1).to(self._pool.device)
         return self._mixers[width]
+
+
+def _changes(
+    layer_id: int, record: _Record, now: torch.Tensor, meant: torch.Tensor
+) -> Iterator[Change]:
+    for index in ((now != record.hashes) & meant).nonzero().flatten().tolist():
+        slot, before = int(record.slots[index]), int(record.hashes[index])
+        yield Change(layer_id, slot, before, int(now[index]))
 
 
 def kv_memory(pool: KVPool, layer_id: int) -> tuple[torch.Tensor, ...]:
