@@ -3,7 +3,7 @@
     python -m benchmarks.canary [--rounds 15] [--share 0.01] [--json FILE]
 
 without   microseconds of a decode step, metadata and all layers, on torch_native
-unchecked what a step that is not checked adds
+unchecked what a step that is not checked adds, around a backend that does nothing
 checked   what a checked step adds
 cost      (1 - share) * unchecked + share * checked, as a part of `without`. Bar: 1 % at 0.01.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 import click
 import torch
 from benchmarks.cases import Case, decode, json_option, only_option, rounds_option
+from benchmarks.contract import Nothing
 
 from attnmux.bench import Report, facts, interleave
-from attnmux.bench.timing import wall_meter
+from attnmux.bench.timing import Meter, wall_meter
 from attnmux.core import AttentionBackend, Platform
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing.canary import CanaryBackend
@@ -51,18 +52,22 @@ def measure(case: Case, rounds: int, share: float, report: Report) -> None:
         for call in step.calls(backend):
             call()
 
-    sides: dict[str, AttentionBackend] = {
-        "without": TorchNativeBackend(step.context(platform)),
-        "unchecked": CanaryBackend(TorchNativeBackend(step.context(platform)), share=0),
-        "checked": CanaryBackend(TorchNativeBackend(step.context(platform)), share=1),
-    }
+    def meter(backend: AttentionBackend, repeats: int = 1) -> Meter:
+        return wall_meter(partial(run, backend), CPU, repeats=repeats)
+
+    native, nothing = (
+        partial(each, step.context(platform)) for each in (TorchNativeBackend, Nothing)
+    )
     meters = {
-        name: wall_meter(partial(run, backend), CPU, repeats=1) for name, backend in sides.items()
+        "without": meter(native()),
+        "checked": meter(CanaryBackend(native(), share=1)),
+        "nothing": meter(nothing(), 50),
+        "unchecked": meter(CanaryBackend(nothing(), share=0), 50),
     }
     times = interleave(meters, rounds, warm_up=2)
     without = times.median("without")
-    unchecked, checked = (times.added(name, "without") for name in ("unchecked", "checked"))
-    cost = ((1 - share) * max(unchecked, 0.0) + share * checked) / without
+    unchecked, checked = times.added("unchecked", "nothing"), times.added("checked", "without")
+    cost = ((1 - share) * unchecked + share * checked) / without
     kept = cost <= MAX_COST
     word = "kept" if kept else "MISSED"
     report.add(str(case), without, unchecked, checked, cost, word, missed=not kept)

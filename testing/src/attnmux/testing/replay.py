@@ -137,11 +137,11 @@ class _Remade:
         loc = kept.tensors["out_cache_loc"]
         encoder_loc = kept.tensors.get("encoder_out_cache_loc", loc[:0])
         pages = torch.cat([table.flatten(), loc, encoder_loc]).div(page, rounding_mode="floor")
-        self._pages = pages.unique()
+        self._pages = torch.unique(pages)  # type: ignore[no-untyped-call]  # torch's own
         self._pages = self._pages[self._pages > 0]
         pool = self._pool(page, max(len(self._pages), 1) * page)
         rows = kept.tensors["req_pool_indices"]
-        own_rows = rows.unique()
+        own_rows = torch.unique(rows)  # type: ignore[no-untyped-call]  # torch's own
         own_rows = own_rows[own_rows > 0]
         max_len = max(facts["max_context_len"], table.shape[1])
         requests = ReqToTokenPool(max(len(own_rows), 1), max_len, self.device)
@@ -211,10 +211,11 @@ class _Remade:
             if name in names:
                 given[name] = self._renumbered(self._kept.tensors[name], page)
         if facts["spec_info"] is not None:
-            parts = {
-                name: self._tensor(f"spec_info.{name}") for name in ("custom_mask", "mask_indptr")
-            }
-            given["spec_info"] = SpecInput(**facts["spec_info"], **parts)
+            given["spec_info"] = SpecInput(
+                **facts["spec_info"],
+                custom_mask=self._tensor("spec_info.custom_mask"),
+                mask_indptr=self._tensor("spec_info.mask_indptr"),
+            )
         items = self._tensor("multi_item.prefix_lens")
         if items is not None:
             places = self._kept.tensors["multi_item.token_pos_in_items"].to(self.device)
