@@ -137,11 +137,11 @@ class _Remade:
         loc = kept.tensors["out_cache_loc"]
         encoder_loc = kept.tensors.get("encoder_out_cache_loc", loc[:0])
         pages = torch.cat([table.flatten(), loc, encoder_loc]).div(page, rounding_mode="floor")
-        self._pages = torch.unique(pages)  # type: ignore[no-untyped-call]  # torch's own
+        self._pages = torch.unique(pages)
         self._pages = self._pages[self._pages > 0]
         pool = self._pool(page, max(len(self._pages), 1) * page)
         rows = kept.tensors["req_pool_indices"]
-        own_rows = torch.unique(rows)  # type: ignore[no-untyped-call]  # torch's own
+        own_rows = torch.unique(rows)
         own_rows = own_rows[own_rows > 0]
         max_len = max(facts["max_context_len"], table.shape[1])
         requests = ReqToTokenPool(max(len(own_rows), 1), max_len, self.device)

@@ -116,7 +116,7 @@ class WatchedSlots:
             picks = torch.randint(len(read), (half,), generator=self._generator).to(pool.device)
             of_requests = pool.translate(read[picks], layer_id)
             drawn = torch.cat([drawn, of_requests[of_requests >= first]])
-        return torch.unique(drawn)  # type: ignore[no-any-return,no-untyped-call]  # torch's own
+        return torch.unique(drawn)  # type: ignore[no-any-return]  # torch's own
 
     def _mask(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
         """[slots of the layer's buffer] bool, without the reserved page."""

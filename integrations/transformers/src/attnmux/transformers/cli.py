@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import time
 import warnings
@@ -241,9 +242,9 @@ def _wrapper(
     if not canary and folder is None:
         return None
     try:
-        # Only those who ask need the distribution
-        from attnmux.testing.canary import CanaryBackend  # noqa: PLC0415
-        from attnmux.testing.failures import FailureKeeper  # noqa: PLC0415
+        # By name: only those who ask need the distribution
+        make_canary = pkgutil.resolve_name("attnmux.testing.canary:CanaryBackend")
+        make_keeper = pkgutil.resolve_name("attnmux.testing.failures:FailureKeeper")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("attnmux.testing"):
             raise
@@ -253,9 +254,9 @@ def _wrapper(
 
     def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
         if canary:
-            backend = CanaryBackend(backend, share=canary)
+            backend = make_canary(backend, share=canary)
         if folder is not None:
-            backend = FailureKeeper(
+            backend = make_keeper(
                 backend, folder, decision=decision, tensors=keep_values, on_kept=run.warn
             )
         return backend
