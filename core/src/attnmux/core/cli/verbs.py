@@ -42,6 +42,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
 OPTIONAL: Mapping[str, tuple[str, str]] = {
     "bench": ("attnmux-bench", "Time every backend here on the same steps."),
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
+    "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }

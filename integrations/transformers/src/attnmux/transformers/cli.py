@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import click
 import torch
 
 from attnmux.core import (
+    AttentionBackend,
+    Decision,
     Detection,
     InvalidInput,
     Platform,
@@ -133,6 +137,23 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Replay decode steps from device graphs. Default: if device and backend support them.",
 )
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
+@click.option(
+    "--canary",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    metavar="SHARE",
+    help="Compare that share of the steps with the reference while they run; 0.01 is cheap, 1 "
+    "checks every step. Stops at the first finding. Needs attnmux-testing.",
+)
+@click.option(
+    "--keep-failures",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep a step that fails in attention, for `attnmux replay`. Needs attnmux-testing.",
+)
+@click.option(
+    "--keep-values", is_flag=True, help="Let --keep-failures keep Q, K and V too, not shapes alone."
+)
 @click.option("--no-stream", is_flag=True, help="Print each text once it is complete.")
 @common_options
 @pass_run
@@ -159,6 +180,9 @@ def generate(
     prefill_tokens: int,
     graph: bool | None,
     device: str | None,
+    canary: float,
+    keep_failures: Path | None,
+    keep_values: bool,
     no_stream: bool,
     **backends: str | None,
 ) -> None:
@@ -194,6 +218,7 @@ def generate(
             measurements=run.measurements(settings),
             launches=run.launches(settings),
             debug=run.debug,
+            wrap=_wrapper(run, canary, keep_failures, keep_values),
         )
         platform = platform_for(run.detect(plugins), settings, device)
         runner = _load(run, checkpoint, platform, plugins, options)
@@ -211,6 +236,34 @@ def generate(
         answer = as_dict(generation, texts, runner, load_seconds)
         echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
     click.echo(closing_line(generation, runner), err=True)
+
+
+def _wrapper(
+    run: Run, canary: float, folder: Path | None, keep_values: bool
+) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
+    if not canary and folder is None:
+        return None
+    try:
+        # By name: only those who ask need the distribution
+        make_canary = pkgutil.resolve_name("attnmux.testing.canary:CanaryBackend")
+        make_keeper = pkgutil.resolve_name("attnmux.testing.failures:FailureKeeper")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("attnmux.testing"):
+            raise
+        got = "no attnmux-testing"
+        expected = "pip install attnmux-testing"
+        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected) from error
+
+    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
+        if canary:
+            backend = make_canary(backend, share=canary)
+        if folder is not None:
+            backend = make_keeper(
+                backend, folder, decision=decision, tensors=keep_values, on_kept=run.warn
+            )
+        return backend
+
+    return wrap
 
 
 def _encode(

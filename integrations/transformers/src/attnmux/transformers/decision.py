@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,6 +11,7 @@ import torch
 from transformers.utils.hub import cached_file
 
 from attnmux.core import (
+    AttentionBackend,
     BackendFailed,
     Decision,
     InvalidInput,
@@ -64,6 +65,8 @@ class RunnerOptions:
     """As `BackendContext.launches`: everything that was tuned on this machine."""
     debug: bool = False
     """Check every batch's values, at the cost of synchronising."""
+    wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None
+    """Called with the backend that was made; the runner uses what it returns, such as a canary."""
 
 
 def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:

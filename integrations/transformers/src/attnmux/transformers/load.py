@@ -181,6 +181,7 @@ def _make(
         max_encoder_len=max_encoder_len,
         launches=options.launches,
         debug=options.debug,
+        wrap=options.wrap,
     )
 
 

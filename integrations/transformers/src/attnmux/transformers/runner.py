@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -59,6 +59,7 @@ class ModelRunner:
         max_encoder_len: int = 0,
         launches: tuple[TunedLaunch, ...] = (),
         debug: bool = False,
+        wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
     ) -> None:
         """Allocate the pools and build the backend.
 
@@ -68,7 +69,7 @@ class ModelRunner:
         room for them even where each request leaves its last page part-filled. memory: what the
         KV pool may take. Where both are given the smaller counts. max_encoder_len: encoder tokens
         of a request, beside its `max_context_len` own; 0 in a decoder-only model. launches: as
-        `BackendContext.launches`.
+        `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
@@ -102,6 +103,8 @@ class ModelRunner:
             debug=debug,
         )
         self.backend: AttentionBackend = build(decision, self.context)
+        if wrap is not None:
+            self.backend = wrap(self.backend, decision)
         self.steps = StepBuilder(
             table,
             PagedAllocator(size, page_size, device),

@@ -1,0 +1,191 @@
+"""The reference at single points of a step: one token and one query head at a time.
+
+`reference.attention` computes whole layers. This module reads only the keys that one token sees,
+so that a check of a few points costs little in a step of any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
+from attnmux.testing.reference import (
+    chunks_before,
+    dense_attention,
+    expand_dual_chunk,
+    topk_mask,
+    visibility,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestView:
+    """One request of a step, on the host. Padding is left out of a step's requests."""
+
+    index: int
+    """Its place in the batch."""
+    row: int
+    """Of the request table."""
+    new: int
+    cached: int
+    encoder: int
+    """Encoder tokens, which precede the request's own in its row."""
+    encoder_start: int
+    """First row of its encoder tokens in a cross attention call's `k`."""
+    first_token: int
+    mask_start: int
+    """Where its part of a flat custom mask starts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Expected:
+    """The reference at one point."""
+
+    out: torch.Tensor
+    """[Dv] float64."""
+    lse: float
+    scale: float
+    """The largest sum over the keys of weight * |V| among the dims: the size of the values that
+    were added up."""
+
+
+def requests_of(batch: ForwardBatch) -> tuple[RequestView, ...]:
+    """The step's requests, without padding. Synchronises with the device."""
+    size = batch.batch_size
+    if batch.forward_mode.is_extend():
+        assert batch.extend_seq_lens is not None
+        assert batch.extend_prefix_lens is not None
+        new, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
+    else:
+        new, cached = [1] * size, (batch.seq_lens - 1).tolist()
+    encoder = [0] * size if batch.encoder_lens is None else batch.encoder_lens.tolist()
+    views = []
+    token = mask = encoded = 0
+    for index, row in enumerate(batch.req_pool_indices.tolist()):
+        view = RequestView(
+            index=index,
+            row=row,
+            new=new[index],
+            cached=cached[index],
+            encoder=encoder[index],
+            encoder_start=encoded,
+            first_token=token,
+            mask_start=mask,
+        )
+        if row:
+            views.append(view)
+        token += view.new
+        mask += view.new * (view.cached + view.new)
+        encoded += view.encoder
+    return tuple(views)
+
+
+def expected_at(
+    call: AttentionCall,
+    batch: ForwardBatch,
+    req_to_token: torch.Tensor,
+    pool: KVPool,
+    request: RequestView,
+    offset: int,
+    head: int,
+    q: torch.Tensor,
+) -> Expected:
+    """Attention of one token and one query head, over K and V that the pool or the call holds.
+
+    offset: the token's place among the request's new ones. q: [D] of the head, with the rotary part
+    of MLA; it is given apart so that a caller can round it.
+    """
+    layer = call.layer
+    seen = _seen(call, batch, request, offset)
+    kv_head = head // (layer.tp_q_head_num // layer.tp_k_head_num)
+    if call.has_own_kv:
+        keys, values = _from_call(call, request, seen, kv_head)
+    else:
+        start = 0 if layer.is_cross_attention else request.encoder
+        slots = req_to_token[request.row, start + seen]
+        keys, values = _from_pool(layer, pool, slots, kv_head)
+    keep = torch.ones((1, len(seen)), dtype=torch.bool, device=q.device)
+    values = torch.cat([values, values.abs()], dim=-1)
+    if layer.kind == "dual_chunk":
+        cached = 0 if call.has_own_kv else request.cached
+        place = torch.tensor([cached + offset], device=q.device)
+        meets = chunks_before(place, cached + request.new, layer.dual_chunk_len)[:, seen]
+        keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
+    out, lse = dense_attention(
+        q.view(1, 1, -1),
+        keys,
+        values,
+        keep,
+        scaling=layer.scaling,
+        logit_cap=layer.logit_cap,
+        sinks=None if layer.sinks is None else layer.sinks[head : head + 1],
+    )
+    result, magnitude = out[0, 0].chunk(2)
+    return Expected(out=result, lse=float(lse), scale=float(magnitude.amax()))
+
+
+def _seen(
+    call: AttentionCall, batch: ForwardBatch, request: RequestView, offset: int
+) -> torch.Tensor:
+    """The keys of the request's sequence that the token sees, [n] int64, ascending."""
+    layer, device = call.layer, call.q.device
+    if layer.is_cross_attention:
+        return torch.arange(request.encoder, device=device)
+    cached = 0 if call.has_own_kv else request.cached
+    num_keys, token = cached + request.new, request.first_token + offset
+    mask = None
+    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+        start = request.mask_start + offset * num_keys
+        mask = batch.spec_info.custom_mask[start : start + num_keys]
+    if layer.kind == "mla" and batch.topk_indices is not None:
+        mask = topk_mask(batch.topk_indices[token : token + 1], num_keys)
+    place = torch.tensor([cached + offset], device=device)
+    item_starts, shared_prefix = None, 0
+    if batch.multi_item is not None:
+        item_starts = place - batch.multi_item.token_pos_in_items[token]
+        shared_prefix = int(batch.multi_item.prefix_lens[request.index])
+    keep = visibility(
+        place,
+        num_keys,
+        causal=layer.is_causal,
+        window=layer.sliding_window_size,
+        chunk=layer.attention_chunk_size,
+        custom_mask=mask,
+        item_starts=item_starts,
+        shared_prefix=shared_prefix,
+    )
+    return keep[0].nonzero().flatten()
+
+
+def _from_call(
+    call: AttentionCall, request: RequestView, seen: torch.Tensor, kv_head: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [n, 1, D] and V [n, 1, Dv] in float64, of a call whose own k and v are all keys."""
+    assert call.k is not None
+    cross = call.layer.is_cross_attention
+    rows = seen + (request.encoder_start if cross else request.first_token)
+    keys = call.k[rows, kv_head : kv_head + 1].double()
+    if call.k_rope is not None:
+        return torch.cat([keys, call.k_rope[rows].double()], dim=-1), keys
+    assert call.v is not None
+    return keys, call.v[rows, kv_head : kv_head + 1].double()
+
+
+def _from_pool(
+    layer: LayerSpec, pool: KVPool, slots: torch.Tensor, kv_head: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [n, 1, D] and V [n, 1, Dv] of slots of the request table, in float64 and de-quantised."""
+    slots = pool.translate(slots.long(), layer.layer_id)
+    k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
+    keys = pool.get_key_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
+    values = pool.get_value_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
+    return gather(keys, slots).double() * k_scale, gather(values, slots).double() * v_scale
+
+
+def gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of a pool's buffer. torch gathers bytes on every device, 8-bit floats not on all."""
+    if buffer.dtype.itemsize > 1:
+        return buffer[slots]
+    return buffer.view(torch.uint8)[slots].view(buffer.dtype)
