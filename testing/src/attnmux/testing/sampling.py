@@ -74,6 +74,8 @@ SLOWER_IN_GRAPHS = 16
 MOST_READ, MOST_MULTIPLIED = 1 << 24, 1 << 28
 """Elements of K that a kernel may read for one layer, and products of Q and K: a second of one CPU
 core."""
+SHARP, SHARP_FROM = 2.5, 512
+"""The scale of longer requests, in units of the usual one."""
 DRAFTS, PIN_TRIES = 6, 12
 
 
@@ -386,6 +388,8 @@ def _case_of(point: Point, rng: Random, number: int) -> Case:
     latent, kind = point["kind"] in ("mla", "nsa"), point["kind"]
     step = _step(point, rng)
     page, most = point["page_size"], max((*step.totals, 1)) + 2
+    # Means over many values are so small that the tolerance would hide faults of them
+    scale = SHARP if point["length"] > SHARP_FROM else point["scale"]
     large = point["length"] > 2048 or point["rows"] > 64
     windows: tuple[int | None, ...] = (None,) if large else (None, None)
     if point.get("sliding_window"):
@@ -415,7 +419,7 @@ def _case_of(point: Point, rng: Random, number: int) -> Case:
         kv_dtype=point["kv_dtype"],
         page_size=page,
         max_context_len=most,
-        scaling=point["scale"] and point["scale"] * _query_dim(point) ** -0.5,
+        scaling=scale and scale * _query_dim(point) ** -0.5,
         windows=windows,
         attention_chunk=point.get("attention_chunk"),
         logit_cap=point.get("logit_cap"),
