@@ -176,10 +176,10 @@ class _Plan:
         for case in self.fixed:
             yield case, self.seed
         end = time.monotonic() + self.budget
-        # Patterns may leave few cases, or none at all
-        while time.monotonic() < end and (case := next(self.sampled, None)) is not None:
+        # An unlimited source that is not asked once the time is over
+        while time.monotonic() < end and (drawn := next(self.sampled, None)) is not None:
             self.drawn += 1
-            yield case, self.seed
+            yield drawn, self.seed
 
 
 def _trials(candidate: Candidate, plan: _Plan, jobs: int, timeout: float) -> Iterator[Outcome]:

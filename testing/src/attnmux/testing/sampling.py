@@ -67,6 +67,8 @@ MODES = {
 """Modes by phase of a card."""
 
 FAR = 131_072
+FAR_MODES = {4: "decode", 40: "extend"}
+"""The places among the extremes of the cases of that length, which take long."""
 MOST_IN_GRAPHS, MOST_ALONE = 96, 8
 """Rows of a step in a graph, and of one whose requests also run alone."""
 SLOWER_IN_GRAPHS = 16
@@ -146,11 +148,11 @@ class Sampler:
         }
         extremes = [pair for pair in self._open if _in_order(pair) in ends]
         self._random.shuffle(extremes)
-        for pair in extremes:
+        for number, pair in enumerate(extremes):
+            if number in FAR_MODES and self.most_cost >= 1:
+                yield {"mode": FAR_MODES[number], "length": FAR, "rows": 1, "graph": False}
             if pair in self._open:
                 yield {pair[0]: pair[1], pair[2]: pair[3]}
-        for mode in ("decode", "extend") if self.most_cost >= 1 else ():
-            yield {"mode": mode, "length": FAR, "rows": 1, "graph": False}
         while self._open:
             pair = self._random.choice(list(self._open))
             yield {pair[0]: pair[1], pair[2]: pair[3]}
@@ -232,10 +234,12 @@ class Sampler:
 
     def _of_kind(self, clause: Clause, kind: str) -> dict[str, tuple[Any, ...]]:
         """Values of the axes that only some kinds have."""
-        names = ("head_dim", "num_kv_heads", "group_size")
+        names: tuple[str, ...] = ("head_dim", "num_kv_heads", "group_size")
         if kind in ("mla", "nsa"):
             names = ("kv_lora_rank", "qk_rope_head_dim", "num_q_heads")
-        levels = {name: self._numbers(name, getattr(clause, name)) for name in names}
+        levels: dict[str, tuple[Any, ...]] = {
+            name: self._numbers(name, getattr(clause, name)) for name in names
+        }
         if kind in ("mla", "nsa"):
             return levels
         levels["v_head_dim"] = (0, *self._numbers("v_head_dim", clause.v_head_dim))
@@ -254,7 +258,10 @@ class Sampler:
 
     def _numbers(self, name: str, condition: Condition) -> tuple[int, ...]:
         """Values that the condition admits: its ends, those that it lists, and some between."""
-        usual = [int(self._pick(level) or 0) for level in UNLIMITED[name]]
+        usual = [
+            self._random.randint(*level) if isinstance(level, tuple) else level
+            for level in UNLIMITED[name]
+        ]
         named = [value for value in condition.examples() if isinstance(value, int)]
         if condition is not ANY:
             ends = (condition.nearest(1), condition.nearest(usual[-1]))
@@ -294,7 +301,7 @@ ENCODER: Point = {
 }
 """An encoder's request says nothing of the cache, nor of heads."""
 
-RULES: tuple[tuple[Callable[[Point], bool], Point], ...] = (
+RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
     (lambda p: p["mode"] == "encoder", ENCODER),
     (lambda p: p["mode"] not in ("verify", "draft"), _clear("spec_topk")),
     (lambda p: p["mode"] == "draft" or (p["mode"], p["spec_topk"]) == ("verify", None),
@@ -344,7 +351,7 @@ def _cost(point: Point) -> float:
     if point["mode"] in ("extend", "mixed", "draft", "encoder"):
         new = min(new, point["length"])
     slower = SLOWER_IN_GRAPHS if point["graph"] else 1
-    return slower * max(read / MOST_READ, keys * new * heads * dim / MOST_MULTIPLIED)
+    return float(slower * max(read / MOST_READ, keys * new * heads * dim / MOST_MULTIPLIED))
 
 
 def _afford(
