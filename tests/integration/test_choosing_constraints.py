@@ -250,19 +250,11 @@ RULES: dict[str, list[Row]] = {
         Row("nvidia:sm100", "mla", "page_size=64", backend="cutlass_mla", refused="page_size=128"),
         Row("nvidia:sm100", "mla", backend="cutlass_mla", decode="cutlass_mla", page=128),
     ],
-    "chunked prefix: served, by a companion where the backend only decodes": [
-        Row("nvidia:sm90", "mla", "chunked_prefix=1", backend="fa3", both="fa3_mla"),
+    "chunked prefix: not implemented here": [
         Row("nvidia:sm90", "mla", "chunked_prefix=1",
-            backend="flashinfer_mla", both="flashinfer_mla"),
-        Row("nvidia:sm90", "mla", "chunked_prefix=1", backend="flashmla", extend="flashinfer_mla"),
-        Row("nvidia:sm100", "mla", "chunked_prefix=1",
-            backend="trtllm_mla", extend="flashinfer_mla"),
-        Row("nvidia:sm100", "mla", "chunked_prefix=1",
-            backend="cutlass_mla", extend="flashinfer_mla"),
-    ],
-    "chunked prefix: not these": [
-        Row("nvidia:sm90", "mla", "chunked_prefix=1",
-            backend="triton", refused="chunked_prefix=none"),
+            backend=backend, refused="chunked_prefix=none")
+        for backend in ("flashinfer_mla", "triton")
+    ] + [
         Row("nvidia:sm100", "mla", "chunked_prefix=1",
             prefill_backend="fa4", refused="chunked_prefix=none"),
         Row("ascend:910b", "mla", "chunked_prefix=1",
@@ -402,23 +394,19 @@ RULES: dict[str, list[Row]] = {
         Row("nvidia:sm100", "mla", "kv_dtype=fp4_e2m1",
             backend="cutlass_mla", refused="kv_dtype=bfloat16"),
     ],
-    "4 bits: served": [
-        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1", backend="triton", both="triton"),
-        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1", backend="trtllm_mha", both="trtllm_mha"),
-        Row("nvidia:sm100", "mla", "kv_dtype=fp4_e2m1",
-            backend="flashinfer_mla", both="flashinfer_mla"),
-    ],
-    "4 bits: trtllm_mha from SM100 on": [
+    "4 bits: not implemented here": [
+        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1",
+            backend="triton", refused="kv_dtype=bfloat16"),
+        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1",
+            backend="trtllm_mha", refused="kv_dtype=bfloat16"),
         Row("nvidia:sm90", "gqa", "kv_dtype=fp4_e2m1",
             backend="trtllm_mha", refused="kv_dtype=bfloat16"),
-    ],
-    "4 bits: triton beside fa4": [
-        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1",
-            prefill_backend="fa4", extend="fa4", decode="triton"),
-    ],
-    "4 bits: flashinfer beside fa4 over a latent": [
         Row("nvidia:sm100", "mla", "kv_dtype=fp4_e2m1",
-            prefill_backend="fa4", extend="fa4", decode="flashinfer_mla"),
+            backend="flashinfer_mla", refused="kv_dtype=bfloat16"),
+        Row("nvidia:sm100", "gqa", "kv_dtype=fp4_e2m1",
+            prefill_backend="fa4", refused="kv_dtype=bfloat16"),
+        Row("nvidia:sm100", "mla", "kv_dtype=fp4_e2m1",
+            prefill_backend="fa4", refused="kv_dtype=bfloat16"),
     ],
     "nsa: bf16 or e4m3": [
         Row("nvidia:sm90", "nsa", "kv_dtype=fp8_e4m3", backend="nsa", both="nsa"),

@@ -9,9 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import ANY, NONE, Clause, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import (
+    ANY,
+    NONE,
+    Clause,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+    torch_dtype,
+)
 from attnmux.core.choosing.ask.request import parse_fields
+from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.judge.checking import check
+from attnmux.core.kv.quantise import STORABLE_DTYPES
 
 try:
     import tomllib
@@ -88,6 +101,24 @@ def test_every_limit_says_where_it_comes_from(address) -> None:
         assert source.strip()
         other = re.match(r"as (\w+)", source)
         assert not other or not card.sources[other[1]].startswith("as ")
+
+
+@pytest.mark.parametrize("address", CARDS)
+def test_a_pool_stores_every_kv_dtype_that_a_card_admits(address) -> None:
+    admitted = {
+        dtype
+        for clause in CARDS[address].card.clauses
+        for dtype in DTYPES
+        if clause.kv_dtype.admits(dtype)
+    }
+    assert admitted
+    assert {torch_dtype(dtype) for dtype in admitted} <= set(STORABLE_DTYPES)
+
+
+@pytest.mark.parametrize("address", CARDS)
+def test_no_card_claims_a_cache_of_chunked_prefixes(address) -> None:
+    """No adapter has one; an extend step reads its prefix from the pool."""
+    assert not any(clause.chunked_prefix.admits(True) for clause in CARDS[address].card.clauses)
 
 
 @pytest.mark.parametrize("address", [a for a, offer in CARDS.items() if offer.card.extra])
@@ -293,8 +324,8 @@ cpu/flex_attention nvidia:sm80 decode gqa graph=1,page_size=8 GRAPH
 cpu/flex_attention cpu:x86_64,features=avx2 decode gqa head_dim=128 FEATURES
 nvidia/fa3 nvidia:sm90 decode gqa kv_dtype=fp8_e4m3 served
 nvidia/fa3 nvidia:sm90 extend gqa dtype=fp16,kv_dtype=fp8_e4m3 served
-nvidia/fa4 nvidia:sm100 extend gqa kv_dtype=fp4_e2m1,dtype=bf16|fp16 served
-nvidia/fa4 nvidia:sm100 extend mla kv_dtype=fp4_e2m1,dtype=bf16|fp16 served
+nvidia/fa4 nvidia:sm100 extend gqa kv_dtype=fp4_e2m1,dtype=bf16|fp16 KV_DTYPE
+nvidia/fa4 nvidia:sm100 extend mla kv_dtype=fp4_e2m1,dtype=bf16|fp16 KV_DTYPE
 nvidia/fa4 nvidia:sm100 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 served
 nvidia/fa3 nvidia:sm90 extend gqa head_dim=192,v_head_dim=128,dtype=bf16|fp16 served
 nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=128,dtype=bf16|fp16 served
@@ -305,17 +336,23 @@ nvidia/trtllm_mha nvidia:sm100 extend gqa page_size=16|32|64 served
 nvidia/trtllm_mha nvidia:sm90 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
 nvidia/flashinfer nvidia:sm80 extend gqa kv_dtype=fp8_e4m3|fp8_e5m2 served
 nvidia/flashinfer nvidia:sm80 extend gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2 served
-nvidia/flashinfer_mla nvidia:sm80 extend mla kv_dtype=fp8_e4m3|fp4_e2m1 served
-nvidia/flashinfer_mla nvidia:sm80 extend mla dtype=fp16,kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/flashinfer_mla nvidia:sm80 extend mla kv_dtype=fp8_e4m3 served
+nvidia/flashinfer_mla nvidia:sm80 extend mla kv_dtype=fp4_e2m1 KV_DTYPE
+nvidia/flashinfer_mla nvidia:sm80 extend mla dtype=fp16,kv_dtype=fp8_e4m3 served
+nvidia/flashinfer_mla nvidia:sm80 extend mla dtype=fp16,kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/flashmla nvidia:sm90 decode mla dtype=fp16,kv_dtype=fp8_e4m3 served
-nvidia/trtllm_mha nvidia:sm100 extend gqa kv_dtype=fp8_e4m3|fp4_e2m1 served
-nvidia/trtllm_mha nvidia:sm120 decode gqa kv_dtype=fp8_e4m3|fp4_e2m1 served
+nvidia/trtllm_mha nvidia:sm100 extend gqa kv_dtype=fp8_e4m3 served
+nvidia/trtllm_mha nvidia:sm100 extend gqa kv_dtype=fp4_e2m1 KV_DTYPE
+nvidia/trtllm_mha nvidia:sm120 decode gqa kv_dtype=fp8_e4m3 served
+nvidia/trtllm_mha nvidia:sm120 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/trtllm_mha nvidia:sm90 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/trtllm_mla nvidia:sm120 decode mla kv_dtype=fp8_e4m3 served
 nvidia/nsa nvidia:sm100 decode nsa kv_dtype=fp8_e4m3 served
-triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
+triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2 served
+triton/triton nvidia:sm80 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
 triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3 served
-triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2|fp4_e2m1 served
+triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2 served
+triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/fa3 amd:gfx942 decode gqa head_dim=128 VENDOR
 nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=16|32|64|128|256,page_size=128 served
 nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=512|1024,page_size=128 served

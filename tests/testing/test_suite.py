@@ -20,6 +20,7 @@ from attnmux.testing import (
 class TestFakeBackend(AttentionBackendTests):
     backend = Candidate(card=fake_card(), platform=fake_platform())
     page_sizes = (16,)
+    sampled = 2
 
 
 class TestNarrowCard(AttentionBackendTests):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
+import time
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,6 +20,7 @@ from attnmux.testing import (
     graph_card,
     standard_cases,
 )
+from attnmux.testing.children import run_in_children
 
 
 class NoScale(FakeBackend):
@@ -27,7 +29,8 @@ class NoScale(FakeBackend):
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(verbs, ["verify", *arguments])
+    """The verb in this process with the fixed cases alone, unless told otherwise."""
+    return CliRunner().invoke(verbs, ["verify", "--jobs", "0", "--budget", "0", *arguments])
 
 
 @pytest.fixture
@@ -110,8 +113,7 @@ def test_a_device_that_is_not_there_is_a_usage_error() -> None:
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "attnmux.testing.runner", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("attnmux.testing.cli.find_spec", lambda name: None)
     result = invoke("torch_native", "--device", "cpu")
     assert result.exit_code == 3
     assert "pip install 'attnmux-core[torch]'" in result.stderr
@@ -131,6 +133,52 @@ def test_runs_cases_in_graphs_where_the_card_declares_them(on_trial, fewer_cases
         answer = json.loads(result.stdout)
         assert answer["passed"] == int(count)
         assert {case["execution"] for case in answer["cases"]} == {execution}
+
+
+def test_samples_until_the_budget_ends(on_trial) -> None:
+    on_trial(card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
+    arguments = ["fake", "--quick", "--budget", "1", "--seed", "7"]
+    first = json.loads(invoke(*arguments, "--json").stdout)
+    assert first["seed"] == 7
+    assert first["failed"] == 0
+    assert 0 < first["pairs_covered"] < first["pairs"]
+    assert first["sampled"] == len(first["cases"]) > 0
+    result = invoke(*arguments)
+    assert re.search(r"\d+ % of \d+ pairs of values; repeat them with --seed 7", result.stdout)
+
+
+def test_a_pattern_and_fail_fast_run_less(on_trial) -> None:
+    on_trial(factory=NoScale, card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
+    answer = json.loads(invoke("fake", "-k", "decode-uneven-page16$", "--json").stdout)
+    assert {case["case"] for case in answer["cases"]} == {"decode-uneven-page16"}
+    answer = json.loads(invoke("fake", "--fail-fast", "--json").stdout)
+    assert answer["failed"] == 1
+    assert answer["cases"][-1]["status"] == "failed"
+    assert invoke("fake", "-k", "(").exit_code == 2
+
+
+class Crashing(FakeBackend):
+    """Ends the process in one case and hangs in another."""
+
+    def attend(self, q, k, v, keep, layer):
+        if q.shape[1] == 14:
+            os.abort()
+        if q.shape[1] == 16:
+            time.sleep(3600)
+        return super().attend(q, k, v, keep, layer)
+
+
+def test_a_crash_and_a_hang_are_failed_cases() -> None:
+    candidate = Candidate(card=fake_card(), platform=fake_platform(), factory=Crashing)
+    names = ("decode-14x2-heads-page16", "decode-16x2-heads-page16", "decode-uneven-page16")
+    cases = {case.name: case for case in standard_cases((16,))}
+    trials = iter([(cases[name], 0) for name in names])
+    outcomes = {
+        outcome.case: outcome for outcome in run_in_children(candidate, trials, jobs=1, timeout=20)
+    }
+    assert outcomes[names[0]].message == "its process ended with SIGABRT"
+    assert outcomes[names[1]].message == "it took longer than 20 seconds"
+    assert outcomes[names[2]].status == "passed"
 
 
 def test_a_card_without_graphs_has_nothing_to_run_in_them(on_trial) -> None:

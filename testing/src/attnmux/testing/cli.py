@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from random import SystemRandom
 
 import click
 from rich.console import Console
@@ -16,8 +22,12 @@ from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.cases import Case
+from attnmux.testing.children import Trial, run_in_children
+from attnmux.testing.sampling import Sampler
 
 FAILED, NOTHING_RAN = 1, 3
+QUICK = 30.0
+"""Seconds for sampled cases in a quick run."""
 
 
 @click.command()
@@ -37,7 +47,31 @@ FAILED, NOTHING_RAN = 1, 3
     show_default=True,
     help="How cases are run. Graphs need a card that declares them.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the random numbers.")
+@click.option("--seed", type=int, help="Seed of the sampled cases and of all tensors. [random]")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="Seconds for cases that are sampled from the card; 0: the fixed cases alone.",
+)
+@click.option("--quick", is_flag=True, help="The sampled cases alone, for 30 seconds at most.")
+@click.option("-k", "pattern", default="", help="Run the cases whose name has this pattern.")
+@click.option("--fail-fast", is_flag=True, help="Stop after the first failure.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Child processes that run cases; 0: this process, for a debugger.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds after which a case in a child process has failed.",
+)
 @common_options
 @pass_run
 def verify(
@@ -46,12 +80,19 @@ def verify(
     device: str,
     page_sizes: tuple[int, ...],
     execution: str,
-    seed: int,
+    seed: int | None,
+    budget: float,
+    quick: bool,
+    pattern: str,
+    fail_fast: bool,
+    jobs: int,
+    timeout: float,
     as_json: bool,
 ) -> int:
     """Run the conformance suite on BACKEND.
 
-    Cases that its card admits are run and compared with the reference; the others must be refused.
+    Fixed cases that its card admits are run and compared with the reference; the others must be
+    refused. Then cases are sampled from everything that the card claims, extremes first.
     Exits with 0 when all is well, 1 when something failed, 3 when no case can run here.
     """
     settings = run.settings()
@@ -63,6 +104,14 @@ def verify(
         platforms=run.detect(plugins).platforms,
         launches=run.launches(settings),
     )
+    if find_spec("torch") is None:
+        raise NoBackend(
+            "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
+        )
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidInput("-k", got=pattern, expected=f"a regular expression: {error}") from None
     cases = [
         case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")
     ]
@@ -72,43 +121,88 @@ def verify(
             got=execution,
             expected=f"eager: the card of {candidate.card.name} declares no graphs",
         )
-    trials = _trials(candidate, cases, seed)
-    if as_json:
-        outcomes = list(trials)
-        limits = _limits(candidate)
-        counts = Counter(outcome.status for outcome in outcomes)
-        echo_json(
-            {
-                "backend": candidate.card.name,
-                "plugin": candidate.plugin,
-                "platform": candidate.platform.to_dict(),
-                "device": candidate.device,
-                "seed": seed,
-                **{status: counts[status] for status in ("passed", "failed", "refused")},
-                "max_error": max((outcome.max_error for outcome in outcomes), default=0.0),
-                "cases": [outcome.to_dict() for outcome in outcomes],
-                "limits": [outcome.to_dict() for outcome in limits],
-                "warnings": run.warnings,
-            }
-        )
-        return _exit_code(outcomes, limits)
-    outcomes = list(_track(trials, len(cases), candidate))
+    seed = SystemRandom().randrange(1 << 31) if seed is None else seed
+    sampler = Sampler(candidate=candidate, seed=seed, page_sizes=frozenset(page_sizes))
+    plan = _Plan(
+        fixed=[] if quick else [case for case in cases if wanted.search(case.name)],
+        sampled=(
+            case
+            for case in sampler.cases()
+            if execution in (case.execution, "all") and wanted.search(case.name)
+        ),
+        budget=min(budget, QUICK) if quick else budget,
+        seed=seed,
+    )
+    trials = _stopping(_trials(candidate, plan, jobs, timeout), fail_fast=fail_fast)
+    outcomes = list(trials if as_json else _track(trials, candidate))
     limits = _limits(candidate)
-    _report(candidate, outcomes, limits)
+    if not as_json:
+        _report(candidate, outcomes, limits)
+        _say_sampled(sampler, plan)
+        return _exit_code(outcomes, limits)
+    counts = Counter(outcome.status for outcome in outcomes)
+    echo_json(
+        {
+            "backend": candidate.card.name,
+            "plugin": candidate.plugin,
+            "platform": candidate.platform.to_dict(),
+            "device": candidate.device,
+            "seed": seed,
+            **{status: counts[status] for status in ("passed", "failed", "refused")},
+            "sampled": plan.drawn,
+            "pairs": sampler.coverage.total,
+            "pairs_covered": sampler.coverage.covered,
+            "max_error": max((outcome.max_error for outcome in outcomes), default=0.0),
+            "cases": [outcome.to_dict() for outcome in outcomes],
+            "limits": [outcome.to_dict() for outcome in limits],
+            "warnings": run.warnings,
+        }
+    )
     return _exit_code(outcomes, limits)
 
 
-def _trials(candidate: Candidate, cases: Iterable[Case], seed: int) -> Iterator[Outcome]:
-    try:
-        from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, after the name is known
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise NoBackend(
-            "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
-        ) from error
-    for case in cases:
-        yield run_case(candidate, case, seed=seed)
+@dataclass(kw_only=True, eq=False)
+class _Plan:
+    """The fixed cases, then sampled ones until the budget is spent."""
+
+    fixed: Sequence[Case]
+    sampled: Iterator[Case]
+    budget: float
+    seed: int
+    drawn: int = field(default=0, init=False)
+    """Sampled cases so far."""
+
+    def trials(self) -> Iterator[Trial]:
+        for case in self.fixed:
+            yield case, self.seed
+        end = time.monotonic() + self.budget
+        # An unlimited source that is not asked once the time is over
+        while time.monotonic() < end and (drawn := next(self.sampled, None)) is not None:
+            self.drawn += 1
+            yield drawn, self.seed
+
+
+def _trials(candidate: Candidate, plan: _Plan, jobs: int, timeout: float) -> Iterator[Outcome]:
+    """The outcomes, from child processes unless `jobs` is 0."""
+    if jobs:
+        return run_in_children(candidate, plan.trials(), jobs=jobs, timeout=timeout)
+    from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, after the name is known
+
+    return (run_case(candidate, case, seed=seed) for case, seed in plan.trials())
+
+
+def _stopping(outcomes: Iterable[Outcome], *, fail_fast: bool) -> Iterator[Outcome]:
+    for outcome in outcomes:
+        yield outcome
+        if fail_fast and outcome.status == "failed":
+            return
+
+
+def _say_sampled(sampler: Sampler, plan: _Plan) -> None:
+    Console(highlight=False, soft_wrap=True).print(
+        f"{plan.drawn} cases sampled from the card in {math.ceil(plan.budget)} s at most: "
+        f"{sampler.coverage}; repeat them with --seed {plan.seed}"
+    )
 
 
 def _limits(candidate: Candidate) -> list[Outcome]:
@@ -121,12 +215,11 @@ def _exit_code(outcomes: list[Outcome], limits: list[Outcome]) -> int:
     return 0 if any(outcome.status == "passed" for outcome in outcomes) else NOTHING_RAN
 
 
-def _track(trials: Iterable[Outcome], total: int, candidate: Candidate) -> Iterator[Outcome]:
+def _track(trials: Iterable[Outcome], candidate: Candidate) -> Iterator[Outcome]:
     """The trials, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     yield from track(
         trials,
-        total=total,
         description=f"{candidate.card.name} on {candidate.device}",
         console=console,
         transient=True,

@@ -93,12 +93,11 @@ def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) ->
     """Random K and V for cached tokens, left-overs in the rest of their pages, NaN elsewhere."""
     pool = setup.context.token_to_kv_pool
     real = [request for request in requests if request.row]
-    owned = {int(slot) // pool.page_size for request in real for slot in request.slots}
-    if has_padding:
-        owned.add(0)
-    in_owned_pages = _slots(torch.tensor(sorted(owned), dtype=torch.int64), pool.page_size)
-    in_owned_pages = in_owned_pages.to(pool.device)
     no_slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
+    owned = torch.cat([no_slots, *(request.slots // pool.page_size for request in real)])
+    if has_padding:
+        owned = torch.cat([owned, owned.new_zeros(1)])
+    in_owned_pages = _slots(owned.unique().cpu(), pool.page_size).to(pool.device)
     cached = torch.cat([no_slots, *(request.cached_slots for request in real)])
     encoder = torch.cat(
         [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]

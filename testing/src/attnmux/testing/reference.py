@@ -27,13 +27,15 @@ def attention(
     v: torch.Tensor | None = None,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
+    only: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one layer over a step whose K and V are in the pool.
 
     q: [T, Hq, D]; [T, Hq, 3 * D] for kind "dual_chunk"; with `q_rope` the latent part of an
     absorbed MLA query. req_to_token: the request table. k, v, k_rope: given for an extend step that
     does not save them. Then they are all keys (of all encoder tokens in cross attention), and the
-    pool is not read. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; rows of no request
+    pool is not read. only: [T] bool, the tokens to compute; the results of others are as of rows of
+    no request. Returns `out [T, Hq, Dv]` and `lse [T, Hq]` in float64; rows of no request
     have output 0 and LSE -inf. Raises InvalidInput for an extend step without its lengths.
     """
     if q_rope is not None:
@@ -83,8 +85,11 @@ def attention(
             if layer.kind == "dual_chunk":
                 meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
-        out[rows], lse[rows] = dense_attention(
-            q[rows],
+        wanted = torch.arange(rows.start, rows.stop, device=q.device)
+        if only is not None:
+            wanted, keep = wanted[only[rows]], keep[only[rows]]
+        out[wanted], lse[wanted] = dense_attention(
+            q[wanted],
             keys,
             values,
             keep,
@@ -181,12 +186,9 @@ def dense_attention(
     q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. sinks: [Hq].
     Query head h reads KV head h // (Hq / Hkv). Returns out [T, Hq, Dv] and lse [T, Hq], float64.
     """
-    group = q.shape[1] // k.shape[1]
-    q = q.double()
-    k = k.double().repeat_interleave(group, dim=1)
-    v = v.double().repeat_interleave(group, dim=1)
-
-    logits = torch.einsum("thd,shd->ths", q, k) * scaling
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    grouped = q.double().unflatten(1, heads)
+    logits = torch.einsum("tkgd,skd->tkgs", grouped, k.double()).flatten(1, 2) * scaling
     if logit_cap > 0:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits = logits.masked_fill(~keep.unsqueeze(1), -torch.inf)
@@ -196,7 +198,8 @@ def dense_attention(
         lse = torch.logaddexp(lse, sinks.double())
     # exp(-inf - -inf) is NaN, but a row without keys has weights 0
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
-    return torch.einsum("ths,shd->thd", weights, v), lse
+    out = torch.einsum("tkgs,skd->tkgd", weights.unflatten(1, heads), v.double())
+    return out.flatten(1, 2), lse
 
 
 def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
+from random import SystemRandom
 from typing import ClassVar
 
 import pytest
@@ -14,6 +16,7 @@ from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
 from attnmux.testing.cases import Case
 from attnmux.testing.execution import EXECUTIONS
 from attnmux.testing.runner import run_case
+from attnmux.testing.sampling import Sampler
 
 
 class AttentionBackendTests:
@@ -37,6 +40,10 @@ class AttentionBackendTests:
     """Page sizes of the cases. Empty: the usual ones and those that the card names."""
     executions: ClassVar[tuple[str, ...]] = ("eager", "graph")
     """How cases are run: "eager", "graph" or both. Graphs run only if the card declares them."""
+
+    sampled: ClassVar[int] = 0
+    """Cases to sample from the card in each run, with a seed that a failure names. `attnmux verify`
+    samples until its budget ends."""
 
     def wants(self, case: Case) -> bool:
         """Whether to run the case. Override it to save time; `attnmux verify` runs all cases."""
@@ -72,6 +79,20 @@ class AttentionBackendTests:
         outcome = run_case(candidate, admitted)
         if outcome.status != "passed":
             raise AssertionError(outcome.message) from outcome.error
+
+    def test_agrees_on_samples(self, candidate: Candidate) -> None:
+        """Random cases of the card, others in each run. A failure names the seed."""
+        seed = SystemRandom().randrange(1 << 31)
+        print(f"seed of the sampled cases: {seed}")  # pytest shows it on a failure
+        sampler = Sampler(
+            candidate=candidate, seed=seed, page_sizes=frozenset(self.page_sizes), most_cost=0.1
+        )
+        wanted = (case for case in sampler.cases() if case.execution in self.executions)
+        for case in islice(wanted, self.sampled):
+            outcome = run_case(candidate, case, seed=seed)
+            if outcome.status != "passed":
+                again = f"attnmux verify {candidate.card.name} --quick --seed {seed}"
+                raise AssertionError(f"{case.name}: {outcome.message} ({again})") from outcome.error
 
     def test_card_refuses_the_rest(self, candidate: Candidate) -> None:
         rest = [case for case in self._cases(candidate) if not candidate.admits(case)]

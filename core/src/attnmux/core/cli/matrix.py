@@ -24,7 +24,11 @@ What each backend serves, as its card says. `attnmux matrix --markdown` prints t
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
 under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
 "Run on" is the hardware on which a backend passed the conformance suite; "an emulator alone" is
-none of it: the vendor's functions in plain torch."""
+none of it: the vendor's functions in plain torch.
+
+Not implemented here, though other engines list it: 4-bit KV (triton, trtllm_mha, fa4 and
+flashinfer_mla on NVIDIA), since no pool stores it; chunked prefixes with a cache of their own
+(fa3, flashinfer_mla, flashmla, cutlass_mla and trtllm_mla over MLA)."""
 
 TITLES = {
     "mha": "MHA and GQA",

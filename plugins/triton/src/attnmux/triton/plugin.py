@@ -48,24 +48,20 @@ def _clause(dtype: str, **more: Condition) -> Clause:
 
 def _clauses(dtype: str) -> Iterator[Clause]:
     for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
-        for stored in (
-            {"kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2")},
-            {"kv_dtype": one_of("fp4_e2m1"), "vendor": one_of("nvidia")},
-        ):
-            yield _clause(
-                dtype,
-                # The encoder phase is a non-causal prefill without a cache.
-                phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-                kind=one_of("mha"),
-                head_dim=multiple_of(1, most=512),
-                v_head_dim=multiple_of(1, most=512),
-                sliding_window=ANY,
-                attention_chunk=ANY,
-                sinks=ANY,
-                logit_cap=ANY,
-                **stored,
-                **spec,
-            )
+        yield _clause(
+            dtype,
+            # The encoder phase is a non-causal prefill without a cache.
+            phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+            kind=one_of("mha"),
+            kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
+            head_dim=multiple_of(1, most=512),
+            v_head_dim=multiple_of(1, most=512),
+            sliding_window=ANY,
+            attention_chunk=ANY,
+            sinks=ANY,
+            logit_cap=ANY,
+            **spec,
+        )
         yield _clause(
             dtype,
             phase=one_of("extend", "decode", "verify", "draft"),
@@ -124,9 +120,8 @@ TRITON = BackendCard(
     sources={
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
-            "k_scale and v_scale are the kernels' arguments; SGLang 0.5.23 refuses 4-bit KV on "
-            "every device that is not of CUDA. It is admitted as the field's support matrices have "
-            "it: no pool here stores it, and no kernel here reads it"
+            "k_scale and v_scale are the kernels' arguments; no pool here stores 4 bits, "
+            "which SGLang 0.5.23 serves on CUDA"
         ),
         "page_size": (
             "the kernels gather by token index; masks of trees are laid out by token: SGLang "

@@ -29,7 +29,6 @@ def _clause(dtype: str) -> Clause:
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
-        chunked_prefix=ANY,
         graph=ANY,
     )
 

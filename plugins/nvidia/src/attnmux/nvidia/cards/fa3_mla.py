@@ -41,7 +41,6 @@ def _clause(
         qk_rope_head_dim=one_of(64),
         spec_topk=spec_topk,
         custom_mask=custom_mask,
-        chunked_prefix=ANY,
         deterministic=ANY,
         graph=ANY,
         lse=ANY,

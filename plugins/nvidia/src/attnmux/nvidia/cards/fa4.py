@@ -51,7 +51,7 @@ def _mha(dtype: str, head_dim: Condition, v_head_dim: Condition, **machine: Cond
 
 
 def _on_sm100(dtype: str) -> tuple[Clause, ...]:
-    machine = {"version": _SM100, "kv_dtype": one_of(dtype, "fp4_e2m1")}
+    machine = {"version": _SM100, "kv_dtype": one_of(dtype)}
     latent = _clause(
         dtype,
         kind=one_of("mla"),
@@ -100,7 +100,9 @@ FA4 = BackendCard(
             "latents and do not split keys"
         ),
         "dtype": "flash_attn.cute: fp16 and bf16",
-        "kv_dtype": "SGLang's manual: 4 bits on SM100, no e4m3",
+        "kv_dtype": (
+            "SGLang's manual: no e4m3; no pool here stores the 4 bits that it lists for SM100"
+        ),
         "page_size": (
             "a page is a tile of the kernel, which TMA loads whole; on SM90 other pages need a "
             "tile of 128 keys and dims that are multiples of 16; over a latent, SGLang's manual "

@@ -37,7 +37,6 @@ def _clause(dtype: str, kv_dtype: Condition, *, graph: Condition) -> Clause:
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
-        chunked_prefix=ANY,
         graph=graph,
         lse=ANY,
     )
@@ -60,8 +59,8 @@ FLASHINFER_MLA = BackendCard(
         "runtime": 'README, "Supported CUDA Versions"',
         "dtype": "`BatchMLAPagedAttentionWrapper`: fp16 and bf16",
         "kv_dtype": (
-            "the kernels read K and V in the dtype of Q: smaller floats are widened first, so "
-            "that this can be the prefill half of backends that decode over them"
+            "the kernels read K and V in the dtype of Q: e4m3 is widened first, so that this can "
+            "be the prefill half of backends that decode over it; no pool here stores 4 bits"
         ),
         "page_size": "1 is preferred; `load_kv` in mla.cuh divides by any other",
         "num_q_heads": "rows of the largest tile: `kv_tile_idx` in mla.cuh wants whole tokens",
@@ -72,7 +71,7 @@ FLASHINFER_MLA = BackendCard(
     clauses=(
         *(_clause(dtype, one_of(dtype), graph=ANY) for dtype in DTYPES),
         # Keys are widened into memory of the step's size, which no graph has.
-        *(_clause(dtype, one_of("fp8_e4m3", "fp4_e2m1"), graph=NONE) for dtype in DTYPES),
+        *(_clause(dtype, one_of("fp8_e4m3"), graph=NONE) for dtype in DTYPES),
     ),
     options=(
         Option(

@@ -21,7 +21,6 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
         spec_draft_tokens=drafts,
-        chunked_prefix=ANY,
         graph=ANY,
         lse=ANY,
     )

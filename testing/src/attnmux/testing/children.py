@@ -1,0 +1,124 @@
+"""Cases in child processes: a suspect that crashes or hangs fails its case and not the verb."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from attnmux.testing.candidate import Candidate, Outcome
+from attnmux.testing.cases import Case
+
+CONTEXT = multiprocessing.get_context("spawn")
+"""A forked child could not use a device that its parent has touched."""
+
+Trial = tuple[Case, int]
+"""A case and the seed of its tensors."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Child:
+    process: SpawnProcess
+    pipe: Connection
+    case: Case | None = None
+    """The case that it runs."""
+    since: float = field(default=0.0)
+
+    def start(self, trial: Trial) -> None:
+        self.case, self.since = trial[0], time.monotonic()
+        self.pipe.send(trial)
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+def run_in_children(
+    candidate: Candidate, trials: Iterator[Trial], *, jobs: int, timeout: float
+) -> Iterator[Outcome]:
+    """The outcomes of the trials, as they come, with `jobs` at a time.
+
+    A case fails whose child ends before it answers, or takes longer than `timeout` seconds. A new
+    child runs the rest. Trials are drawn when a child is free.
+    """
+    children: list[_Child] = []
+    try:
+        while True:
+            free = [child for child in children if child.case is None]
+            while free or len(children) < jobs:
+                trial = next(trials, None)
+                if trial is None:
+                    break
+                if not free:
+                    free.append(_spawn(candidate))
+                    children.append(free[-1])
+                free.pop().start(trial)
+            busy = [child for child in children if child.case is not None]
+            if not busy:
+                return
+            for child in busy:
+                outcome = _answer(child, timeout)
+                if outcome is None:
+                    continue
+                yield outcome
+                child.case = None
+                if outcome.status == "failed" and not child.process.is_alive():
+                    children.remove(child)
+            first = min(child.since for child in busy) + timeout - time.monotonic()
+            wait([c.pipe for c in children if c.case], timeout=min(max(first, 0.01), 1.0))
+    finally:
+        for child in children:
+            child.stop()
+
+
+def _answer(child: _Child, timeout: float) -> Outcome | None:
+    """The outcome of the child's case; None while it runs."""
+    try:
+        if child.pipe.poll():
+            outcome: Outcome = child.pipe.recv()
+            return outcome
+    except (EOFError, OSError):
+        child.process.join()
+        return _lost(child, f"its process ended with {_cause(child.process.exitcode)}")
+    if time.monotonic() - child.since > timeout:
+        child.stop()
+        return _lost(child, f"it took longer than {timeout:g} seconds")
+    return None
+
+
+def _lost(child: _Child, message: str) -> Outcome:
+    case = child.case
+    assert case is not None  # only busy children are asked
+    return Outcome(case=case.name, execution=case.execution, status="failed", message=message)
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit status {code}"
+
+
+def _spawn(candidate: Candidate) -> _Child:
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_serve, args=(candidate, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Child(process=process, pipe=ours)
+
+
+def _serve(candidate: Candidate, pipe: Connection) -> None:
+    """Run cases until the parent closes its end."""
+    from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, in the child alone
+
+    while True:
+        try:
+            case, seed = pipe.recv()
+        except EOFError:
+            return
+        # An exception of a suspect need not be picklable
+        pipe.send(replace(run_case(candidate, case, seed=seed), error=None))
