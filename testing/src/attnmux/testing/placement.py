@@ -97,7 +97,7 @@ def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) ->
     owned = torch.cat([no_slots, *(request.slots // pool.page_size for request in real)])
     if has_padding:
         owned = torch.cat([owned, owned.new_zeros(1)])
-    in_owned_pages = _slots(owned.unique().cpu(), pool.page_size).to(pool.device)
+    in_owned_pages = _slots(torch.unique(owned).cpu(), pool.page_size).to(pool.device)
     cached = torch.cat([no_slots, *(request.cached_slots for request in real)])
     encoder = torch.cat(
         [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]

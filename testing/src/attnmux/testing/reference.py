@@ -187,7 +187,7 @@ def dense_attention(
     Query head h reads KV head h // (Hq / Hkv). Returns out [T, Hq, Dv] and lse [T, Hq], float64.
     """
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    grouped = q.double().unflatten(1, heads)
+    grouped = q.double().reshape(len(q), *heads, q.shape[2])
     logits = torch.einsum("tkgd,skd->tkgs", grouped, k.double()).flatten(1, 2) * scaling
     if logit_cap > 0:
         logits = logit_cap * torch.tanh(logits / logit_cap)
@@ -198,7 +198,7 @@ def dense_attention(
         lse = torch.logaddexp(lse, sinks.double())
     # exp(-inf - -inf) is NaN, but a row without keys has weights 0
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
-    out = torch.einsum("tkgs,skd->tkgd", weights.unflatten(1, heads), v.double())
+    out = torch.einsum("tkgs,skd->tkgd", weights.reshape(len(q), *heads, len(k)), v.double())
     return out.flatten(1, 2), lse
 
 
