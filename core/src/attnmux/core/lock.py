@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.libraries import (
     canonical,
     distributions,
     parsed_requirement,
-    read_file,
 )
 from attnmux.core.errors import SettingsError, in_brief
 

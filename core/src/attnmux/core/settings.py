@@ -22,9 +22,9 @@ from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
+from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
-from attnmux.core.choosing.offer.libraries import read_file
 from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 PREFIX = "ATTNMUX_"

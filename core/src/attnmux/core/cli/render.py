@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -80,6 +80,28 @@ def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
     lacking = "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
     runs = offer.card.verified_on
     return f"{lacking} (so far run on {hardware(runs)})" if emulated_alone(runs) else lacking
+
+
+def render_codes(meanings: Mapping[str, str]) -> None:
+    _print_rows(plain_console(), ("code", "meaning"), list(meanings.items()))
+
+
+def render_machines(
+    answers: Sequence[tuple[Platform, Decision | NoBackend]], phases: Sequence[str]
+) -> None:
+    """A row for each machine: the backend of each phase, or why there is none."""
+    table = plain_table("machine", *phases, "page", "KV", "note")
+    for device, answer in answers:
+        if isinstance(answer, NoBackend):
+            note = str(answer).partition("\n")[0]
+            table.add_row(str(device), *[""] * len(phases), "", "", note)
+            continue
+        chosen = [answer.phases[phase].backend for phase in phases]
+        notes = [f"{change.field} became {change.new}" for change in answer.coercions]
+        notes += ["planned"] * any(answer.phases[phase].factory is None for phase in phases)
+        page, dtype = str(answer.page_size), answer.kv_dtype
+        table.add_row(str(device), *chosen, page, dtype, "; ".join((*notes, *answer.notes)))
+    plain_console().print(table)
 
 
 def render_answer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--platform", help=f"A machine, present or not, as {GRAMMAR}; or a vendor here.")
+@click.option(
+    "--platform",
+    "platforms",
+    multiple=True,
+    help=f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared.",
+)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
@@ -61,7 +66,7 @@ def select(
     run: Run,
     /,
     as_json: bool,
-    platform: str | None,
+    platforms: tuple[str, ...],
     fields: str,
     model: str | None,
     tp: int,
@@ -80,61 +85,103 @@ def select(
     or the model has layers that no backend serves.
     """
     request = requested(model, fields, tp, speculative_attention_mode)
-    options = _parse_assignments(assignments)
+    in_full = explain or every
+    if in_full and len(platforms) > 1:
+        raise InvalidInput("--platform", got=str(len(platforms)), expected="one with --explain")
     settings = run.settings()
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
-    device, hypothetical = machine(run, settings, plugins, platform)
     given = {
         **backends,
-        "options": options,
+        "options": _parse_assignments(assignments),
         "allow_coercion": allow_coercion or None,
-        "hypothetical": hypothetical,
         "without": frozenset(without),
     }
-    policy = settings.policy(**given)
+    asked = [
+        _ask(run, settings, plugins, request, platform, given, measured=not no_measurements)
+        for platform in platforms or (None,)
+    ]
+    device, policy, answer = asked[0]
+    plain = {**_answered(answer, request, device), "warnings": run.warnings}
+    if len(asked) > 1:
+        _compare(asked, request, run.warnings, as_json=as_json)
+    elif as_json and not in_full:
+        echo_json(plain)
+    else:
+        # Plain JSON is for programs, which should not wait for these imports
+        from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
+
+        explanation = explained(
+            Asked(
+                request=request,
+                device=device,
+                policy=policy,
+                offers=plugins.offers(),
+                settings=settings,
+                given={**given, "hypothetical": policy.hypothetical},
+                platform=platforms[0] if platforms else None,
+                model=model,
+                tp=tp,
+            ),
+            answer,
+        )
+        if as_json:
+            echo_json({**plain, "explanation": explanation.to_dict()})
+        else:
+            from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
+
+            render_answer(answer, explanation, request, explain=in_full, every=every)
+            if isinstance(answer, NoBackend) and in_full:
+                # The table has shown the reasons
+                raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
+    for _, _, each in asked:
+        if isinstance(each, NoBackend):
+            raise each
+    if request.unserved_layers:
+        said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
+        raise NoBackend(f"no backend serves these layers of the model: {said}")
+
+
+Answer = tuple[Platform, Policy, "Decision | NoBackend"]
+
+
+def _ask(
+    run: Run,
+    settings: Settings,
+    plugins: Plugins,
+    request: Request,
+    platform: str | None,
+    given: Mapping[str, Any],
+    *,
+    measured: bool,
+) -> Answer:
+    """Decide for one machine, with the warnings that belong to it."""
+    device, hypothetical = machine(run, settings, plugins, platform)
+    policy = settings.policy(**given, hypothetical=hypothetical)
     answer: Decision | NoBackend
     try:
-        measurements = () if no_measurements or hypothetical else run.measurements(settings)
+        measurements = run.measurements(settings) if measured and not hypothetical else ()
         answer = decided(request, device, plugins.offers(), policy, measurements)
         run.warn_of_unverified(answer, plugins.offers(), measurements)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, plugins, device.vendor)
-    plain = {**_answered(answer, request, device), "warnings": run.warnings}
-    if as_json and not (explain or every):
-        echo_json(plain)
-    else:
-        # Plain JSON is for programs, which should not wait for these imports
-        from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
+    return device, policy, answer
 
-        asked = Asked(
-            request=request,
-            device=device,
-            policy=policy,
-            offers=plugins.offers(),
-            settings=settings,
-            given=given,
-            platform=platform,
-            model=model,
-            tp=tp,
-        )
-        explanation = explained(asked, answer)
-        if as_json:
-            echo_json({**plain, "explanation": explanation.to_dict()})
-        else:
-            from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
 
-            render_answer(answer, explanation, request, explain=explain or every, every=every)
-            if isinstance(answer, NoBackend) and (explain or every):
-                # The table has shown the reasons
-                raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
-    if isinstance(answer, NoBackend):
-        raise answer
-    if request.unserved_layers:
-        said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
-        raise NoBackend(f"no backend serves these layers of the model: {said}")
+def _compare(
+    asked: Sequence[Answer], request: Request, warnings: Sequence[str], *, as_json: bool
+) -> None:
+    """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
+    answers = [(device, answer) for device, _, answer in asked]
+    if as_json:
+        machines = [_answered(answer, request, device) for device, answer in answers]
+        echo_json({"machines": machines, "warnings": list(warnings)})
+        return
+    from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
+
+    render_machines(answers, request.phases)
 
 
 def decided(

@@ -34,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
     "matrix": ("attnmux.core.cli.matrix:matrix", "Print the support matrix of all backends."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
+    "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
     "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
@@ -78,6 +79,14 @@ class Verbs(click.Group):
             gc.enable()
         return resolved
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Raises PluginError where a library ends the process: the verbs return their exit code."""
+        try:
+            return super().invoke(ctx)
+        except SystemExit as error:
+            message = f"ended early by a library: SystemExit: {error.code}"
+            raise PluginError(message) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the tables alone: help imports no verb."""
         installed = _listed()
@@ -111,12 +120,9 @@ class Verbs(click.Group):
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
             )
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             if not standalone_mode:
                 raise
-            if isinstance(error, SystemExit):
-                # The verbs return their exit code: a library's early exit is no success
-                error = PluginError(f"ended early by a library: SystemExit: {error.code}")
             if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
                 traceback.print_exc()
             sys.exit(_report(error))

@@ -19,8 +19,12 @@ from attnmux.core.choosing.ask.model_layers import (
     unserved_layers,
 )
 from attnmux.core.choosing.ask.model_types import DEFAULTS, ENCODERS, NAMES, SINKS, UNSAYABLE
+from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 
+MOST_BYTES = 2**24
+"""Of a configuration. The largest that are published have some 100 kB."""
+LONGEST_NAME = 200
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
 
@@ -61,15 +65,18 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
     expected = "a folder with a Hugging Face config.json, or that file"
+    file, is_folder = path, False
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        is_folder = path.is_dir()
+        file = path / "config.json" if is_folder else path
+        config = json.loads(read_file(str(file), MOST_BYTES))
     except FileNotFoundError:
-        got = f"{path}, which has no config.json" if path.is_dir() else f"{path}: no such file"
+        got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
         raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
-        raise InvalidInput("model", got=f"{file}: {error.strerror}", expected=expected) from None
+        got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
+        raise InvalidInput("model", got=got, expected=expected) from None
     except (ValueError, RecursionError) as error:
         got = f"{file}, which is not JSON ({error})"
         raise InvalidInput("model", got=got, expected=expected) from None

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.data import from_data
-from attnmux.core.choosing.offer.libraries import EntryPoint, printable, read_file
+from attnmux.core.choosing.offer.libraries import EntryPoint, printable
 from attnmux.core.errors import InvalidInput, in_brief
 
 CHILD = (

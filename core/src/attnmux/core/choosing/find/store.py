@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.offer.libraries import read_file
+from attnmux.core.choosing.common.files import read_file
 
 MOST_BYTES = 64_000_000
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
+
+from attnmux.core.choosing.common.files import read_file
 
 if TYPE_CHECKING:
     from packaging.markers import Marker
@@ -59,20 +60,6 @@ class Distribution(NamedTuple):
                 break
             headers.setdefault(name, printable(value.strip()))
         return headers.get("Name", ""), headers.get("Version", "")
-
-
-def read_file(path: str, most: int) -> bytes:
-    """The bytes of a regular file. Never waits. Raises OSError for anything else, and for a file of
-    more than `most` bytes."""
-    # A pipe without a writer would hold up a plain open
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(f"it has more than {most} bytes")
-    return content
 
 
 def printable(text: str) -> str:
