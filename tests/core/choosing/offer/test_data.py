@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from attnmux.core.choosing.offer.accuracy import ErrorBound
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Option, Prior, when
 from attnmux.core.choosing.offer.conditions import ANY, emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.verified import Verified
@@ -19,8 +19,8 @@ CARD = BackendCard(
     name="full",
     summary="every field",
     clauses=(
-        Clause(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
-        Clause(vendor=ANY, page_size=multiple_of(16)),
+        when(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
+        when(page_size=multiple_of(16)),
     ),
     sources={"page_size": "acme.h"},
     aliases=("all",),
@@ -28,7 +28,7 @@ CARD = BackendCard(
     requires=("x>=1", ("y", "z")),
     options=(Option(name="splits", type=int, default=1, choices=(1, 2)),),
     priors=(
-        Prior(rank=7, when=Clause(vendor=one_of("acme")), source="here"),
+        Prior(rank=7, when=when(vendor=one_of("acme")), source="here"),
         Prior(rank=9, source="there"),
     ),
     verified_on=(

@@ -52,17 +52,15 @@ def draft_keys(
 def check_tree(batch: ForwardBatch) -> None:
     """Check the mask on the host. Synchronises.
 
-    Raises InvalidInput for a mask that is too short, that hides a token of the prefix from a draft
-    token, or a draft token from itself.
+    The mask has the size that `check_batch` demands. Raises InvalidInput for a mask that hides a
+    token of the prefix from a draft token, or a draft token from itself.
     """
     spec, mask = _masked(batch)
     drafts = spec.draft_token_num
     starts, widths = _starts(batch, spec).tolist(), _widths(batch, spec).tolist()
     for request, (start, width) in enumerate(zip(starts, widths, strict=True)):
         rows = mask[start : start + drafts * width]
-        if len(rows) < drafts * width:
-            got = f"{len(rows)} values, not {drafts * width},"
-        elif not bool(rows.view(drafts, width)[:, : width - drafts].all()):
+        if not bool(rows.view(drafts, width)[:, : width - drafts].all()):
             got = "cached tokens hidden from drafts"
         elif not bool(rows.view(drafts, width)[:, width - drafts :].diagonal().all()):
             got = "a draft token hidden from itself"

@@ -39,7 +39,7 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "arch": "It runs on other architectures of this vendor.",
     "version": "It needs another compute capability, such as 9.0 for sm90.",
     "features": "It needs a feature that the device or its host lacks, such as avx2 or a compiler.",
-    "runtime": "It needs another version of the device's runtime, such as CUDA or ROCm.",
+    "runtime": "It needs another version of the device's runtime, such as 12.8.",
     "kind": "It serves other kinds of attention: mha, mla, nsa, dual_chunk.",
     "phase": "It does not serve this phase: extend, decode, verify, draft or encoder.",
     "num_q_heads": "Its kernels do not serve that number of query heads a rank.",
