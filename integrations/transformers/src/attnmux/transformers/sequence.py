@@ -1,4 +1,4 @@
-"""Requests: their tokens, the memory that they hold, and one pass of the model over some of them."""
+"""Requests: their tokens, the memory that they hold, and one pass of the model over some."""
 
 from __future__ import annotations
 
