@@ -25,7 +25,7 @@ from attnmux.core import (
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
-from attnmux.transformers.sampling import SamplingParams
+from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
 
 VOCABULARY = 50

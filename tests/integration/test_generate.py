@@ -454,3 +454,13 @@ def test_a_chat_template_is_applied(tmp_path):
     assert bytes(raw) == b"hi"
     with pytest.raises(InvalidInput, match="chat template"):
         encode_prompts(open_checkpoint(recall.PATH), ["hi"], max_context_len=100, chat=True)
+
+
+def test_a_chat_template_that_does_not_end_is_refused(tmp_path, monkeypatch):
+    shutil.copytree(recall.PATH, tmp_path / "m", ignore=shutil.ignore_patterns("*.py", "__*"))
+    # It ends after a while, so that its thread does not slow down the tests that follow.
+    template = "{% for a in range(50) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "m" / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("attnmux.transformers.tokenization.TEMPLATE_SECONDS", 0.01)
+    with pytest.raises(InvalidInput, match=r"chat template that did not end within 0\.01 s"):
+        encode_prompts(open_checkpoint(tmp_path / "m"), ["hi"], max_context_len=100, chat=True)

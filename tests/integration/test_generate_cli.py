@@ -51,6 +51,23 @@ def test_the_verb_is_advertised():
     assert point.load() is cli.generate
 
 
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--no-such-option"], ["--prompts", "no-such-file"]], ids=" ".join
+)
+def test_help_and_mistakes_do_not_wait_for_torch(args):
+    code = """if True:
+        import sys
+        from attnmux.core.cli.verbs import verbs
+        try:
+            verbs(["generate", *sys.argv[1:]])
+        finally:
+            print("imported:", {"torch", "transformers"} & set(sys.modules))
+    """
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert result.stdout.endswith("imported: set()\n"), result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_text_goes_to_stdout_and_the_rest_to_stderr():
     result = attnmux(*ASK)
     assert result.exit_code == 0, result.output

@@ -1,45 +1,66 @@
 """Hugging Face models, unchanged, on any attention backend of attnmux.
 
-Importing this package registers the attention implementation "attnmux" with transformers.
+The first use of a public name registers the attention implementation "attnmux" with transformers.
+Importing this package alone imports neither torch nor transformers.
 """
 
-from attnmux.transformers.attention import IMPLEMENTATION
-from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.checkpoint import Checkpoint, load_model, open_checkpoint
-from attnmux.transformers.decision import RunnerOptions, request_of
-from attnmux.transformers.engine import Engine, EngineStats, GenerationResult, TokenOutput
-from attnmux.transformers.generate import Generation, Prompt, Timings, run_prompts
-from attnmux.transformers.layers import record_layers
-from attnmux.transformers.load import load_runner
-from attnmux.transformers.pools import MemoryBudget
-from attnmux.transformers.runner import ModelRunner
-from attnmux.transformers.sampling import Sampler, SamplingParams
-from attnmux.transformers.sequence import SequenceState, Step
-from attnmux.transformers.tokenization import encode_prompts
+from __future__ import annotations
 
-__all__ = [
-    "IMPLEMENTATION",
-    "Checkpoint",
-    "Engine",
-    "EngineStats",
-    "Generation",
-    "GenerationResult",
-    "MemoryBudget",
-    "ModelRunner",
-    "Prompt",
-    "RunnerOptions",
-    "Sampler",
-    "SamplingParams",
-    "SequenceState",
-    "Step",
-    "StepBuilder",
-    "Timings",
-    "TokenOutput",
-    "encode_prompts",
-    "load_model",
-    "load_runner",
-    "open_checkpoint",
-    "record_layers",
-    "request_of",
-    "run_prompts",
-]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.transformers.attention import IMPLEMENTATION as IMPLEMENTATION
+    from attnmux.transformers.batching import StepBuilder as StepBuilder
+    from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
+    from attnmux.transformers.checkpoint import load_model as load_model
+    from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
+    from attnmux.transformers.decision import RunnerOptions as RunnerOptions
+    from attnmux.transformers.decision import request_of as request_of
+    from attnmux.transformers.engine import Engine as Engine
+    from attnmux.transformers.engine import EngineStats as EngineStats
+    from attnmux.transformers.engine import GenerationResult as GenerationResult
+    from attnmux.transformers.engine import TokenOutput as TokenOutput
+    from attnmux.transformers.generate import Generation as Generation
+    from attnmux.transformers.generate import Prompt as Prompt
+    from attnmux.transformers.generate import Timings as Timings
+    from attnmux.transformers.generate import run_prompts as run_prompts
+    from attnmux.transformers.layers import record_layers as record_layers
+    from attnmux.transformers.load import load_runner as load_runner
+    from attnmux.transformers.pools import MemoryBudget as MemoryBudget
+    from attnmux.transformers.runner import ModelRunner as ModelRunner
+    from attnmux.transformers.sampling import Sampler as Sampler
+    from attnmux.transformers.sampling_params import SamplingParams as SamplingParams
+    from attnmux.transformers.sequence import SequenceState as SequenceState
+    from attnmux.transformers.sequence import Step as Step
+    from attnmux.transformers.tokenization import encode_prompts as encode_prompts
+
+_NAMES_BY_MODULE = {
+    "attention": ("IMPLEMENTATION",),
+    "batching": ("StepBuilder",),
+    "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
+    "decision": ("RunnerOptions", "request_of"),
+    "engine": ("Engine", "EngineStats", "GenerationResult", "TokenOutput"),
+    "generate": ("Generation", "Prompt", "Timings", "run_prompts"),
+    "layers": ("record_layers",),
+    "load": ("load_runner",),
+    "pools": ("MemoryBudget",),
+    "runner": ("ModelRunner",),
+    "sampling": ("Sampler",),
+    "sequence": ("SequenceState", "Step"),
+    "tokenization": ("encode_prompts",),
+    "sampling_params": ("SamplingParams",),
+}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name on first use, and register the implementation."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(f"{__name__}.attention")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

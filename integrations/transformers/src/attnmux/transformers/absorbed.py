@@ -107,7 +107,7 @@ def absorbed_layers(
 
 
 def absorb(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
-    """Have the model run absorbed from here on.
+    """Switch the model to absorbed attention.
 
     layers: those of `record_layers`, which `absorbed_layers` found fit for it.
     """
@@ -212,7 +212,7 @@ def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(probe: Probe) -> list[ModelCall]:
-    """What the layers ask for when three tokens run, in the order of the layers."""
+    """The layers' attention calls for three tokens, in the order of the layers."""
     _, recorder = probe.run([0, 1, 2], [0, 1, 2])
     return sorted(recorder.calls, key=lambda call: call.layer_id)
 

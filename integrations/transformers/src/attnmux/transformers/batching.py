@@ -16,30 +16,16 @@ from attnmux.core import (
     ReqToTokenPool,
 )
 from attnmux.transformers.decode_batch import DecodeBatch
-from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
+from attnmux.transformers.sequence import (
+    RequestMemory,
+    SequenceState,
+    Step,
+    check_encoder_len,
+    split_encoder,
+)
 
 
-class Taking:
-    """The block of `StepBuilder.taking`.
-
-    Not a generator: one that an interrupt leaves suspended would give back much later.
-    """
-
-    def __init__(self, steps: StepBuilder) -> None:
-        self._steps = steps
-        self._pages, self._rows = steps.allocator.mark(), steps.req_to_token_pool.mark()
-
-    def __enter__(self) -> None:
-        self._steps.intact = False
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._steps.allocator.rewind(self._pages)
-            self._steps.req_to_token_pool.rewind(self._rows)
-            self._steps.intact = True
-
-
-class StepBuilder:
+class StepBuilder(RequestMemory):
     """Makes steps: takes rows and slots for the new tokens and writes the request table.
 
     A step that raises while it is made gives back what it took. Where that cannot be done, as when
@@ -64,14 +50,11 @@ class StepBuilder:
         `prefix_tree` is empty and for the caller to use: it owns slots of the allocator, and lives
         as long.
         """
-        self.req_to_token_pool = req_to_token_pool
-        self.allocator = allocator
+        super().__init__(req_to_token_pool, allocator)
         self.token_to_kv_pool = token_to_kv_pool
         self.prefix_tree = PrefixTree(allocator, allocator.page_size)
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
-        self.intact = True
-        """Whether rows and pages are accounted for. False while a method changes them."""
 
     def reset(self) -> None:
         """Free every row and every page, whoever holds them, empty the prefix tree and zero the KV
@@ -83,17 +66,6 @@ class StepBuilder:
         if self.token_to_kv_pool is not None:
             self.token_to_kv_pool.zero()
         self.intact = True
-
-    def taking(self) -> Taking:
-        """A block that takes rows and pages, and gives none back. If it raises, what it took is
-        free again; if not, its caller notes who owns them and sets `intact`.
-
-        Raises InvalidInput where an earlier change was interrupted.
-        """
-        if not self.intact:
-            got = "pools that an interrupted change left undefined"
-            raise InvalidInput("steps", got=got, expected="a call of reset() first")
-        return Taking(self)
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,7 @@
-"""The prompts of `attnmux generate`: from the command line, stdin and files."""
+"""The prompts of `attnmux generate`: from the command line, stdin and files.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +18,7 @@ import click
 
 from attnmux.core import InvalidInput
 from attnmux.transformers import recall
-from attnmux.transformers.generate import Prompt
-from attnmux.transformers.sampling import SamplingParams
-from attnmux.transformers.tokenization import TextOrIds
+from attnmux.transformers.sampling_params import SamplingParams
 
 SAMPLE_BYTES = 240
 
@@ -40,15 +41,10 @@ JSON_LINES = (".jsonl", ".ndjson")
 class UserPrompt:
     """One prompt, and the options that it overrides."""
 
-    prompt: TextOrIds
+    prompt: str | Sequence[int]
+    """Text, or token ids."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Some of `KEYS` but for the prompt."""
-
-    def with_ids(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams) -> Prompt:
-        """The prompt in token ids; max_new_tokens and sampling hold for what it does not say."""
-        own = dict(self.overrides)
-        most = own.pop("max_new_tokens", max_new_tokens)
-        return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
 
 
 def read_prompts(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
-from attnmux.transformers.sequence import SequenceState, Step
-
-if TYPE_CHECKING:
-    from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.sequence import RequestMemory, SequenceState, Step
 
 
 class DecodeBatch:
@@ -26,11 +22,11 @@ class DecodeBatch:
     joins or is extended.
     """
 
-    def __init__(self, states: Sequence[SequenceState], steps: StepBuilder) -> None:
+    def __init__(self, states: Sequence[SequenceState], memory: RequestMemory) -> None:
         """states: each has a row, one pending token, and room for it in its context."""
-        req_to_token_pool, allocator = steps.req_to_token_pool, steps.allocator
+        req_to_token_pool, allocator = memory.req_to_token_pool, memory.allocator
         self.states = tuple(states)
-        self._steps = steps
+        self._memory = memory
         self._table = req_to_token_pool.req_to_token
         width, page_size = req_to_token_pool.max_context_len, allocator.page_size
         columns = [state.num_columns for state in states]
@@ -74,8 +70,8 @@ class DecodeBatch:
                 "states", got="a request whose context is full", expected="room for one token each"
             )
         first, last = self._opening[self._phase]
-        allocator = self._steps.allocator
-        with self._steps.taking():
+        allocator = self._memory.allocator
+        with self._memory.taking():
             pages = allocator.alloc_pages(last - first) if last > first else None
             places = self._places + 1
             positions, cells, slots = places.unbind()
@@ -102,7 +98,7 @@ class DecodeBatch:
         self._steps_left -= 1
         for state in self.states:
             state.num_cached += 1
-        self._steps.intact = True
+        self._memory.intact = True
         input_ids = self._first_ids if token_ids is None else token_ids
         return Step(batch=batch, input_ids=input_ids, last_indices=self._each)
 

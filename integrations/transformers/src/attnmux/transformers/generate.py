@@ -10,7 +10,7 @@ from functools import partial
 
 from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult
-from attnmux.transformers.sampling import SamplingParams
+from attnmux.transformers.sampling_params import SamplingParams
 
 OnText = Callable[[int, str, bool], None]
 """Called with a prompt's index, the next piece of its text (whole characters, at the end perhaps

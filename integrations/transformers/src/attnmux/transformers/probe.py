@@ -1,4 +1,4 @@
-"""Runs a model to see what it asks of attention, and what its masks show."""
+"""Runs a model once to record its attention calls and to read its masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reach(NamedTuple):
     attention_chunk_size: int = 0
 
     def row(self, query: int, keys: torch.Tensor) -> torch.Tensor:
-        """Which of the keys the token at `query` sees."""
+        """Whether the token at `query` sees each of the keys."""
         visible = keys <= query
         if self.sliding_window_size >= 0:
             visible &= keys >= query - self.sliding_window_size
@@ -146,19 +146,19 @@ class Recorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A model that is run to be looked at."""
+    """A model that a probe runs."""
 
     model: PreTrainedModel
     """What names the attention implementation."""
     call: Callable[..., Any]
     """Takes input_ids, position_ids and use_cache; what it returns has logits."""
     embeddings: torch.nn.Module
-    """What makes vectors of the input ids."""
+    """The input embedding."""
     recorder: Callable[[], Recorder] = Recorder
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Probe:
-        """Of a decoder model."""
+        """The probed model of a decoder model."""
         return cls(model=model, call=model, embeddings=model.get_input_embeddings())
 
     @property

@@ -121,7 +121,7 @@ class ModelRunner:
         batch_sizes: Sequence[int] | None = None,
         devices: DeviceGraphs | None = None,
     ) -> None:
-        """Capture decode steps; from then on they are replayed.
+        """Capture decode steps. Later steps replay them.
 
         batch_sizes: None takes the usual ones. devices: None takes those of the model's device.
         Raises GraphUnsupported, leaving all steps eager, where device or backend have no graphs
@@ -177,7 +177,7 @@ class ModelRunner:
         self.steps.release(states, zero=zero)
 
     def reset(self) -> None:
-        """Free everything, whoever holds it, as `StepBuilder.reset` does."""
+        """Free all rows and pages, as `StepBuilder.reset` does."""
         self.steps.reset()
 
     @property

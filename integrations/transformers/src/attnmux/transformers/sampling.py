@@ -4,43 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from attnmux.core import InvalidInput
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How a request's tokens are drawn. The default is greedy.
-
-    Raises InvalidInput for a temperature below 0 or a top_p outside (0, 1].
-    """
-
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_p: float = 1.0
-    """Draw from the fewest tokens whose probabilities reach this sum."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= sys.float_info.max:
-            raise InvalidInput("temperature", got=self.temperature, expected="0 or more, finite")
-        if not 0 < self.top_p <= 1:
-            raise InvalidInput("top_p", got=self.top_p, expected="above 0, at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise InvalidInput("seed", got=self.seed, expected="0 to 2**63 - 1")
-
-    def for_each(self, num_requests: int) -> list[SamplingParams]:
-        """The same for many requests, each with a seed of its own that follows from this one."""
-        generator = torch.Generator().manual_seed(self.seed)
-        seeds = torch.randint(2**63 - 1, (num_requests,), generator=generator)
-        return [replace(self, seed=seed) for seed in seeds.tolist()]
-
+from attnmux.transformers.sampling_params import SamplingParams
 
 NOT_A_NUMBER = -1
 """Stands for a token where the logits are NaN or their largest is infinite."""

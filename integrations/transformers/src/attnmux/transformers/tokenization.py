@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from threading import Thread
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +32,8 @@ def encode_prompts(
     """The token ids of each prompt; `chat` puts texts into the tokenizer's chat template.
 
     Raises InvalidInput for no prompts, an empty prompt, one that is longer than the context, ids
-    outside the vocabulary, text that UTF-8 cannot hold, and for text where there is no tokenizer
-    or no chat template.
+    outside the vocabulary, text that UTF-8 cannot hold, text where there is no tokenizer or no
+    chat template, and a chat template that does not end within `TEMPLATE_SECONDS`.
     """
     if not prompts:
         raise InvalidInput("prompts", got="none", expected="at least one prompt")
@@ -81,6 +84,35 @@ def _check_text(name: str, text: str) -> None:
         raise InvalidInput(name, got=got, expected="text in UTF-8") from error
 
 
+TEMPLATE_SECONDS = 10.0
+"""A template takes milliseconds. One that takes longer than this is taken to loop."""
+
+
+def _within(seconds: float, render: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """What `render` returns. Raises what it raises, and InvalidInput after that many seconds.
+
+    Python cannot stop a thread, so a template that loops keeps running until the process ends.
+    """
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(render())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon: the threads of an executor would keep the interpreter from exiting.
+    Thread(target=run, name="attnmux-chat-template", daemon=True).start()
+    wait([done], timeout=seconds)
+    if not done.done():
+        raise InvalidInput(
+            "chat",
+            got=f"a chat template that did not end within {seconds:g} s",
+            expected="raw prompts, or a tokenizer with another chat template",
+        )
+    return done.result()
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
     if not chat:
         return list(tokenizer(text)["input_ids"])
@@ -89,7 +121,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[i
             "chat", got="a tokenizer without a chat template", expected="raw prompts"
         )
     message = [{"role": "user", "content": text}]
-    shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    shown = _within(
+        TEMPLATE_SECONDS,
+        partial(tokenizer.apply_chat_template, message, tokenize=False, add_generation_prompt=True),
+    )
     # The template writes the special tokens itself.
     return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
 

@@ -22,7 +22,8 @@ from attnmux.transformers.engine.request import (
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
 from attnmux.transformers.engine.stats import EngineStats, Laps
-from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler, SamplingParams
+from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
+from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
 from attnmux.transformers.tokenization import TextStream, read_ids
 

@@ -11,7 +11,8 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.sampling import Sampler, SamplingParams, sample
+from attnmux.transformers.sampling import Sampler, sample
+from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import Step
 
 GREEDY = Sampler(SamplingParams())

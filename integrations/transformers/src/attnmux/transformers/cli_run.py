@@ -1,0 +1,255 @@
+"""Runs `attnmux generate`: loads the model and prints what it generates."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import click
+import torch
+
+from attnmux.core import (
+    AttentionBackend,
+    Decision,
+    Detection,
+    InvalidInput,
+    Platform,
+    Plugins,
+    PoolExhausted,
+    Settings,
+    pick_platform,
+)
+from attnmux.core.cli.run import Run, echo_json
+from attnmux.transformers import recall
+from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.cli_output import Printer, as_dict, closing_line
+from attnmux.transformers.cli_prompts import UserPrompt
+from attnmux.transformers.decision import RunnerOptions
+from attnmux.transformers.engine import Engine
+from attnmux.transformers.generate import Generation, Prompt, run_prompts
+from attnmux.transformers.load import load_runner
+from attnmux.transformers.pools import MemoryBudget
+from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.sampling_params import SamplingParams
+from attnmux.transformers.tokenization import encode_prompts
+
+
+def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
+    """The platform of a torch device; without one the configured or the only accelerator's.
+
+    Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
+    """
+    platform = pick_platform(detection, settings.platform) if device is None else None
+    name = device or (platform.device_type if platform is not None else "cpu")
+    try:
+        kind = torch.device(name).type
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            "--device", got=f"{name} ({reason})", expected="a device that torch can use here"
+        ) from error
+    if platform is not None:
+        return platform
+    found = tuple(one for one in detection.platforms if one.device_type == kind)
+    if not found:
+        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
+        raise InvalidInput("--device", got=name, expected=f"one of {present}")
+    return pick_platform(replace(detection, platforms=found))
+
+
+def run_command(
+    run: Run,
+    settings: Settings,
+    asked: Sequence[UserPrompt],
+    sampling: SamplingParams,
+    *,
+    model: str | None,
+    as_json: bool,
+    revision: str | None,
+    max_new_tokens: int,
+    chat: bool,
+    page_size: int | None,
+    kv_dtype: str | None,
+    dtype: str | None,
+    mla: Literal["absorbed", "expanded"] | None,
+    context: int | None,
+    memory: str | None,
+    max_running: int,
+    prefill_tokens: int,
+    graph: bool | None,
+    device: str | None,
+    canary: float,
+    keep_failures: Path | None,
+    keep_values: bool,
+    no_stream: bool,
+    **backends: str | None,
+) -> None:
+    """Generate for the prompts. The other arguments are the options of `cli.generate`."""
+    budget = None if memory is None else MemoryBudget.parse(memory)
+    with _quiet(run.debug):
+        began = time.perf_counter()
+        source = recall.PATH if model is None else model
+        checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+        _refuse_encoders(checkpoint)
+        context = context_of(checkpoint, context)
+        wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
+        plugins = run.plugins(settings)
+        options = RunnerOptions(
+            max_batch_size=min(len(wanted), max_running),
+            max_context_len=context,
+            max_total_tokens=_most_tokens(wanted, context, max_running) if budget is None else None,
+            memory=budget,
+            graph=graph,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            mla=mla,
+            page_size=page_size,
+            device=device,
+            policy=settings.policy(**backends),
+            measurements=run.measurements(settings),
+            launches=run.launches(settings),
+            debug=run.debug,
+            wrap=_wrapper(run, canary, keep_failures, keep_values),
+        )
+        platform = platform_for(run.detect(plugins), settings, device)
+        runner = _load(run, checkpoint, platform, plugins, options)
+        load_seconds = time.perf_counter() - began
+        click.echo(runner.decision.summary(), err=True)
+        engine = Engine(
+            runner,
+            tokenizer=checkpoint.require_tokenizer(),
+            stop_ids=checkpoint.stop_ids(runner.model),
+            prefill_tokens=prefill_tokens,
+        )
+        generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
+    if as_json:
+        texts = [one.prompt for one in asked]
+        answer = as_dict(generation, texts, runner, load_seconds)
+        echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+    click.echo(closing_line(generation, runner), err=True)
+
+
+def _wrapper(
+    run: Run, canary: float, folder: Path | None, keep_values: bool
+) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
+    if not canary and folder is None:
+        return None
+    try:
+        # By name: only those who ask need the distribution
+        make_canary = pkgutil.resolve_name("attnmux.testing.canary:CanaryBackend")
+        make_keeper = pkgutil.resolve_name("attnmux.testing.failures:FailureKeeper")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("attnmux.testing"):
+            raise
+        got = "no attnmux-testing"
+        expected = "pip install attnmux-testing"
+        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected) from error
+
+    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
+        if canary:
+            backend = make_canary(backend, share=canary)
+        if folder is not None:
+            backend = make_keeper(
+                backend, folder, decision=decision, tensors=keep_values, on_kept=run.warn
+            )
+        return backend
+
+    return wrap
+
+
+def _encode(
+    checkpoint: Checkpoint,
+    asked: Sequence[UserPrompt],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    context: int,
+    chat: bool,
+) -> list[Prompt]:
+    texts = [one.prompt for one in asked]
+    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
+    each = sampling.for_each(len(asked))
+    return [_prompt(*one, max_new_tokens) for one in zip(asked, encoded, each, strict=True)]
+
+
+def _prompt(
+    asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, max_new_tokens: int
+) -> Prompt:
+    """The prompt in token ids. What it overrides takes the place of the command's options."""
+    own = dict(asked.overrides)
+    most = own.pop("max_new_tokens", max_new_tokens)
+    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+
+
+def _most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> int:
+    """Tokens of the longest prompts that may run at a time, with their answers."""
+    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
+    return sum(lens[-max_running:])
+
+
+def _refuse_encoders(checkpoint: Checkpoint) -> None:
+    if checkpoint.config.is_encoder_decoder:
+        raise InvalidInput(
+            "model",
+            got=f"{checkpoint.source}, an encoder-decoder model",
+            expected="a decoder-only model; an encoder-decoder model runs from Python, with "
+            "Engine.add(encoder_states=…)",
+        )
+
+
+def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
+    """Tokens of the longest request. Raises InvalidInput for more than the model's positions."""
+    limit = checkpoint.max_context_len
+    if wanted is None and limit is None:
+        raise InvalidInput(
+            "--context", got="nothing", expected="a number, since the model states no limit"
+        )
+    if wanted is None or limit is None:
+        return wanted or limit or 0
+    if wanted > limit:
+        raise InvalidInput("--context", got=wanted, expected=f"at most the model's limit, {limit}")
+    return wanted
+
+
+def _load(
+    run: Run, checkpoint: Checkpoint, platform: Platform, plugins: Plugins, options: RunnerOptions
+) -> ModelRunner:
+    offers = plugins.offers()
+    progress = sys.stderr.isatty()
+    try:
+        return load_runner(checkpoint, platform, offers, options, progress=progress, warn=run.warn)
+    except PoolExhausted as error:
+        if options.memory is not None:
+            raise
+        raise PoolExhausted(
+            error.what,
+            wanted=error.wanted,
+            available=error.available,
+            hint="lower --max-running, --max-new-tokens or --context, use a smaller --kv-dtype, or "
+            "set --memory, so that prompts wait for room",
+        ) from error
+
+
+def _generate(
+    engine: Engine, wanted: Sequence[Prompt], *, silent: bool, stream: bool
+) -> Generation:
+    if silent:
+        return run_prompts(engine, wanted)
+    with Printer(len(wanted), stream=stream) as printer:
+        return run_prompts(engine, wanted, on_text=printer)
+
+
+@contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """Only errors from the libraries below, unless debugging."""
+    with warnings.catch_warnings(), quiet_transformers(progress=sys.stderr.isatty()):
+        if not debug:
+            warnings.simplefilter("ignore")
+        yield
