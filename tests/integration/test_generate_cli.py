@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import cli, cli_prompts, recall
+from attnmux.transformers.engine import PREFILL_TOKENS
 
 ASK = ["k417, x90 ?k", "--max-new-tokens", "8"]
 COPY_WITHOUT_CODE = shutil.ignore_patterns("*.py", "__*")
@@ -49,6 +50,11 @@ def test_the_verb_is_advertised():
         point for point in entry_points(group="attnmux.commands") if point.name == "generate"
     ]
     assert point.load() is cli.generate
+
+
+def test_the_option_has_the_engine_s_default():
+    (option,) = [each for each in cli.generate.params if each.name == "prefill_tokens"]
+    assert option.default == PREFILL_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from operator import index
 from threading import Thread
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -84,16 +84,18 @@ def _check_text(name: str, text: str) -> None:
         raise InvalidInput(name, got=got, expected="text in UTF-8") from error
 
 
+T = TypeVar("T")
+
 TEMPLATE_SECONDS = 10.0
 """A template takes milliseconds. One that takes longer than this is taken to loop."""
 
 
-def _within(seconds: float, render: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """What `render` returns. Raises what it raises, and InvalidInput after that many seconds.
+def _within(seconds: float, render: Callable[[], T]) -> T:
+    """The result of `render`. Raises its error, and InvalidInput after that many seconds.
 
     Python cannot stop a thread, so a template that loops keeps running until the process ends.
     """
-    done: Future[Any] = Future()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
