@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from operator import index
 from threading import Thread
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
