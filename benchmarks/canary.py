@@ -22,7 +22,7 @@ from attnmux.bench import Report, facts, interleave
 from attnmux.bench.timing import Meter, wall_meter
 from attnmux.core import AttentionBackend, Platform
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.testing.canary import CanaryBackend
+from attnmux.testing import CanaryBackend
 
 CPU = torch.device("cpu")
 MAX_COST = 0.01

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import (
     Case,
+    FailureKeeper,
     FakeBackend,
     decode,
     fake_platform,
@@ -20,7 +21,6 @@ from attnmux.testing import (
     prepare_step,
     standard_cases,
 )
-from attnmux.testing.failures import FailureKeeper
 from attnmux.transformers import recall
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"

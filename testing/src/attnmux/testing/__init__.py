@@ -11,6 +11,9 @@ made of plain data and functions that need no pytest:
   selector refuses one.
 - `make_setup` and `prepare_step` make the pools, batch and tensors of a case, for tests that call
   a backend themselves.
+- `Sampler` draws cases from everything that a card claims.
+- `CanaryBackend` checks a share of an engine's steps against the reference and the pools.
+- `FailureKeeper` keeps a step that fails; `load_failure` and `run_again` repeat it on any backend.
 - `RecordingGraphs` captures and replays steps without a device that has graphs.
 - `FakeBackend` and `GraphFakeBackend` are correct and slow, with cards for `fake_platform`.
 
@@ -24,6 +27,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnmux.testing import reference as reference
+    from attnmux.testing.canary import CanaryBackend as CanaryBackend
+    from attnmux.testing.canary import CanaryFinding as CanaryFinding
     from attnmux.testing.candidate import Candidate as Candidate
     from attnmux.testing.candidate import Outcome as Outcome
     from attnmux.testing.candidate import find_candidate as find_candidate
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from attnmux.testing.cases import extend as extend
     from attnmux.testing.cases import verify as verify
     from attnmux.testing.comparison import Disagreement as Disagreement
+    from attnmux.testing.failures import FailureKeeper as FailureKeeper
     from attnmux.testing.fakes import FakeBackend as FakeBackend
     from attnmux.testing.fakes import fake_card as fake_card
     from attnmux.testing.fakes import fake_platform as fake_platform
@@ -47,17 +53,23 @@ if TYPE_CHECKING:
     from attnmux.testing.prepared import PreparedStep as PreparedStep
     from attnmux.testing.prepared import prepare_step as prepare_step
     from attnmux.testing.recording import RecordingGraphs as RecordingGraphs
+    from attnmux.testing.replay import load_failure as load_failure
+    from attnmux.testing.replay import run_again as run_again
     from attnmux.testing.runner import run_case as run_case
+    from attnmux.testing.sampling import Sampler as Sampler
     from attnmux.testing.standard import in_graphs as in_graphs
     from attnmux.testing.standard import standard_cases as standard_cases
     from attnmux.testing.suite import AttentionBackendTests as AttentionBackendTests
 
 _MODULES = {
     "AttentionBackendTests": "suite",
+    "CanaryBackend": "canary",
+    "CanaryFinding": "canary",
     "Candidate": "candidate",
     "Case": "cases",
     "CaseSetup": "case_setup",
     "Disagreement": "comparison",
+    "FailureKeeper": "failures",
     "FakeBackend": "fakes",
     "GraphFakeBackend": "graph_fakes",
     "LayerInput": "prepared",
@@ -65,6 +77,7 @@ _MODULES = {
     "OutsidePoint": "card_limits",
     "PreparedStep": "prepared",
     "RecordingGraphs": "recording",
+    "Sampler": "sampling",
     "Step": "cases",
     "decode": "cases",
     "extend": "cases",
@@ -73,10 +86,12 @@ _MODULES = {
     "find_candidate": "candidate",
     "graph_card": "graph_fakes",
     "in_graphs": "standard",
+    "load_failure": "replay",
     "make_setup": "case_setup",
     "outside_points": "card_limits",
     "prepare_step": "prepared",
     "reference": "reference",
+    "run_again": "replay",
     "run_case": "runner",
     "standard_cases": "standard",
     "try_point": "card_limits",

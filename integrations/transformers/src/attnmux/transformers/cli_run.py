@@ -144,8 +144,8 @@ def _wrapper(
         return None
     try:
         # By name: only those who ask need the distribution
-        make_canary = pkgutil.resolve_name("attnmux.testing.canary:CanaryBackend")
-        make_keeper = pkgutil.resolve_name("attnmux.testing.failures:FailureKeeper")
+        make_canary = pkgutil.resolve_name("attnmux.testing:CanaryBackend")
+        make_keeper = pkgutil.resolve_name("attnmux.testing:FailureKeeper")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("attnmux.testing"):
             raise
