@@ -88,7 +88,7 @@ def test_the_plain_answer_is_short(call) -> None:
     said = words(result.stdout)
     assert said.startswith("best (fake) serves extend and decode")
     assert "chosen: best rank of 2 that fit" in said
-    assert "fits, behind best in rank" in said
+    assert "fits, ranked after best" in said
     assert "2 more do not fit: --explain says why" in said
     assert "small_pages_only" not in said
     assert len(result.stdout.splitlines()) <= 12

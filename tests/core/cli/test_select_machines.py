@@ -74,6 +74,52 @@ def test_a_model_with_an_endless_name_is_one_sentence() -> None:
     assert result.stderr.startswith("attnmux: model: expected a folder")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
+@pytest.mark.parametrize("verb", [["select", "--json"], ["select", "--explain"], ["matrix"]])
+def test_a_full_disk_is_one_sentence(verb) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN, *verb],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "warning" not in line]
+    assert said == ["attnmux: the answer cannot be written: [Errno 28] No space left on device"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "matrix"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    said = done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in said
+    assert "ended early" not in said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a folder in use stays")
+def test_a_deleted_working_directory_is_one_sentence(tmp_path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); {MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "select"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "the working directory was deleted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_shell_completes_verbs() -> None:
     asked = {"_ATTNMUX_COMPLETE": "bash_complete", "COMP_WORDS": "attnmux sel", "COMP_CWORD": "1"}
     done = subprocess.run(

@@ -49,7 +49,7 @@ def test_the_winner_and_the_others(tell, offer) -> None:
     assert told[0].phases == ("extend", "decode")
     assert told[0].why == "best rank of 2 that fit"
     assert told[0].source == "the test"
-    assert (told[1].standing, told[1].why) == ("fits", "fits, behind a in rank")
+    assert (told[1].standing, told[1].why) == ("fits", "fits, ranked after a")
 
 
 def test_a_backend_that_fits_only_at_another_page_size(tell, offer) -> None:

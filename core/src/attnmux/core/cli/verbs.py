@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -49,6 +50,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
 
+UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
 USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
 
 
@@ -84,6 +86,8 @@ class Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):
+                raise  # rich ends so when the reader has seen enough
             message = f"ended early by a library: SystemExit: {error.code}"
             raise PluginError(message) from error
 
@@ -121,8 +125,8 @@ class Verbs(click.Group):
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
             )
         except Exception as error:
-            if not standalone_mode:
-                raise
+            if not standalone_mode or getattr(error, "errno", None) in UNWRITABLE:
+                raise  # the caller reports an answer that cannot be written
             if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
                 traceback.print_exc()
             sys.exit(_report(error))

@@ -181,7 +181,7 @@ class _Account:
             return f"fits, but {choice.backend} is preferred"
         if own.rank == winner.rank:
             return f"fits, level with {choice.backend}: fewer backends win, then names"
-        return f"fits, behind {choice.backend} in rank"
+        return f"fits, ranked after {choice.backend}"
 
     def _replaced(self, lead: str) -> str | None:
         """The named backend whose companion serves the phase."""
