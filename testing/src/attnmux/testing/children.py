@@ -69,8 +69,9 @@ def run_in_children(
                 child.case = None
                 if outcome.status == "failed" and not child.process.is_alive():
                     children.remove(child)
-            first = min(child.since for child in busy) + timeout - time.monotonic()
-            wait([c.pipe for c in children if c.case], timeout=min(max(first, 0.01), 1.0))
+            if all(child.case is not None for child in busy):
+                first = min(child.since for child in busy) + timeout - time.monotonic()
+                wait([child.pipe for child in busy], timeout=max(first, 0.01))
     finally:
         for child in children:
             child.stop()
