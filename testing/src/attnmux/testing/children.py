@@ -49,15 +49,7 @@ def run_in_children(
     children: list[_Child] = []
     try:
         while True:
-            free = [child for child in children if child.case is None]
-            while free or len(children) < jobs:
-                trial = next(trials, None)
-                if trial is None:
-                    break
-                if not free:
-                    free.append(_spawn(candidate))
-                    children.append(free[-1])
-                free.pop().start(trial)
+            _start_free(candidate, trials, children, jobs)
             busy = [child for child in children if child.case is not None]
             if not busy:
                 return
@@ -75,6 +67,21 @@ def run_in_children(
     finally:
         for child in children:
             child.stop()
+
+
+def _start_free(
+    candidate: Candidate, trials: Iterator[Trial], children: list[_Child], jobs: int
+) -> None:
+    """Give each free child a trial, after spawning those that are missing."""
+    free = [child for child in children if child.case is None]
+    while free or len(children) < jobs:
+        trial = next(trials, None)
+        if trial is None:
+            return
+        if not free:
+            free.append(_spawn(candidate))
+            children.append(free[-1])
+        free.pop().start(trial)
 
 
 def _answer(child: _Child, timeout: float) -> Outcome | None:
