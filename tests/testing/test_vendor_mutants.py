@@ -19,8 +19,7 @@ from typing import Any
 import click
 
 from attnmux.core import Platform
-from attnmux.testing import Candidate, run_case
-from attnmux.testing.sampling import Sampler
+from attnmux.testing import Candidate, Sampler, run_case
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples/vendor-plugin/src"
 MODULES = ("library", "tables", "backend", "factory")
