@@ -25,6 +25,9 @@ from attnmux.core import (
 )
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
+    CanaryBackend,
+    CanaryFinding,
+    CanarySample,
     Case,
     FakeBackend,
     GraphFakeBackend,
@@ -35,7 +38,6 @@ from attnmux.testing import (
     make_setup,
     run_case,
 )
-from attnmux.testing.canary import CanaryBackend, CanaryFinding, CanarySample
 from attnmux.testing.fakes import FullMetadata
 
 WITHIN = 100

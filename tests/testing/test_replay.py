@@ -15,18 +15,20 @@ from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import (
     Case,
+    FailureKeeper,
     FakeBackend,
     decode,
     extend,
     fake_platform,
     find_candidate,
+    load_failure,
     make_setup,
     prepare_step,
+    run_again,
+    verify,
 )
-from attnmux.testing.cases import verify
 from attnmux.testing.execution import call_layer
-from attnmux.testing.failures import FACTS, TENSORS, FailureKeeper
-from attnmux.testing.replay import load_failure, run_again
+from attnmux.testing.failures import FACTS, TENSORS
 
 
 class Broken(FakeBackend):

@@ -18,9 +18,9 @@ from attnmux.testing import (
     fake_card,
     fake_platform,
     graph_card,
+    run_in_children,
     standard_cases,
 )
-from attnmux.testing.children import run_in_children
 
 
 class NoScale(FakeBackend):

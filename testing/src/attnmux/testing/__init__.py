@@ -11,10 +11,10 @@ made of plain data and functions that need no pytest:
   selector refuses one.
 - `make_setup` and `prepare_step` make the pools, batch and tensors of a case, for tests that call
   a backend themselves.
-- `Sampler` draws cases from everything that a card claims.
-- `CanaryBackend` checks a share of an engine's steps against the reference and the pools.
-- `FailureKeeper` keeps a step that fails; `load_failure` and `run_again` repeat it on any backend.
 - `RecordingGraphs` captures and replays steps without a device that has graphs.
+- `Sampler` makes random cases of a card, and `run_in_children` runs cases in child processes.
+- `CanaryBackend` checks a share of a backend's steps while it serves; `FailureKeeper` keeps a
+  failed step, which `load_failure` reads and `run_again` repeats on any backend.
 - `FakeBackend` and `GraphFakeBackend` are correct and slow, with cards for `fake_platform`.
 
 Importing this module imports neither torch nor pytest.
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnmux.testing import reference as reference
     from attnmux.testing.canary import CanaryBackend as CanaryBackend
-    from attnmux.testing.canary import CanaryFinding as CanaryFinding
+    from attnmux.testing.canary import CanarySample as CanarySample
+    from attnmux.testing.canary_checks import CanaryFinding as CanaryFinding
     from attnmux.testing.candidate import Candidate as Candidate
     from attnmux.testing.candidate import Outcome as Outcome
     from attnmux.testing.candidate import find_candidate as find_candidate
@@ -42,8 +43,11 @@ if TYPE_CHECKING:
     from attnmux.testing.cases import decode as decode
     from attnmux.testing.cases import extend as extend
     from attnmux.testing.cases import verify as verify
+    from attnmux.testing.children import run_in_children as run_in_children
     from attnmux.testing.comparison import Disagreement as Disagreement
     from attnmux.testing.failures import FailureKeeper as FailureKeeper
+    from attnmux.testing.failures import KeptFailure as KeptFailure
+    from attnmux.testing.failures import load_failure as load_failure
     from attnmux.testing.fakes import FakeBackend as FakeBackend
     from attnmux.testing.fakes import fake_card as fake_card
     from attnmux.testing.fakes import fake_platform as fake_platform
@@ -53,7 +57,7 @@ if TYPE_CHECKING:
     from attnmux.testing.prepared import PreparedStep as PreparedStep
     from attnmux.testing.prepared import prepare_step as prepare_step
     from attnmux.testing.recording import RecordingGraphs as RecordingGraphs
-    from attnmux.testing.replay import load_failure as load_failure
+    from attnmux.testing.replay import Replayed as Replayed
     from attnmux.testing.replay import run_again as run_again
     from attnmux.testing.runner import run_case as run_case
     from attnmux.testing.sampling import Sampler as Sampler
@@ -64,7 +68,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "AttentionBackendTests": "suite",
     "CanaryBackend": "canary",
-    "CanaryFinding": "canary",
+    "CanaryFinding": "canary_checks",
+    "CanarySample": "canary",
     "Candidate": "candidate",
     "Case": "cases",
     "CaseSetup": "case_setup",
@@ -72,11 +77,13 @@ _MODULES = {
     "FailureKeeper": "failures",
     "FakeBackend": "fakes",
     "GraphFakeBackend": "graph_fakes",
+    "KeptFailure": "failures",
     "LayerInput": "prepared",
     "Outcome": "candidate",
     "OutsidePoint": "card_limits",
     "PreparedStep": "prepared",
     "RecordingGraphs": "recording",
+    "Replayed": "replay",
     "Sampler": "sampling",
     "Step": "cases",
     "decode": "cases",
@@ -86,13 +93,14 @@ _MODULES = {
     "find_candidate": "candidate",
     "graph_card": "graph_fakes",
     "in_graphs": "standard",
-    "load_failure": "replay",
+    "load_failure": "failures",
     "make_setup": "case_setup",
     "outside_points": "card_limits",
     "prepare_step": "prepared",
     "reference": "reference",
     "run_again": "replay",
     "run_case": "runner",
+    "run_in_children": "children",
     "standard_cases": "standard",
     "try_point": "card_limits",
     "verify": "cases",

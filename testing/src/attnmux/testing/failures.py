@@ -6,9 +6,10 @@ import copy
 import json
 import tempfile
 import traceback
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from attnmux.core import (
     Decision,
     ForwardBatch,
     ForwardMode,
+    InvalidInput,
     dtype_name,
     in_brief,
 )
@@ -243,3 +245,41 @@ def _shapes(call: AttentionCall) -> dict[str, Any]:
             if each is not None
         },
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeptFailure:
+    """A failure as its folder holds it."""
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def backend(self) -> str:
+        """The decided backend of the step's phase; empty without a decision."""
+        phases = (self.facts["decision"] or {}).get("phases", {})
+        decodes = self.facts["batch"]["forward_mode"] == ForwardMode.DECODE.name
+        choice = phases.get("decode" if decodes else "extend")
+        return "" if choice is None else f"{choice['plugin']}/{choice['backend']}"
+
+    @property
+    def has_values(self) -> bool:
+        return "call.q" in self.tensors
+
+
+def load_failure(folder: Path) -> KeptFailure:
+    """Read a folder that `FailureKeeper` made. Loads data alone, never code.
+
+    Raises InvalidInput for any other folder.
+    """
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        # torch's message advises to load code
+        reason = in_brief(error) if isinstance(error, OSError) else type(error).__name__
+        expected = "a folder that --keep-failures made"
+        raise InvalidInput("FOLDER", got=f"{folder} ({reason})", expected=expected) from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise InvalidInput("FOLDER", got=str(folder), expected=f"a failure of format {FORMAT}")
+    return KeptFailure(facts=facts, tensors=tensors)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import click
@@ -26,7 +23,6 @@ from attnmux.core import (
     Request,
     SpecInput,
     Workspace,
-    in_brief,
     quantise,
     torch_dtype,
 )
@@ -35,48 +31,8 @@ from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
-from attnmux.testing.failures import FACTS, FORMAT, TENSORS
+from attnmux.testing.failures import KeptFailure, load_failure
 from attnmux.testing.watched import kv_memory
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kept:
-    """A failure as its folder holds it."""
-
-    facts: Mapping[str, Any]
-    tensors: Tensors
-
-    @property
-    def backend(self) -> str:
-        """The decided backend of the step's phase; empty without a decision."""
-        phases = (self.facts["decision"] or {}).get("phases", {})
-        decodes = self.facts["batch"]["forward_mode"] == ForwardMode.DECODE.name
-        choice = phases.get("decode" if decodes else "extend")
-        return "" if choice is None else f"{choice['plugin']}/{choice['backend']}"
-
-    @property
-    def has_values(self) -> bool:
-        return "call.q" in self.tensors
-
-
-def load_failure(folder: Path) -> Kept:
-    """Read a folder that `FailureKeeper` made. Loads data alone, never code.
-
-    Raises InvalidInput for any other folder.
-    """
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
-        # torch's message advises to load code
-        reason = in_brief(error) if isinstance(error, OSError) else type(error).__name__
-        expected = "a folder that --keep-failures made"
-        raise InvalidInput("FOLDER", got=f"{folder} ({reason})", expected=expected) from None
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise InvalidInput("FOLDER", got=str(folder), expected=f"a failure of format {FORMAT}")
-    return Kept(facts=facts, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +45,7 @@ class Replayed:
     max_error: float = 0.0
 
 
-def run_again(kept: Kept, candidate: Candidate) -> Replayed:
+def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
     """Run the failed layer's step on a candidate, eagerly, and compare it with the reference.
 
     The step lies in a small pool of its own: pages are renumbered, their order is kept.
@@ -127,7 +83,7 @@ def run_again(kept: Kept, candidate: Candidate) -> Replayed:
 class _Remade:
     """The kept step in pools of its own, on the candidate's device."""
 
-    def __init__(self, kept: Kept, candidate: Candidate) -> None:
+    def __init__(self, kept: KeptFailure, candidate: Candidate) -> None:
         facts, self.device = kept.facts, torch.device(candidate.device)
         self._kept = kept
         self._generator = torch.Generator().manual_seed(facts["seed"])
@@ -293,7 +249,7 @@ def replay(run: Run, folder: Path, backend: str, device: str, as_json: bool) -> 
     return int(bool(done.error))
 
 
-def _phase(kept: Kept) -> str:
+def _phase(kept: KeptFailure) -> str:
     mode = ForwardMode[kept.facts["batch"]["forward_mode"]]
     if mode.is_target_verify():
         return "verify"
