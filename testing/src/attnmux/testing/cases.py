@@ -162,6 +162,9 @@ class Case:
     """Batches have their host mirrors, as they always do for a backend that needs them."""
     deterministic: bool = False
     """A request's result must have the same bits whatever else is in the batch."""
+    nan_request: int | None = None
+    """The request of the first step whose new tokens have NaN in Q, K and V. Its pages are then
+    zeroed, and the first request of the next step gets them."""
     is_encoder: bool = False
     """The layers are an encoder's: without causality and without a KV cache."""
     graph: bool = False

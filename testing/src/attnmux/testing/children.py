@@ -1,4 +1,4 @@
-"""Cases in child processes: a suspect that crashes or hangs fails its case and not the verb."""
+"""Runs cases in child processes, so that a crash or a hang fails one case and not the whole run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.cases import Case
 
 CONTEXT = multiprocessing.get_context("spawn")
-"""A forked child could not use a device that its parent has touched."""
+"""A forked child cannot use a device that its parent has initialised."""
 
 Trial = tuple[Case, int]
 """A case and the seed of its tensors."""
@@ -25,7 +25,7 @@ class _Child:
     process: SpawnProcess
     pipe: Connection
     case: Case | None = None
-    """The case that it runs."""
+    """The running case; None while the child is idle."""
     since: float = field(default=0.0)
 
     def start(self, trial: Trial) -> None:
@@ -41,10 +41,10 @@ class _Child:
 def run_in_children(
     candidate: Candidate, trials: Iterator[Trial], *, jobs: int, timeout: float
 ) -> Iterator[Outcome]:
-    """The outcomes of the trials, as they come, with `jobs` at a time.
+    """Run `jobs` trials at a time and yield each outcome as it arrives.
 
-    A case fails whose child ends before it answers, or takes longer than `timeout` seconds. A new
-    child runs the rest. Trials are drawn when a child is free.
+    A case fails if its child exits before it answers or takes longer than `timeout` seconds. A new
+    child then runs the remaining trials. The next trial is drawn when a child is free.
     """
     children: list[_Child] = []
     try:
@@ -101,7 +101,7 @@ def _answer(child: _Child, timeout: float) -> Outcome | None:
 
 def _lost(child: _Child, message: str) -> Outcome:
     case = child.case
-    assert case is not None  # only busy children are asked
+    assert case is not None  # only busy children are polled
     return Outcome(case=case.name, execution=case.execution, status="failed", message=message)
 
 
@@ -128,5 +128,5 @@ def _serve(candidate: Candidate, pipe: Connection) -> None:
             case, seed = pipe.recv()
         except EOFError:
             return
-        # An exception of a suspect need not be picklable
+        # A backend's exception need not be picklable
         pipe.send(replace(run_case(candidate, case, seed=seed), error=None))

@@ -1,4 +1,4 @@
-"""Keeping what is needed to run a failed step again: JSON and tensors in a folder, no code."""
+"""Saves a failed step to a folder and loads it again: JSON and tensors, no code."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 
 
 class FailureKeeper(DispatchingBackend):
-    """Any backend; a step in which it raises is kept in a new folder, and the error goes on.
+    """Wraps any backend. A step in which it raises is kept in a new folder; the error propagates.
 
     A kept step has the error, the decision, the layer, the batch with its rows of the request
     table, and the shapes and dtypes of the call's tensors. `attnmux replay` draws their values from
-    a seed. With `tensors` the call's own values and the K and V that its requests hold are kept
-    too; they tell what the users wrote. Steps that a device graph replays have no layer's call.
+    a seed. With `tensors`, the call's own values and the K and V of its requests are kept too; they
+    reveal the users' text. Steps that a device graph replays have no layer call to keep.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class FailureKeeper(DispatchingBackend):
         max_bytes: int = 1 << 30,
         on_kept: Callable[[str], None] | None = None,
     ) -> None:
-        """folder: made if it does not exist; each failure gets a new folder in it, which only its
-        owner may read. limit: failures that the folder may hold. max_bytes: values of one failure;
-        larger ones are left out. on_kept: called with a sentence that names the new folder. From
-        Python 3.11 on, the sentence is a note of the error too.
+        """folder: created if missing. Each failure gets a new folder in it, readable by its owner
+        only. limit: the most failures that the folder may hold. max_bytes: the most bytes of values
+        to keep for a failure; larger ones are left out. on_kept: called with a sentence that names
+        the new folder. From Python 3.11 on, that sentence is also added to the error as a note.
         """
         super().__init__(backend.context, backend.options)
         self.backend = backend
@@ -120,10 +120,10 @@ class FailureKeeper(DispatchingBackend):
         batch: ForwardBatch,
         call: AttentionCall | None = None,
     ) -> None:
-        """Never raises: the step's own error matters more."""
+        """Keep the step. Never raises, since that would hide the step's own error."""
         try:
             said = self._write(error, method, batch, call)
-        except Exception as problem:  # a full disk, a device that no longer answers
+        except Exception as problem:  # e.g. a full disk, or a device that is lost
             said = f"the failed step could not be kept in {self._folder}: {in_brief(problem)}"
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(said)
@@ -199,7 +199,7 @@ class FailureKeeper(DispatchingBackend):
         return rows.masked_fill(columns >= ends.unsqueeze(1), 0)
 
     def _values(self, call: AttentionCall | None, table: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The call's tensors, and the layer's K and V of every place in the table."""
+        """The call's tensors, and the layer's K and V at every slot of the table."""
         if call is None:
             return {}
         pool, layer_id = self.context.token_to_kv_pool, call.layer.layer_id
@@ -249,14 +249,14 @@ def _shapes(call: AttentionCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptFailure:
-    """A failure as its folder holds it."""
+    """A failure that was read from its folder."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
     @property
     def backend(self) -> str:
-        """The decided backend of the step's phase; empty without a decision."""
+        """The backend that was chosen for the step's phase; empty without a decision."""
         phases = (self.facts["decision"] or {}).get("phases", {})
         decodes = self.facts["batch"]["forward_mode"] == ForwardMode.DECODE.name
         choice = phases.get("decode" if decodes else "extend")
@@ -268,7 +268,7 @@ class KeptFailure:
 
 
 def load_failure(folder: Path) -> KeptFailure:
-    """Read a folder that `FailureKeeper` made. Loads data alone, never code.
+    """Read a folder that `FailureKeeper` made. Loads only data, never code.
 
     Raises InvalidInput for any other folder.
     """
@@ -276,7 +276,7 @@ def load_failure(folder: Path) -> KeptFailure:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
-        # torch's message advises to load code
+        # torch's message suggests loading code
         reason = in_brief(error) if isinstance(error, OSError) else type(error).__name__
         expected = "a folder that --keep-failures made"
         raise InvalidInput("FOLDER", got=f"{folder} ({reason})", expected=expected) from None

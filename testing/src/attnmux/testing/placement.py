@@ -17,6 +17,7 @@ from attnmux.core import ForwardMode, LayerSpec, quantise
 from attnmux.core.kv import SWAKVPool, tokens_behind_window
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
+from attnmux.testing.sampled import gather
 
 LEFT_OVER = 100.0
 """The left-over value of finished requests. In a step with padding the reserved page holds it too,
@@ -58,11 +59,17 @@ class Placed:
         return self.slots[: self.encoder]
 
 
-def place(setup: CaseSetup, step: Step, seq_len_fill: int) -> list[Placed]:
-    """Give every request a row and slots, and write them to the request table."""
+def place(
+    setup: CaseSetup, step: Step, seq_len_fill: int, *, first_pages: torch.Tensor
+) -> list[Placed]:
+    """Give every request a row and slots, and write them to the request table.
+
+    first_pages: [n] int64, on the host, for the first requests. Other pages are drawn.
+    """
     pool, table = setup.context.token_to_kv_pool, setup.context.req_to_token_pool.req_to_token
     page_size = pool.page_size
     pages = torch.randperm(pool.size // page_size, generator=setup.generator) + 1
+    pages = torch.cat([first_pages, pages[~torch.isin(pages, first_pages)]])
     num_shared = step.shared_prefix // page_size
     shared, pages = pages[:num_shared], pages[num_shared:]
     rows = torch.randperm(table.shape[0] - 1, generator=setup.generator) + 1
@@ -89,8 +96,13 @@ def place(setup: CaseSetup, step: Step, seq_len_fill: int) -> list[Placed]:
     return requests + [_padding(step, seq_len_fill, pool.device)] * step.padding
 
 
-def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) -> None:
-    """Random K and V for cached tokens, left-overs in the rest of their pages, NaN elsewhere."""
+def fill_pool(
+    setup: CaseSetup, requests: list[Placed], *, has_padding: bool, zeroed: torch.Tensor
+) -> None:
+    """Random K and V for cached tokens, left-overs in the rest of their pages, NaN elsewhere.
+
+    zeroed: [n] int64, pages whose rest keeps the values that it has.
+    """
     pool = setup.context.token_to_kv_pool
     real = [request for request in requests if request.row]
     no_slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
@@ -102,6 +114,7 @@ def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) ->
     encoder = torch.cat(
         [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
+    kept_slots = _slots(zeroed, pool.page_size).to(pool.device)
     for layer in setup.context.layers:
         slots = pool.translate(encoder if layer.is_cross_attention else cached, layer.layer_id)
         # Tokens that fell out of the window translate to the reserved page, which is finite
@@ -110,8 +123,10 @@ def fill_pool(setup: CaseSetup, requests: list[Placed], *, has_padding: bool) ->
         if bool((left_over == 0).any()):
             left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
         for buffer in buffers(setup, layer.layer_id):
+            kept = gather(buffer, kept_slots)
             buffer.fill_(torch.nan)
             _leave_over(buffer, left_over)
+            put(buffer, kept_slots, kept)
         drawn = tuple(
             setup.random(len(slots), *buffer.shape[1:]) for buffer in buffers(setup, layer.layer_id)
         )

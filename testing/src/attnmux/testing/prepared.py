@@ -41,13 +41,27 @@ class PreparedStep:
     num_request_tokens: int
     """Rows of all requests, followed by rows of none."""
     save_kv_cache: bool
+    nan_request: int | None = None
+    """The request with NaN in Q, K and V. Its results are not compared."""
+
+    def rows_of(self, index: int) -> slice:
+        """A request's rows of Q, K, V and output."""
+        new = self.batch.extend_seq_lens
+        first = index if new is None else int(new[:index].sum())
+        return slice(first, first + (1 if new is None else int(new[index])))
+
+    def with_nan(self, index: int) -> PreparedStep:
+        """The step after NaN is written to Q, K and V of a request's new tokens."""
+        for given in self.inputs:
+            for tensor in (given.q, given.k, given.v, given.q_rope, given.k_rope):
+                if tensor is not None:
+                    tensor[self.rows_of(index)] = torch.nan
+        return replace(self, nan_request=index)
 
     def of_request(self, index: int) -> tuple[PreparedStep, slice]:
         """A step of one request alone, whose K and V are in the pool, and its rows in this step."""
-        new = self.batch.extend_seq_lens
-        first = index if new is None else int(new[:index].sum())
-        last = first + (1 if new is None else int(new[index]))
-        rows = slice(first, last)
+        rows = self.rows_of(index)
+        first, last = rows.start, rows.stop
         inputs = tuple(
             replace(
                 given,
@@ -68,15 +82,23 @@ class PreparedStep:
 
 
 def prepare_step(
-    setup: CaseSetup, step: Step, *, seq_len_fill: int = 1, host_lens: bool = False
+    setup: CaseSetup,
+    step: Step,
+    *,
+    seq_len_fill: int = 1,
+    host_lens: bool = False,
+    zeroed: torch.Tensor | None = None,
 ) -> PreparedStep:
     """Fill the setup's pools for `step`, and make its batch and the inputs of each layer.
 
     `seq_len_fill` is the backend's `get_cuda_graph_seq_len_fill_value()`; with `host_lens` the
-    batch has its host mirrors.
+    batch has its host mirrors. zeroed: pages that the first requests get, with the zeros that they
+    hold.
     """
-    requests = place(setup, step, seq_len_fill)
-    fill_pool(setup, requests, has_padding=step.padding + step.trailing > 0)
+    zeroed = torch.zeros(0, dtype=torch.int64) if zeroed is None else zeroed.cpu()
+    requests = place(setup, step, seq_len_fill, first_pages=zeroed)
+    has_padding = step.padding + step.trailing > 0
+    fill_pool(setup, requests, has_padding=has_padding, zeroed=zeroed)
     batch = make_batch(setup, step, requests, host_lens)
     inputs = tuple(
         _make_input(setup, layer, batch, fused=index % 2 == 1)

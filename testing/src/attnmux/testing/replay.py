@@ -1,4 +1,4 @@
-"""`attnmux replay FOLDER`: a kept failure again, on any backend, compared with the reference."""
+"""`attnmux replay FOLDER`: runs a kept failure again and compares it with the reference."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from attnmux.testing.watched import kv_memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What the step did this time."""
+    """The outcome of the repeated step."""
 
     error: str = ""
-    """What the backend raised, or how its result differs; empty where it agrees."""
+    """The backend's exception, or the difference from the reference; empty if they agree."""
     raised: bool = False
     max_error: float = 0.0
 
 
 def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
-    """Run the failed layer's step on a candidate, eagerly, and compare it with the reference.
+    """Run the failed layer's step eagerly on a candidate, and compare it with the reference.
 
-    The step lies in a small pool of its own: pages are renumbered, their order is kept.
+    The step gets a small pool of its own. Its pages are renumbered in the same order.
     """
     made = _Remade(kept, candidate)
     layer, batch, given = made.layer, made.batch, made.inputs
@@ -62,7 +62,7 @@ def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
         out = backend.forward(
             given["q"], given.get("k"), given.get("v"), layer, batch, saves, lse=lse, **parts
         )
-    except Exception as error:  # a backend raises anything
+    except Exception as error:  # a backend may raise anything
         return Replayed(error=f"{type(error).__name__}: {error}", raised=True)
     unsaved = {} if saves else {"k": given.get("k"), "v": given.get("v"), "k_rope": parts["k_rope"]}
     table, pool = made.context.req_to_token_pool.req_to_token, made.context.token_to_kv_pool
@@ -81,7 +81,7 @@ def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
 
 
 class _Remade:
-    """The kept step in pools of its own, on the candidate's device."""
+    """The kept step, rebuilt in pools of its own on the candidate's device."""
 
     def __init__(self, kept: KeptFailure, candidate: Candidate) -> None:
         facts, self.device = kept.facts, torch.device(candidate.device)
@@ -148,7 +148,7 @@ class _Remade:
         )
 
     def _fill(self, pool: KVPool, slots: torch.Tensor) -> None:
-        """The kept K and V, or random ones."""
+        """Write the kept K and V, or random ones."""
         for index, buffer in enumerate(kv_memory(pool, self.layer.layer_id)):
             rows = self._tensor(f"kv.{index}")
             if rows is None:

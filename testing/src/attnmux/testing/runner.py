@@ -50,13 +50,17 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
     execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    zeroed: torch.Tensor | None = None
     for number, lengths in enumerate(case.steps, start=1):
         step = prepare_step(
             setup,
             lengths,
             seq_len_fill=backend.select(lengths.mode).get_cuda_graph_seq_len_fill_value(),
             host_lens=host_lens,
+            zeroed=zeroed,
         )
+        if number == 1 and case.nan_request is not None:
+            step = step.with_nan(case.nan_request)
         if execution.pads:
             fill_reserved_page(setup)
         pool = _pool_after(setup, step)
@@ -76,7 +80,8 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
             _check_alone(step, outputs, execution)
         real = [output.out[: step.num_real_tokens] for output in outputs]
         kept += [(out, out.clone()) for out in real]
-    if not all(torch.equal(out, copy) for out, copy in kept):
+        zeroed = _zero_nan(setup, step)
+    if not all(_same_bits(out, copy) for out, copy in kept):
         raise Disagreement("an output changed after its step, and it belongs to the caller")
     return max_error
 
@@ -113,8 +118,28 @@ def _check_unchanged(
     before: list[tuple[str, torch.Tensor]], after: list[tuple[str, torch.Tensor]]
 ) -> None:
     for (name, copy), (_, tensor) in zip(before, after, strict=True):
-        if not torch.equal(copy, tensor):
+        if not _same_bits(copy, tensor):
             raise Disagreement(f"{name} was written, and a backend only reads it")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape and dtype are equal. NaN equals itself."""
+    raw = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*raw)
+
+
+def _zero_nan(setup: CaseSetup, step: PreparedStep) -> torch.Tensor | None:
+    """The pages of the request with NaN, [n] int64, zeroed as an engine does before it frees them;
+    None without one."""
+    index, pool = step.nan_request, setup.context.token_to_kv_pool
+    if index is None:
+        return None
+    row, length = int(step.batch.req_pool_indices[index]), int(step.batch.seq_lens[index])
+    held = setup.context.req_to_token_pool.req_to_token[row, :length].long()
+    pages: torch.Tensor = torch.unique(held // pool.page_size)
+    in_page = torch.arange(pool.page_size, device=pages.device)
+    pool.zero((pages.unsqueeze(1) * pool.page_size + in_page).flatten())
+    return pages
 
 
 def _pool_after(setup: CaseSetup, step: PreparedStep) -> list[tuple[torch.Tensor, ...]]:
@@ -155,8 +180,11 @@ def _check_pool(
 
 
 def _compared(setup: CaseSetup, step: PreparedStep) -> torch.Tensor:
-    """[T] bool: the tokens that are compared with the reference. All of the requests' tokens, or
-    some, always with the first and last, where the reference would take `MOST_LOGITS` for them."""
+    """[T] bool: the tokens that are compared with the reference.
+
+    These are all of the requests' tokens. Where they would take more than `MOST_LOGITS`, they are
+    the first, the last and some of the others. A request with NaN is left out.
+    """
     batch, count = step.batch, step.num_real_tokens
     chosen = torch.zeros(batch.num_tokens, dtype=torch.bool, device=setup.context.device)
     longest = max((max(lengths.totals, default=1) for lengths in setup.case.steps), default=1)
@@ -166,6 +194,8 @@ def _compared(setup: CaseSetup, step: PreparedStep) -> torch.Tensor:
     elif count:
         chosen[torch.randperm(count, generator=setup.generator)[:most].to(chosen.device)] = True
         chosen[0] = chosen[count - 1] = True
+    if step.nan_request is not None:
+        chosen[step.rows_of(step.nan_request)] = False
     return chosen
 
 

@@ -1,7 +1,7 @@
-"""The reference at single points of a step: one token and one query head at a time.
+"""The reference for one token and one query head at a time.
 
 `reference.attention` computes whole layers. This module reads only the keys that one token sees,
-so that a check of a few points costs little in a step of any size.
+so that checking a few points is cheap in a step of any size.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from attnmux.testing.reference import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestView:
-    """One request of a step, on the host. Padding is left out of a step's requests."""
+    """One request of a step, on the host. Padding requests have no view."""
 
     index: int
-    """Its place in the batch."""
+    """Index in the batch."""
     row: int
-    """Of the request table."""
+    """Index in the request table."""
     new: int
     cached: int
     encoder: int
     """Encoder tokens, which precede the request's own in its row."""
     encoder_start: int
-    """First row of its encoder tokens in a cross attention call's `k`."""
+    """First row of its encoder tokens in the `k` of a cross-attention call."""
     first_token: int
     mask_start: int
-    """Where its part of a flat custom mask starts."""
+    """Start of its part of a flat custom mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,8 +47,8 @@ class Expected:
     """[Dv] float64."""
     lse: float
     scale: float
-    """The largest sum over the keys of weight * |V| among the dims: the size of the values that
-    were added up."""
+    """The magnitude of the summed values: the sum of weight * |V| over the keys, largest over
+    the dims."""
 
 
 def requests_of(batch: ForwardBatch) -> tuple[RequestView, ...]:
@@ -92,10 +92,10 @@ def expected_at(
     head: int,
     q: torch.Tensor,
 ) -> Expected:
-    """Attention of one token and one query head, over K and V that the pool or the call holds.
+    """Attention of one token and one query head over the K and V of the pool or of the call.
 
-    offset: the token's place among the request's new ones. q: [D] of the head, with the rotary part
-    of MLA; it is given apart so that a caller can round it.
+    offset: the token's index among the request's new ones. q: [D] of the head, including MLA's
+    rotary part; it is a separate argument so that a caller can round it.
     """
     layer = call.layer
     seen = _seen(call, batch, request, offset)
@@ -162,7 +162,7 @@ def _seen(
 def _from_call(
     call: AttentionCall, request: RequestView, seen: torch.Tensor, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [n, 1, D] and V [n, 1, Dv] in float64, of a call whose own k and v are all keys."""
+    """K [n, 1, D] and V [n, 1, Dv] in float64, for a call whose k and v are all the keys."""
     assert call.k is not None
     cross = call.layer.is_cross_attention
     rows = seen + (request.encoder_start if cross else request.first_token)
@@ -185,7 +185,7 @@ def _from_pool(
 
 
 def gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool's buffer. torch gathers bytes on every device, 8-bit floats not on all."""
+    """Rows of a pool's buffer. Not every device can gather 8-bit floats, so these go as bytes."""
     if buffer.dtype.itemsize > 1:
         return buffer[slots]
     return buffer.view(torch.uint8)[slots].view(buffer.dtype)

@@ -1,4 +1,4 @@
-"""Random cases over everything that a card claims, by pairs of values. Imports no torch.
+"""Random cases that cover a card's claims by pairs of values. Imports no torch.
 
 A `Point` is one value for each axis. The axes' values come from the card's clauses: every listed
 value, both ends of a range, and random values between them; for an axis without a limit, the sizes
@@ -53,8 +53,8 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
     "shared": (False, True),
     "graph": (False, True),
 }
-"""Values of what every card claims without saying so, and of what the engine decides. `scale` is in
-units of the usual one."""
+"""Values for properties that every card supports implicitly, and for those that the engine decides.
+`scale` is in units of the usual one."""
 
 FLAGS = ("sinks", "lse", "deterministic", "cross_attention", "multi_item")
 MODES = {
@@ -68,22 +68,22 @@ MODES = {
 
 FAR = 131_072
 FAR_MODES = {4: "decode", 40: "extend"}
-"""The places among the extremes of the cases of that length, which take long."""
+"""Positions among the extremes at which a slow case of length `FAR` runs, with its mode."""
 MOST_IN_GRAPHS, MOST_ALONE = 96, 8
-"""Rows of a step in a graph, and of one whose requests also run alone."""
+"""The most rows of a step in a graph, and of one whose requests also run alone."""
 SLOWER_IN_GRAPHS = 16
-"""Estimate of what recording a graph without a device costs."""
+"""An estimate of how much slower a step is while its graph is recorded without a device."""
 MOST_READ, MOST_MULTIPLIED = 1 << 24, 1 << 28
-"""Elements of K that a kernel may read for one layer, and products of Q and K: a second of one CPU
-core."""
+"""The most elements of K that a kernel reads for one layer, and the most products of Q and K: about
+one second of one CPU core."""
 SHARP, SHARP_FROM = 2.5, 512
-"""The scale of longer requests, in units of the usual one."""
+"""The scale of requests longer than `SHARP_FROM`, in units of the usual one."""
 DRAFTS, PIN_TRIES = 6, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """The pairs of values that the cases so far had, of all that some case can have."""
+    """How many pairs of values the cases had so far, of all pairs that a case can have."""
 
     covered: int
     total: int
@@ -100,13 +100,13 @@ class Sampler:
     candidate: Candidate
     seed: int
     page_sizes: frozenset[int] = frozenset()
-    """Use these page sizes alone. Empty: all that the card admits."""
+    """Use only these page sizes. Empty: all that the card admits."""
     most_cost: float = 1.0
-    """Times `MOST_READ` and `MOST_MULTIPLIED`. Below 1 the lengths of `FAR` are left out."""
+    """Scales `MOST_READ` and `MOST_MULTIPLIED`. Below 1, cases of length `FAR` are left out."""
     _random: Random = field(init=False)
     _levels: list[dict[str, tuple[Any, ...]]] = field(init=False)
     _open: dict[Pair, None] = field(init=False)
-    """Pairs that no case had yet, in a fixed order."""
+    """Pairs that no case has had yet, in a fixed order."""
     _covered: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Sampler:
         return Coverage(covered=self._covered, total=self._covered + len(self._open))
 
     def cases(self) -> Iterator[Case]:
-        """Extremes of every axis in every mode, then all pairs of values, then random points."""
+        """Yield extremes of all axes in each mode, then all pairs of values, then random points."""
         number = 0
         for pins in self._goals():
             found = self._case(pins, number)
@@ -135,7 +135,7 @@ class Sampler:
                 number += 1
 
     def _goals(self) -> Iterator[Point]:
-        """Values that the next case should have."""
+        """Yield the values that the next case should have."""
         if not self._levels:
             return
         ends = {
@@ -160,9 +160,9 @@ class Sampler:
             yield {}
 
     def _case(self, pins: Point, number: int) -> Case | None:
-        """The admitted draft with the pins that covers the most new pairs.
+        """The admitted draft that has the pinned values and covers the most new pairs.
 
-        None if there is no such draft; then no case can have the pair, and it is not counted.
+        None without such a draft: no case can have the pinned pair, and it is no longer counted.
         """
         best: tuple[int, Point, Case] | None = None
         drafts = 0
@@ -190,7 +190,7 @@ class Sampler:
         return best[2]
 
     def _draft(self, pins: Point) -> Point | None:
-        """A random affordable point of one clause with the pins; None if the pins cannot be."""
+        """A random affordable point of one clause with the pinned values; None if there is none."""
         able = [
             levels
             for levels in self._levels
@@ -233,7 +233,7 @@ class Sampler:
                 yield shaped
 
     def _of_kind(self, clause: Clause, kind: str) -> dict[str, tuple[Any, ...]]:
-        """Values of the axes that only some kinds have."""
+        """The values of axes that only some kinds have."""
         names: tuple[str, ...] = ("head_dim", "num_kv_heads", "group_size")
         if kind in ("mla", "nsa"):
             names = ("kv_lora_rank", "qk_rope_head_dim", "num_q_heads")
@@ -257,7 +257,7 @@ class Sampler:
         return self._random.randint(*level) if isinstance(level, tuple) else level
 
     def _numbers(self, name: str, condition: Condition) -> tuple[int, ...]:
-        """Values that the condition admits: its ends, those that it lists, and some between."""
+        """Values that the condition admits: its ends, its listed values and some in between."""
         usual = [
             self._random.randint(*level) if isinstance(level, tuple) else level
             for level in UNLIMITED[name]
@@ -292,14 +292,14 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys((*FLAGS, "graph", "shared", "host_lens"), False),
     **dict.fromkeys(("padding", "new", "spec_draft_tokens", "v_head_dim"), 0),
 }
-"""Values that ask nothing; None for the others."""
+"""Values that request nothing. For axes that are not listed, it is None."""
 
 ENCODER: Point = {
     **_clear("sliding_window", "attention_chunk", "logit_cap", "kv_scales", "store"),
     **_clear("sinks", "deterministic", "lse", "cross_attention", "multi_item", "v_head_dim"),
     **{"num_kv_heads": 2, "group_size": 4, "page_size": 1},
 }
-"""An encoder's request says nothing of the cache, nor of heads."""
+"""An encoder's request mentions neither the cache nor heads."""
 
 RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
     (lambda p: p["mode"] == "encoder", ENCODER),
@@ -321,12 +321,12 @@ RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
     (lambda p: p.get("sliding_window"), _clear("attention_chunk")),
     (lambda p: not p["kv_dtype"].startswith("fp8") or p["kind"] != "mha", _clear("kv_scales")),
 )  # fmt: skip
-"""What a point cannot have, and what it has instead: features that have no meaning there, or that
-the suite cannot make together. The first rules are for modes."""
+"""Replacements for values that have no meaning at a point or that the suite cannot combine. Each
+rule is a condition with the values that replace the point's. The rules for modes come first."""
 
 
 def _settle(point: Point) -> None:
-    """Apply the rules. A point that thereby loses a pinned value is drawn again."""
+    """Apply the rules. A point that loses a pinned value is drawn again."""
     for holds, values in RULES:
         if holds(point):
             point.update((name, value) for name, value in values.items() if name in point)
@@ -341,7 +341,7 @@ def _query_dim(point: Point) -> int:
 
 
 def _cost(point: Point) -> float:
-    """The larger of the memory that is read and the products, in units of their limits."""
+    """The larger of the elements read and the products, each in units of its limit."""
     latent = point["kind"] in ("mla", "nsa")
     dim = point["kv_lora_rank"] if latent else point["head_dim"]
     heads = point["num_q_heads"] if latent else point["num_kv_heads"] * point["group_size"]
@@ -357,7 +357,7 @@ def _cost(point: Point) -> float:
 def _afford(
     point: Point, pins: Point, levels: Mapping[str, tuple[Any, ...]], rng: Random, most: float
 ) -> None:
-    """Choose smaller values, first of what is not pinned, until the point can be paid for."""
+    """Choose smaller values for axes that are not pinned, until the point is affordable."""
     names = ["rows", "length", "new", "group_size", "num_kv_heads", "num_q_heads", "head_dim"]
     rng.shuffle(names)
     for name in names:
@@ -386,7 +386,7 @@ def _pairs_of_levels(levels: Mapping[str, tuple[Any, ...]]) -> Iterator[Pair]:
 
 
 def _in_order(pair: Pair) -> Pair:
-    """The pair with the mode first, if it has one."""
+    """The pair with its mode first, if it has one."""
     return (*pair[2:], *pair[:2]) if pair[2] == "mode" else pair
 
 
@@ -482,7 +482,7 @@ def _request(size: int, point: Point, rng: Random) -> tuple[int, int]:
 
 
 def _words(point: Point) -> str:
-    """What sets the case apart, for its name."""
+    """The values that distinguish the case, for its name."""
     parts = [str(point["mode"]), *([point["kind"]] if point["kind"] != "mha" else [])]
     parts += [f"{point['dtype']}", f"kv={point['kv_dtype']}", f"page={point['page_size']}"]
     for name in sorted(set(point) - {"mode", "kind", "dtype", "kv_dtype", "page_size"}):

@@ -1,4 +1,4 @@
-"""Slots of a KV pool whose bits are watched: who changed them, and when."""
+"""Watches slots of a KV pool for changes that no step should have made."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class _Record:
     hashes: torch.Tensor
     """[n] int64."""
     own: torch.Tensor
-    """[n] bool: the step itself writes the slot, and has not done so yet."""
+    """[n] bool: the step will write the slot itself."""
 
 
 class WatchedSlots:
     """Hashes of some slots of some layers, recorded in one checked step and compared in the next.
 
-    Half of the slots are drawn from those that the step's requests read, half from the whole pool;
-    a pool of at most that many slots is watched whole. Writes of every step are noted, checked or
-    not, so that a slot that was written again is not reported.
+    Half of the slots are drawn from those that the step's requests read, and half from the whole
+    pool. A pool with no more slots than `count` is watched whole. Writes of unchecked steps are
+    noted too, so that a slot that a step rewrote is not reported.
     """
 
     def __init__(self, pool: KVPool, *, count: int, generator: torch.Generator) -> None:
@@ -57,14 +57,14 @@ class WatchedSlots:
         self._records: dict[int, _Record] = {}
 
     def note_writes(self, loc: torch.Tensor) -> None:
-        """A step writes slots loc [n] of the request table. Does not synchronise."""
+        """Note that a step writes slots loc [n] of the request table. Does not synchronise."""
         for group, layer_id in self._group_layer.items():
             self._written[group].index_fill_(0, self._pool.translate(loc, layer_id), True)
 
     def changed_since_recorded(self, read: torch.Tensor) -> Iterator[Change]:
-        """Recorded slots that a request reads and that changed although no step wrote them.
+        """Yield recorded slots that a request reads and that changed although no step wrote them.
 
-        read: [n] int64, slots of the request table that the step's requests hold.
+        read: [n] int64, the slots of the request table that the step's requests hold.
         """
         for layer_id, record in self._records.items():
             group = self._pool.group_of(layer_id)
@@ -73,7 +73,7 @@ class WatchedSlots:
             yield from _changes(layer_id, record, self._hashes(layer_id, record.slots), meant)
 
     def record(self, layer_ids: Sequence[int], read: torch.Tensor, loc: torch.Tensor) -> None:
-        """Forget all records, and make new ones before a step that writes slots loc."""
+        """Replace all records, before a step that writes slots loc."""
         for written in self._written.values():
             written.zero_()
         self._records = {}
@@ -90,9 +90,9 @@ class WatchedSlots:
             )
 
     def changed_by_call(self, layer_id: int) -> Iterator[Change]:
-        """Slots that changed during the layer's call and that the step does not write.
+        """Yield slots that changed during the layer's call and that the step does not write.
 
-        From then on the step's own slots are watched too.
+        Afterwards the step's own slots are watched too.
         """
         record = self._records.get(layer_id)
         if record is None:
@@ -102,7 +102,7 @@ class WatchedSlots:
         self._records[layer_id] = replace(record, hashes=now, own=torch.zeros_like(record.own))
 
     def forget(self) -> None:
-        """Drop all records, since something besides a step wrote to the pool."""
+        """Drop all records. Call this when anything but a step has written to the pool."""
         self._records = {}
 
     def _draw(self, layer_id: int, read: torch.Tensor) -> torch.Tensor:
@@ -126,9 +126,10 @@ class WatchedSlots:
         return mask
 
     def _hashes(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
-        """[n] int64: a multilinear hash of each slot's K and V, which any one changed word changes.
+        """[n] int64: a multilinear hash of each slot's K and V.
 
-        Arithmetic is modulo 2^64, and every multiplier is odd.
+        Arithmetic is modulo 2^64 and every multiplier is odd, so that a change of any one word
+        changes the hash.
         """
         total = torch.zeros(len(slots), dtype=torch.int64, device=self._pool.device)
         for buffer in kv_memory(self._pool, layer_id):
@@ -153,7 +154,7 @@ def _changes(
 
 
 def kv_memory(pool: KVPool, layer_id: int) -> tuple[torch.Tensor, ...]:
-    """A layer's memory: its K and V, or the one buffer of MLA, whose V is a part of K."""
+    """A layer's buffers: K and V, or the one buffer of MLA, where V is part of K."""
     keys, values = pool.get_kv_buffer(layer_id)
     return (keys,) if keys.data_ptr() == values.data_ptr() else (keys, values)
 

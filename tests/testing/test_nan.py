@@ -1,0 +1,108 @@
+"""NaN in one request's Q, K and V stays within the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core import AttentionCall, ForwardBatch, KVPool
+from attnmux.testing import (
+    Candidate,
+    Case,
+    FakeBackend,
+    decode,
+    extend,
+    fake_card,
+    fake_platform,
+    find_candidate,
+    run_case,
+)
+
+LATENT: dict[str, Any] = {
+    "kind": "mla",
+    "num_kv_heads": 1,
+    "head_dim": 192,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+AFTER = decode(20, 31, 5)
+
+
+def cases(page: int) -> list[Case]:
+    prefixes = extend((0, 21), (page + 3, 5), (0, 9))
+    return [
+        Case(name="decode", steps=(decode(45, 3, 17, 9), AFTER), nan_request=3, page_size=page),
+        Case(name="extend", steps=(prefixes, AFTER), nan_request=1, page_size=page),
+        Case(name="mla", steps=(decode(45, 3, 17), AFTER), nan_request=1, page_size=page, **LATENT),
+    ]
+
+
+class LoadsWholePages(FakeBackend):
+    """Gives the rest of each page weight 0."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        pool, table = self.context.token_to_kv_pool, self.context.req_to_token_pool.req_to_token
+        for row, length in zip(batch.req_pool_indices.tolist(), batch.seq_lens, strict=True):
+            pages = torch.unique(table[row, :length].long() // pool.page_size)
+            slots = pages.unsqueeze(1) * pool.page_size + torch.arange(pool.page_size)
+            buffer = pool.get_value_buffer(self.context.layers[0].layer_id)
+            self.spoilt = not bool(buffer[slots.flatten()].isfinite().all())
+            if self.spoilt:
+                return
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        result = super().forward_decode(call, batch)
+        return result.fill_(torch.nan) if self.spoilt else result
+
+
+class MixesRequests(FakeBackend):
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        result = super().forward_extend(call, batch)
+        return result.add_(0 * call.q.sum())
+
+
+class KeepsAWorkspace(FakeBackend):
+    left = 0.0
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        self.left = float(call.q.sum())
+        return super().forward_extend(call, batch)
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return super().forward_decode(call, batch).add_(0 * self.left)
+
+
+def faked(backend: type[FakeBackend]) -> Candidate:
+    return Candidate(card=fake_card(), platform=fake_platform(), factory=backend)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", ["fake", "whole pages", "torch_native", "flex_attention"])
+def test_a_correct_backend_passes(name: str, page: int) -> None:
+    if name in ("torch_native", "flex_attention"):
+        candidate = find_candidate(name, device="cpu")
+    else:
+        candidate = faked(FakeBackend if name == "fake" else LoadsWholePages)
+    outcomes = [run_case(candidate, case) for case in cases(page)]
+    failed = [f"{each.case}: {each.message}" for each in outcomes if each.status == "failed"]
+    assert not failed
+    if any(each.status == "refused" for each in outcomes):
+        pytest.skip(f"{name} does not run here")
+
+
+def test_the_next_owner_of_the_pages_gets_them_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases(16)[1]
+    monkeypatch.setattr(KVPool, "zero", lambda *_: None)
+    outcome = run_case(faked(LoadsWholePages), case)
+    assert outcome.message.startswith("step 2, DECODE: layer 1, output")
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"), [(MixesRequests, "step 1, EXTEND"), (KeepsAWorkspace, "step 2, DECODE")]
+)
+def test_a_leak_to_other_requests_fails(backend: type[FakeBackend], place: str) -> None:
+    outcome = run_case(faked(backend), cases(16)[1])
+    assert outcome.message.startswith(f"{place}: layer 1, output")
