@@ -16,7 +16,7 @@ from attnmux.core.choosing.measured.measurement import add_measurements, shape_o
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import cli, recall
+from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without
 
 HERE = replace(probe_cpu(), features=frozenset({"avx2", "cxx_compiler"}))
@@ -41,7 +41,7 @@ def generated(monkeypatch):
     def load_runner(checkpoint, platform, offers, options, **_):
         raise Reached(platform, offers, options)
 
-    monkeypatch.setattr(cli, "load_runner", load_runner)
+    monkeypatch.setattr(cli_run, "load_runner", load_runner)
 
     def choose(*args: str, failed=()):
         given = ["generate", "x", "--device", "cpu", *args]
