@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.common.files import read_file
+from attnmux.core.choosing.common.files import read_file, replacing
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.libraries import (
     canonical,
@@ -66,14 +64,8 @@ class Lock:
         }
         if self.model:
             data["model"] = dict(self.model)
-        scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-        try:
-            with scratch.open("x", encoding="utf-8") as file:
-                file.write(f"{json.dumps(data, indent=2)}\n")
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            file.write(f"{json.dumps(data, indent=2)}\n")
 
     def difference(self, names: Iterable[str]) -> str:
         """How the installed distributions of these names differ, in words; empty where they are as
@@ -106,10 +98,5 @@ def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     known = distributions()
     for name in map(canonical, names):
         if name in known:
-            try:
-                record = known[name].read("RECORD")
-            except OSError:
-                record = b""
-            digest = hashlib.sha256(record).hexdigest() if record else ""
-            found[name] = (known[name].identity()[1], digest)
+            found[name] = (known[name].identity()[1], known[name].record_hash())
     return found

@@ -1,9 +1,13 @@
-"""Reading a file of which anything may be wrong."""
+"""Reading a file of which anything may be wrong, and replacing one as a whole."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
 
 def read_file(path: str, most: int) -> bytes:
@@ -18,3 +22,22 @@ def read_file(path: str, most: int) -> bytes:
     if len(content) > most:
         raise OSError(f"it has more than {most} bytes")
     return content
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[TextIO]:
+    """A file to write, which takes the place of `path` when the block ends without an error.
+
+    No reader sees half of it. The scratch file is new and cannot be guessed, so that a link in a
+    shared folder is not followed. mode: its permissions, less the process's mask. Raises OSError.
+    """
+    scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        with open(
+            scratch, "x", encoding="utf-8", opener=lambda p, how: os.open(p, how, mode)
+        ) as file:
+            yield file
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise

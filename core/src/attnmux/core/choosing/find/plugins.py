@@ -170,9 +170,8 @@ def read_plugins(
     found = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
     new = [entry for entry in entries if found.get(entry.key) is None]
     examined = examine(new, ("cards",), seconds)
-    if any(row := _row(each) for each in examined):
-        rows = {**rows, **{each.entry.key: row for each in examined if (row := _row(each))}}
-        store.write({"environment": environment, "plugins": rows})
+    if fresh := {each.entry.key: row for each in examined if (row := _row(each))}:
+        store.write({"environment": environment, "plugins": {**rows, **fresh}})
     found.update((each.entry.key, each) for each in examined)
     answers = [each for entry in entries if (each := found[entry.key]) is not None]
     return Plugins(
@@ -206,18 +205,9 @@ def _stamp(path: str) -> list[int]:
     return [status.st_mtime_ns, status.st_size]
 
 
-def _record(entry: Entry) -> str:
-    """The hash of the list of installed files, empty where there is none."""
-    try:
-        content = entry.point.distribution.read("RECORD")
-    except OSError:
-        return ""
-    return hashlib.sha256(content).hexdigest() if content else ""
-
-
 def _row(examined: Examined) -> dict[str, Any] | None:
     """What is kept of an answer; None where no later change of the plugin would show."""
-    record = _record(examined.entry)
+    record = examined.entry.point.distribution.record_hash()
     files = {name: _stamp(name) for name in examined.files}
     if not record and not files:
         return None
@@ -233,7 +223,7 @@ def _row(examined: Examined) -> dict[str, Any] | None:
 def _kept(entry: Entry, row: dict[str, Any]) -> Examined | None:
     """The answer that was kept, or None where the plugin changed or the row cannot be read."""
     try:
-        if row["record"] != _record(entry):
+        if row["record"] != entry.point.distribution.record_hash():
             return None
         if any(_stamp(name) != stamp for name, stamp in row["files"].items()):
             return None

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.common.files import read_file
+from attnmux.core.choosing.common.files import read_file, replacing
 
 MOST_BYTES = 64_000_000
 
@@ -47,21 +47,13 @@ class Store(NamedTuple):
         return content if isinstance(content, dict) else {}
 
     def write(self, content: object) -> None:
-        """Replace the file as a whole, through a scratch file that only this process can open."""
+        """Replace the file as a whole. Only this user can read it."""
         if self.path is None:
             return
-        from tempfile import mkstemp  # noqa: PLC0415  # off the path of plugins that are known
-
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, scratch = mkstemp(dir=self.path.parent, prefix=f".{self.path.name}")
-            try:
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
-                os.replace(scratch, self.path)
-            except BaseException:
-                os.unlink(scratch)
-                raise
+            with replacing(self.path, mode=0o600) as file:
+                json.dump(content, file)
 
 
 def is_own(path: Path) -> bool:

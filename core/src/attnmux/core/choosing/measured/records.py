@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.choosing.common.files import replacing
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
@@ -224,18 +225,11 @@ class RecordFile(Generic[R]):
         return Records(found=latest(found), problems=tuple(problems))
 
     def _replace(self, data: object, *, set_aside: bool) -> None:
-        """Through a scratch file that is new: a link in a shared folder is not followed."""
-        scratch = self.path.with_name(f".{self.path.name}.{os.urandom(8).hex()}")
-        try:
-            with scratch.open("x", encoding="utf-8") as file:
-                json.dump(data, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
+        with replacing(self.path) as file:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
             if self.path.exists():  # keeps its permissions
-                shutil.copymode(self.path, scratch)
+                shutil.copymode(self.path, file.name)
             if set_aside:
                 self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
-            scratch.replace(self.path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise

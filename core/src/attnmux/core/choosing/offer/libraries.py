@@ -7,6 +7,7 @@ former waits for ever where a metadata file is a pipe. So folders of metadata ar
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -38,6 +39,14 @@ class Distribution(NamedTuple):
     """An installed distribution: a folder of metadata on `sys.path`."""
 
     folder: str
+
+    def record_hash(self) -> str:
+        """The SHA-256 of RECORD, which lists the hash of every installed file; empty without it."""
+        try:
+            content = self.read("RECORD")
+        except OSError:
+            return ""
+        return hashlib.sha256(content).hexdigest() if content else ""
 
     def read(self, name: str) -> bytes:
         """A metadata file, empty where there is none. Raises OSError for anything that is no file,
