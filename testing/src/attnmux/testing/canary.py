@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
 )
-from attnmux.core.composites import DispatchingBackend
 from attnmux.testing.canary_checks import CanaryFinding, CheckedStep
 from attnmux.testing.sampled import RequestView, requests_of
 from attnmux.testing.watched import WatchedSlots
+from attnmux.testing.wrapping import WrappingBackend
 
 OnFinding = Callable[[CanaryFinding], None]
 
@@ -47,7 +46,7 @@ class CanarySample:
 DEFAULT_SAMPLE = CanarySample()
 
 
-class CanaryBackend(DispatchingBackend):
+class CanaryBackend(WrappingBackend):
     """Wraps any backend and checks a share of its steps while it serves.
 
     A checked step is compared with the contract in six ways:
@@ -80,8 +79,7 @@ class CanaryBackend(DispatchingBackend):
         instead of raising it. Raises InvalidInput for a share outside 0 to 1."""
         if not 0 <= share <= 1:
             raise InvalidInput("share", got=share, expected="0 to 1")
-        super().__init__(backend.context, backend.options)
-        self.backend = backend
+        super().__init__(backend)
         self._checks = _Checks(backend.context, share, seed, sample, on_finding)
 
     @property
@@ -92,18 +90,6 @@ class CanaryBackend(DispatchingBackend):
     def forget(self) -> None:
         """Call this when anything but a step has written to slots or rows that requests hold."""
         self._checks.forget()
-
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.backend
-
-    def select(self, mode: ForwardMode) -> AttentionBackend:
-        """The backend of that mode, wrapped; all wrappers share one count of steps."""
-        child = self.backend.select(mode)
-        if child is self.backend:
-            return self
-        wrapped = copy.copy(self)
-        wrapped.backend = child
-        return wrapped
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self._checks.pause()
@@ -122,12 +108,6 @@ class CanaryBackend(DispatchingBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         self.backend.init_forward_metadata_in_graph(batch)
         self._checks.watch_layers()
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.backend.get_cuda_graph_seq_len_fill_value()
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         result = self.backend.forward_decode(call, batch)

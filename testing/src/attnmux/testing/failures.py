@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 import traceback
@@ -24,9 +23,9 @@ from attnmux.core import (
     dtype_name,
     in_brief,
 )
-from attnmux.core.composites import DispatchingBackend
 from attnmux.testing.sampled import gather
 from attnmux.testing.watched import kv_memory
+from attnmux.testing.wrapping import WrappingBackend
 
 FORMAT = 1
 FACTS, TENSORS = "failure.json", "tensors.pt"
@@ -34,7 +33,7 @@ PREFIX = "failure-"
 INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 
 
-class FailureKeeper(DispatchingBackend):
+class FailureKeeper(WrappingBackend):
     """Wraps any backend. A step in which it raises is kept in a new folder; the error propagates.
 
     A kept step has the error, the decision, the layer, the batch with its rows of the request
@@ -59,22 +58,9 @@ class FailureKeeper(DispatchingBackend):
         to keep for a failure; larger ones are left out. on_kept: called with a sentence that names
         the new folder. From Python 3.11 on, that sentence is also added to the error as a note.
         """
-        super().__init__(backend.context, backend.options)
-        self.backend = backend
+        super().__init__(backend)
         self._folder, self._decision, self._tensors = folder, decision, tensors
         self._limit, self._max_bytes, self._on_kept = limit, max_bytes, on_kept
-
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.backend
-
-    def select(self, mode: ForwardMode) -> AttentionBackend:
-        """The backend of that mode, wrapped."""
-        child = self.backend.select(mode)
-        if child is self.backend:
-            return self
-        wrapped = copy.copy(self)
-        wrapped.backend = child
-        return wrapped
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         try:
@@ -92,12 +78,6 @@ class FailureKeeper(DispatchingBackend):
             if not in_capture:
                 self._keep(error, "init_forward_metadata_out_graph", batch)
             raise
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.backend.get_cuda_graph_seq_len_fill_value()
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         try:

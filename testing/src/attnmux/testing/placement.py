@@ -77,7 +77,7 @@ def place(
     for index, total in enumerate(step.totals):
         count = pages_of(total, page_size) - len(shared)
         own, pages = pages[:count], pages[count:]
-        slots = _slots(torch.cat([shared, _out_of_order(own)]), page_size)[:total]
+        slots = slots_of(torch.cat([shared, _out_of_order(own)]), page_size)[:total]
         encoder = step.encoder[index] if step.encoder else 0
         is_first = step.mode is not ForwardMode.DECODE and step.cached[index] == 0
         requests.append(
@@ -90,7 +90,7 @@ def place(
                 slots=slots.to(pool.device),
             )
         )
-    _write_table(setup, requests, stale=_slots(pages, page_size))
+    _write_table(setup, requests, stale=slots_of(pages, page_size))
     if isinstance(pool, SWAKVPool):
         _pair(setup, pool, requests)
     return requests + [_padding(step, seq_len_fill, pool.device)] * step.padding
@@ -109,12 +109,12 @@ def fill_pool(
     owned = torch.cat([no_slots, *(request.slots // pool.page_size for request in real)])
     if has_padding:
         owned = torch.cat([owned, owned.new_zeros(1)])
-    in_owned_pages = _slots(torch.unique(owned).cpu(), pool.page_size).to(pool.device)
+    in_owned_pages = slots_of(torch.unique(owned).cpu(), pool.page_size).to(pool.device)
     cached = torch.cat([no_slots, *(request.cached_slots for request in real)])
     encoder = torch.cat(
         [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
-    kept_slots = _slots(zeroed, pool.page_size).to(pool.device)
+    kept_slots = slots_of(zeroed, pool.page_size).to(pool.device)
     for layer in setup.context.layers:
         slots = pool.translate(encoder if layer.is_cross_attention else cached, layer.layer_id)
         # Tokens that fell out of the window translate to the reserved page, which is finite
@@ -174,9 +174,10 @@ def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:
     return pool.get_kv_buffer(layer_id)
 
 
-def _slots(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+def slots_of(pages: torch.Tensor, page_size: int) -> torch.Tensor:
     """Every slot of the pages, page after page."""
-    return (pages.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
+    in_page = torch.arange(page_size, device=pages.device)
+    return (pages.unsqueeze(1) * page_size + in_page).flatten()
 
 
 def _out_of_order(pages: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case
 from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
 from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
-from attnmux.testing.placement import buffers, fill_reserved_page, put
+from attnmux.testing.placement import buffers, fill_reserved_page, put, slots_of
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 
 MOST_LOGITS = 1 << 21
@@ -137,8 +137,7 @@ def _zero_nan(setup: CaseSetup, step: PreparedStep) -> torch.Tensor | None:
     row, length = int(step.batch.req_pool_indices[index]), int(step.batch.seq_lens[index])
     held = setup.context.req_to_token_pool.req_to_token[row, :length].long()
     pages: torch.Tensor = torch.unique(held // pool.page_size)
-    in_page = torch.arange(pool.page_size, device=pages.device)
-    pool.zero((pages.unsqueeze(1) * pool.page_size + in_page).flatten())
+    pool.zero(slots_of(pages, pool.page_size))
     return pages
 
 
