@@ -30,11 +30,9 @@ def page(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
         sections=[
             (titles.get(kind, kind), [row for row in rows if row.kind == kind]) for kind in kinds
         ],
-        features=_features,
-        zip=zip,
+        served=_served,
     )
 
 
-def _features(row: Row) -> list[str]:
-    cells = zip(COLUMNS, row.cells, strict=True)
-    return [column.title for column, cell in cells if cell.served != "no"]
+def _served(row: Row) -> list[str]:
+    return [column.title for column, cell in row.features() if cell.served != "no"]

@@ -6,7 +6,7 @@ names their difference from the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -84,8 +84,11 @@ class Row:
     sources: Mapping[str, str]
     """As on the card."""
 
+    def features(self) -> Iterator[tuple[Column, Cell]]:
+        """Each column with its cell."""
+        return zip(COLUMNS, self.cells, strict=True)
+
     def to_dict(self) -> dict[str, Any]:
-        cells = zip(COLUMNS, self.cells, strict=True)
         return {
             **{name: getattr(self, name) for name in ("kind", "backend", "plugin", "distribution")},
             "status": self.status,
@@ -93,7 +96,7 @@ class Row:
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
             "verified_on": [run.to_dict() for run in self.verified_on],
-            "features": {column.title: asdict(cell) for column, cell in cells},
+            "features": {column.title: asdict(cell) for column, cell in self.features()},
             "excludes": list(self.excludes),
             "companions": list(self.companions),
             "sources": dict(self.sources),

@@ -75,7 +75,7 @@ def _print_in_full(console: Console, row: Row) -> None:
         ("run on", hardware(row.verified_on)),
     ):
         table.add_row(name, value)
-    for column, cell in zip(COLUMNS, row.cells, strict=True):
+    for column, cell in row.features():
         source = row.sources.get(column.axis, "")
         said = "no" if cell.served == "no" else cell.where or "yes"
         table.add_row(column.title, f"{said} [{source}]" if source else said)
@@ -87,8 +87,7 @@ def _named(row: Row) -> str:
 
 
 def _features(row: Row) -> list[str]:
-    cells = zip(COLUMNS, row.cells, strict=True)
-    return list(filter(None, (_marked(column.title, cell) for column, cell in cells)))
+    return list(filter(None, (_marked(column.title, cell) for column, cell in row.features())))
 
 
 def _marked(name: str, cell: Cell) -> str:
