@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -168,7 +169,9 @@ class Crashing(FakeBackend):
         return super().attend(q, k, v, keep, layer)
 
 
-def test_a_crash_and_a_hang_are_failed_cases() -> None:
+def test_a_crash_and_a_hang_are_failed_cases(monkeypatch) -> None:
+    # The child imports this module, and pytest's import mode leaves no path to it
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     candidate = Candidate(card=fake_card(), platform=fake_platform(), factory=Crashing)
     names = ("decode-14x2-heads-page16", "decode-16x2-heads-page16", "decode-uneven-page16")
     cases = {case.name: case for case in standard_cases((16,))}
