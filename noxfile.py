@@ -63,7 +63,8 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test; arguments go to pytest."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
-    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling"]
+    # transformers' continuous batching asks psutil for the memory of a CPU.
+    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil"]
     session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "./plugins/triton[triton]", *tools)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
     # tests compile for a minute: what waits behind them is stolen.

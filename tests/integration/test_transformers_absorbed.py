@@ -23,7 +23,6 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.transformers import (
-    IMPLEMENTATION,
     RunnerOptions,
     SequenceState,
     load_runner,
@@ -31,6 +30,7 @@ from attnmux.transformers import (
     record_layers,
 )
 from attnmux.transformers.absorbed import UpProjection, absorb, absorbed_layers, expand
+from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.pools import bytes_per_token
 
@@ -314,9 +314,7 @@ def test_a_model_without_a_latent_cannot_be_absorbed(tiny):
 def recorded(name):
     torch.manual_seed(0)
     with quiet_transformers(progress=False):
-        model = AutoModelForCausalLM.from_config(
-            CONFIGS[name](), attn_implementation=IMPLEMENTATION
-        ).eval()
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=SERVED).eval()
     return model, record_layers(model, max_context_len=64)
 
 
@@ -341,11 +339,11 @@ def test_looking_leaves_the_model_as_it_was_and_so_does_expanding_again():
     model, layers = recorded("v3")
     latent = absorbed_layers(model, layers)
     assert {layer.kind for layer in latent} == {"mla"}
-    assert model.config._attn_implementation == IMPLEMENTATION
+    assert model.config._attn_implementation == SERVED
     assert not [module for module in model.modules() if "forward" in vars(module)]
     absorb(model, layers)
     expand(model, layers)
-    assert model.config._attn_implementation == IMPLEMENTATION
+    assert model.config._attn_implementation == SERVED
     assert not [module for module in model.modules() if "forward" in vars(module)]
     again = record_layers(model, max_context_len=64)
     assert [layer.qk_head_dim for layer in again] == [24, 24, 24]

@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from attnmux.core.op import attention_with_output as attention_with_output
     from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
+    from attnmux.core.op import has_forward_context as has_forward_context
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
@@ -306,6 +307,7 @@ _NAMES_BY_MODULE = {
     "op": (
         "attention_with_output",
         "current_forward_context",
+        "has_forward_context",
         "forward_context",
     ),
     "radix_attention": ("RadixAttention",),

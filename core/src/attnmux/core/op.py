@@ -43,6 +43,11 @@ def forward_context(backend: AttentionBackend, batch: ForwardBatch) -> Iterator[
         _current.reset(token)
 
 
+def has_forward_context() -> bool:
+    """Whether a step is running."""
+    return _current.get(None) is not None
+
+
 def current_forward_context() -> ForwardContext:
     """The running step. Raises AttnmuxError outside `forward_context`."""
     try:

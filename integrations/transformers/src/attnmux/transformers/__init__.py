@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.transformers.attention import IMPLEMENTATION as IMPLEMENTATION
     from attnmux.transformers.batching import StepBuilder as StepBuilder
     from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
     from attnmux.transformers.checkpoint import load_model as load_model
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from attnmux.transformers.generate import Prompt as Prompt
     from attnmux.transformers.generate import Timings as Timings
     from attnmux.transformers.generate import run_prompts as run_prompts
+    from attnmux.transformers.implementation import IMPLEMENTATION as IMPLEMENTATION
+    from attnmux.transformers.implementation import allow_generate_batch as allow_generate_batch
     from attnmux.transformers.layers import record_layers as record_layers
     from attnmux.transformers.load import load_runner as load_runner
     from attnmux.transformers.pools import MemoryBudget as MemoryBudget
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from attnmux.transformers.tokenization import encode_prompts as encode_prompts
 
 _NAMES_BY_MODULE = {
-    "attention": ("IMPLEMENTATION",),
+    "implementation": ("IMPLEMENTATION", "allow_generate_batch"),
     "batching": ("StepBuilder",),
     "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
     "decision": ("RunnerOptions", "request_of"),
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> object:
     """Import the module of a public name on first use, and register the implementation."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.attention")
+    importlib.import_module(f"{__name__}.implementation")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from attnmux.core import LayerSpec, attention_with_output, current_forward_context
 from attnmux.transformers.attention import (
-    IMPLEMENTATION,
+    SERVED,
     ModelCall,
     check_recorded,
     read_call,
@@ -122,7 +122,7 @@ def expand(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
     by_layer = _linears(model)
     for layer in layers:
         del by_layer[layer.layer_id].forward  # what the class has comes back
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(SERVED)
 
 
 def absorbed_forward(

@@ -1,8 +1,7 @@
-"""The attention function that transformers calls, and the mask function that builds no mask.
+"""Attention of a model that runs packed: in the running step's forward context, over its KV pool.
 
-Importing this module registers both as "attnmux", so that any decoder model runs unchanged with
-`attn_implementation="attnmux"`: the tokens of all requests in one row, `input_ids [1, T]` and
-`position_ids [1, T]`, no transformers cache, inside `attnmux.core.forward_context`.
+The tokens of all requests are in one row, `input_ids [1, T]` and `position_ids [1, T]`, without a
+transformers cache.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from attnmux.core import InvalidInput, attention_with_output, current_forward_context
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec
 
-IMPLEMENTATION = "attnmux"
-
 SERVED = "attnmux_served"
-"""The same without a mask function, for a model that a runner calls, which passes no masks: before
-it asks for a mask, transformers reads positions on the host, and so waits for the device."""
+"""The attention implementation of a model that a runner calls. It has no mask function: before it
+asks for a mask, transformers reads positions on the host, and so waits for the device."""
 
 NOT_ATTENTION = frozenset(
     {
@@ -86,13 +83,36 @@ def read_call(
             expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
             "of transformers (use_cache=False)",
         )
-    return read_arguments(query, key, value, attention_mask, layer_id=_layer_id(module), **kwargs)  # type: ignore[arg-type]  # checked there
+    return read_arguments(query, key, value, attention_mask, layer_id=layer_id_of(module), **kwargs)
 
 
 def read_arguments(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    layer_id: int,
+    **kwargs: object,
+) -> ModelCall:
+    """Read what transformers passes for any layer: K and V of as many tokens as they come with.
+
+    Raises InvalidInput as `read_call` does.
+    """
+    if query.shape[0] != 1:
+        raise InvalidInput(
+            "query",
+            got=f"query {tuple(query.shape)}",
+            expected="[1, heads, T, dim]: the tokens of all requests in one row",
+        )
+    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    return read_rows(q, k, v, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
+
+
+def read_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
     layer_id: int,
@@ -103,10 +123,7 @@ def read_arguments(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> ModelCall:
-    """Read what transformers passes for any layer: K and V of as many tokens as they come with.
-
-    Raises InvalidInput as `read_call` does.
-    """
+    """The same for q [T, Hq, D], k [S, Hkv, D] and v [S, Hkv, Dv]."""
     for name, passed in kwargs.items():
         if passed is not None and passed is not False and name not in NOT_ATTENTION:
             raise InvalidInput(
@@ -116,26 +133,21 @@ def read_arguments(
             )
     if dropout:
         raise InvalidInput("dropout", got=dropout, expected="0: call model.eval() first")
-    if query.shape[0] != 1:
-        raise InvalidInput(
-            "query",
-            got=f"query {tuple(query.shape)}",
-            expected="[1, heads, T, dim]: the tokens of all requests in one row",
-        )
     return ModelCall(
         layer_id=layer_id,
-        q=query[0].transpose(0, 1).contiguous(),
-        k=key[0].transpose(0, 1).contiguous(),
-        v=value[0].transpose(0, 1).contiguous(),
+        q=q,
+        k=k,
+        v=v,
         mask=attention_mask,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window_size=_window(sliding_window),
+        scaling=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window_size=window_of(sliding_window),
         logit_cap=softcap or 0.0,
         sinks=s_aux,
     )
 
 
-def _layer_id(module: torch.nn.Module) -> int:
+def layer_id_of(module: torch.nn.Module) -> int:
+    """The number of a decoder's layer. Raises InvalidInput where it has none."""
     layer_id = getattr(module, "layer_idx", None)
     if not isinstance(layer_id, int):
         raise InvalidInput(
@@ -146,7 +158,7 @@ def _layer_id(module: torch.nn.Module) -> int:
     return layer_id
 
 
-def _window(sliding_window: int | None) -> int:
+def window_of(sliding_window: int | None) -> int:
     """transformers' n counts the token itself; the contract's w counts the ones before it."""
     if sliding_window is None:
         return -1
@@ -215,7 +227,7 @@ def check_recorded(call: ModelCall, layer: LayerSpec) -> None:
 def no_mask(
     *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: object
 ) -> None:
-    """The mask function: builds nothing, and refuses what it would have to honour.
+    """A mask function that builds nothing, and refuses what it would have to honour.
 
     Raises InvalidInput for a padding mask and for a mask function of the model's own.
     """
@@ -233,6 +245,4 @@ def no_mask(
         )
 
 
-AttentionInterface.register(IMPLEMENTATION, attention_forward)
 AttentionInterface.register(SERVED, attention_forward)
-AttentionMaskInterface.register(IMPLEMENTATION, no_mask)

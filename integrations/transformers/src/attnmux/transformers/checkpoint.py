@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from attnmux.core import AttnmuxError, InvalidInput, dtype_name, torch_dtype
-from attnmux.transformers.attention import IMPLEMENTATION
+from attnmux.transformers.attention import SERVED
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.rotary import fixed_rotary_len
@@ -195,7 +195,7 @@ def load_model(
             config=checkpoint.config,
             revision=checkpoint.revision,
             dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation=SERVED,
             ignore_mismatched_sizes=True,  # reported below, as missing tensors are
             output_loading_info=True,
             **ALWAYS,

@@ -170,7 +170,7 @@ def decoder_forward(
     if layer_id is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # as they came
     kwargs.pop("is_causal", None)
-    call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
+    call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
     refuse_mask(call)
     step = current_forward_context()
     layer = step.backend.context.layer(layer_id)
@@ -203,7 +203,7 @@ class DecoderRecorder(Recorder):
     ) -> tuple[torch.Tensor, None]:
         kwargs.pop("is_causal", None)
         layer_id = self.modules.setdefault(module, len(self.modules))
-        call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)  # type: ignore[arg-type]  # checked there
+        call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
         self.calls.append(call)
         # Of equal keys, each query makes their common V; in self-attention see `Recorder`.
         v = call.v[:1].expand(call.q.shape[0], -1, -1) if is_cross(call) else call.v
