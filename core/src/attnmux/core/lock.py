@@ -15,7 +15,7 @@ from attnmux.core.choosing.offer.libraries import (
     distributions,
     parsed_requirement,
 )
-from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 FORMAT = 1
 MOST_BYTES = 1_000_000
@@ -49,7 +49,10 @@ class Lock:
                 canonical(name): (str(row["version"]), str(row["record"]))
                 for name, row in data["distributions"].items()
             }
-            return cls(distributions=rows, model=dict(data.get("model", {})))
+            model = {str(name): str(value) for name, value in data.get("model", {}).items()}
+            if model and not {"name", "revision"} <= model.keys():
+                raise ValueError("its model has no name or no revision")
+            return cls(distributions=rows, model=model)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SettingsError(f"{path} is no lock that can be read: {in_brief(error)}") from error
 
@@ -81,6 +84,22 @@ class Lock:
             elif locked is not None and record != locked[1]:
                 found.append(f"{name} {version} has other files than the locked ones")
         return "; ".join(found)
+
+    def revision(self, model: str | None, revision: str | None) -> str | None:
+        """The revision of a model that is named with `revision`, or without one: the locked one.
+
+        Any model may be used where none is locked. Raises InvalidInput for another model and for
+        another revision; None names the default model.
+        """
+        if not self.model:
+            return revision
+        locked = f"{self.model['name']}@{self.model['revision']}"
+        given = model if revision is None else f"{model}@{revision}"
+        if model != self.model["name"] or revision not in (None, self.model["revision"]):
+            raise InvalidInput(
+                "--model", got=given or "the default", expected=f"{locked}, as locked"
+            )
+        return self.model["revision"]
 
 
 def libraries(card: BackendCard) -> set[str]:

@@ -13,6 +13,7 @@ made of plain data and functions that need no pytest:
   a backend themselves.
 - `RecordingGraphs` captures and replays steps without a device that has graphs.
 - `Sampler` makes random cases of a card, and `run_in_children` runs cases in child processes.
+- `FirstUse` runs a handful of cases in a model's shapes before a backend serves it.
 - `CanaryBackend` checks a share of a backend's steps while it serves; `FailureKeeper` keeps a
   failed step, which `load_failure` reads and `run_again` repeats on any backend.
 - `FakeBackend` and `GraphFakeBackend` are correct and slow, with cards for `fake_platform`.
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from attnmux.testing.fakes import FakeBackend as FakeBackend
     from attnmux.testing.fakes import fake_card as fake_card
     from attnmux.testing.fakes import fake_platform as fake_platform
+    from attnmux.testing.first_use import FirstUse as FirstUse
     from attnmux.testing.graph_fakes import GraphFakeBackend as GraphFakeBackend
     from attnmux.testing.graph_fakes import graph_card as graph_card
     from attnmux.testing.prepared import LayerInput as LayerInput
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from attnmux.testing.replay import run_again as run_again
     from attnmux.testing.runner import run_case as run_case
     from attnmux.testing.sampling import Sampler as Sampler
+    from attnmux.testing.shaped import cases_in_shape as cases_in_shape
     from attnmux.testing.standard import in_graphs as in_graphs
     from attnmux.testing.standard import standard_cases as standard_cases
     from attnmux.testing.suite import AttentionBackendTests as AttentionBackendTests
@@ -76,6 +79,7 @@ _MODULES = {
     "Disagreement": "comparison",
     "FailureKeeper": "failures",
     "FakeBackend": "fakes",
+    "FirstUse": "first_use",
     "GraphFakeBackend": "graph_fakes",
     "KeptFailure": "failures",
     "LayerInput": "prepared",
@@ -86,6 +90,7 @@ _MODULES = {
     "Replayed": "replay",
     "Sampler": "sampling",
     "Step": "cases",
+    "cases_in_shape": "shaped",
     "decode": "cases",
     "extend": "cases",
     "fake_card": "fakes",

@@ -16,7 +16,7 @@ import click
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
 from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
-from attnmux.core.choosing.offer.verified import doubt
+from attnmux.core.choosing.measured.unverified import unverified
 from attnmux.core.errors import SettingsError, in_brief
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
@@ -105,20 +105,9 @@ class Run:
     def warn_of_unverified(
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
-        """A warning for each backend that was not named and never passed the conformance suite: not
-        on this kind of device, and not here with the installed versions."""
-        by_address = {offer.address: offer for offer in offers}
-        passed = {
-            (each.backend, each.versions.get(by_address[each.backend].distribution))
-            for each in measurements
-            if each.conformant and each.backend in by_address
-        }
-        chosen = {choice.address: choice for _, choice in decision.choices if not choice.origin}
-        for address, choice in chosen.items():
-            card = by_address[address].card
-            said = doubt(card.verified_on, decision.platform)
-            if said and card.status == "available" and (address, choice.version) not in passed:
-                self.warn(f"{address} was chosen, and {said}; `attnmux verify {address}` tries it")
+        """A warning for each backend that `unverified` finds."""
+        for each in unverified(decision, offers, measurements):
+            self.warn(str(each))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
         """Everything that was tuned on this machine, with a warning for all that cannot be read."""

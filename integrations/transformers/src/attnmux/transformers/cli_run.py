@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import torch
@@ -20,6 +20,8 @@ from attnmux.core import (
     Decision,
     Detection,
     InvalidInput,
+    Measurement,
+    Offer,
     Platform,
     Plugins,
     PoolExhausted,
@@ -27,6 +29,7 @@ from attnmux.core import (
     pick_platform,
 )
 from attnmux.core.cli.run import Run, echo_json
+from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
@@ -96,12 +99,16 @@ def run_command(
     budget = None if memory is None else MemoryBudget.parse(memory)
     with _quiet(run.debug):
         began = time.perf_counter()
+        if settings.locked is not None:
+            revision = Lock.read(settings.locked_file()).revision(model, revision)
         source = recall.PATH if model is None else model
         checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
         _refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
         wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
+        platform = platform_for(run.detect(plugins), settings, device)
+        measurements, launches = run.measurements(settings), run.launches(settings)
         options = RunnerOptions(
             max_batch_size=min(len(wanted), max_running),
             max_context_len=context,
@@ -114,12 +121,19 @@ def run_command(
             page_size=page_size,
             device=device,
             policy=settings.policy(**backends),
-            measurements=run.measurements(settings),
-            launches=run.launches(settings),
+            measurements=measurements,
+            launches=launches,
             debug=run.debug,
+            check=_first_use(
+                run,
+                plugins.offers(),
+                measurements,
+                device=device or platform.device_type,
+                cache=settings.cache_folder(),
+                launches=launches,
+            ),
             wrap=_wrapper(run, canary, keep_failures, keep_values),
         )
-        platform = platform_for(run.detect(plugins), settings, device)
         runner = _load(run, checkpoint, platform, plugins, options)
         load_seconds = time.perf_counter() - began
         click.echo(runner.decision.summary(), err=True)
@@ -137,21 +151,42 @@ def run_command(
     click.echo(closing_line(generation, runner), err=True)
 
 
+def _first_use(
+    run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
+) -> Callable[[Decision], None]:
+    """Runs cases on a backend that never passed; only warns where attnmux-testing is missing."""
+    make = _from_testing("FirstUse")
+    if make is None:
+
+        def warn(decision: Decision) -> None:
+            run.warn_of_unverified(decision, offers, measurements)
+
+        return warn
+    check: Callable[[Decision], None] = make(offers, measurements, say=run.warn, **place)
+    return check
+
+
+def _from_testing(name: str) -> Callable[..., Any] | None:
+    """A public name of attnmux-testing, which only some need; None without that package."""
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("attnmux.testing"):
+            raise
+        return None
+    return found
+
+
 def _wrapper(
     run: Run, canary: float, folder: Path | None, keep_values: bool
 ) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
     if not canary and folder is None:
         return None
-    try:
-        # By name: only those who ask need the distribution
-        make_canary = pkgutil.resolve_name("attnmux.testing:CanaryBackend")
-        make_keeper = pkgutil.resolve_name("attnmux.testing:FailureKeeper")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("attnmux.testing"):
-            raise
+    make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
+    if make_canary is None or make_keeper is None:
         got = "no attnmux-testing"
         expected = "pip install attnmux-testing"
-        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected) from error
+        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
 
     def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
         if canary:

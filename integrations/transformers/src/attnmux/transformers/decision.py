@@ -65,6 +65,9 @@ class RunnerOptions:
     """As `BackendContext.launches`: everything that was tuned on this machine."""
     debug: bool = False
     """Check every batch's values, at the cost of synchronising."""
+    check: Callable[[Decision], None] | None = None
+    """Called with each decision before its backend is made, such as `attnmux.testing.FirstUse`;
+    BackendFailed takes the next candidate."""
     wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None
     """Called with the backend that was made; the runner uses what it returns, such as a canary."""
 

@@ -170,6 +170,8 @@ def _make(
     options: RunnerOptions,
     max_encoder_len: int = 0,
 ) -> ModelRunner:
+    if options.check is not None:
+        options.check(decision)
     return ModelRunner(
         model,
         layers,

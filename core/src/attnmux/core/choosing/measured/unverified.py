@@ -1,0 +1,55 @@
+"""The backends of a decision that never passed the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnmux.core.choosing.offer.verified import doubt
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.choosing.offer.card import Offer
+    from attnmux.core.choosing.tell.choice import Choice
+    from attnmux.core.choosing.tell.decision import Decision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unverified:
+    """A backend that was chosen on its card's word alone."""
+
+    offer: Offer
+    choice: Choice
+    phases: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        address = self.offer.address
+        return f"{address} was chosen, and {self.reason}; `attnmux verify {address}` tries it"
+
+
+def unverified(
+    decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
+) -> tuple[Unverified, ...]:
+    """Backends that the user did not name and that never passed: not on this kind of device, by
+    their cards, and not here with the installed versions, by the measurements."""
+    by_address = {offer.address: offer for offer in offers}
+    passed = {
+        (each.backend, each.versions.get(by_address[each.backend].distribution))
+        for each in measurements
+        if each.conformant and each.backend in by_address
+    }
+    chosen: dict[str, list[tuple[str, Choice]]] = {}
+    for phase, choice in decision.choices:
+        if not choice.origin:
+            chosen.setdefault(choice.address, []).append((phase, choice))
+    found = []
+    for address, uses in chosen.items():
+        offer, choice = by_address[address], uses[0][1]
+        reason = doubt(offer.card.verified_on, decision.platform)
+        is_new = offer.card.status == "available" and (address, choice.version) not in passed
+        if reason and is_new:
+            phases = tuple(dict.fromkeys(phase for phase, _ in uses))
+            found.append(Unverified(offer=offer, choice=choice, phases=phases, reason=reason))
+    return tuple(found)

@@ -1,0 +1,74 @@
+"""The suite's cases in the shapes of a request, instead of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from attnmux.core import Request
+from attnmux.testing.candidate import Candidate
+from attnmux.testing.cases import Case
+
+DEFAULT_DTYPE = "bfloat16"
+"""The dtype of cases that do not test a dtype."""
+
+KINDS = ("mha", "mla")
+"""Kinds of cases whose steps fit any kind."""
+
+FEATURES = (
+    "sliding_window",
+    "attention_chunk",
+    "cross_attention",
+    "sinks",
+    "logit_cap",
+    "custom_mask",
+    "multi_item",
+    "deterministic",
+    "lse",
+)
+"""Features whose cases run only where the request asks for them."""
+
+
+def cases_in_shape(
+    candidate: Candidate, request: Request, phase: str, *, page_size: int, in_graph: bool
+) -> Iterator[Case]:
+    """Yield cases of the phase and page size that need no other feature than the request, with the
+    request's kind, heads and dtypes.
+
+    in_graph: also those that run from graphs.
+    """
+    shapes = _shapes(request)
+    seen: set[Case] = set()
+    for case in candidate.cases({page_size}):
+        needed = case.request
+        if (
+            case.kind not in KINDS
+            or phase not in case.phases
+            or not {"decode", "extend"}.issuperset(case.phases)
+            or case.dtype not in (DEFAULT_DTYPE, request.dtype)
+            or case.kv_dtype not in (None, request.kv_dtype)
+            or (case.graph and not in_graph)
+            or not case.save_kv_cache
+            or any(getattr(needed, name) and not getattr(request, name) for name in FEATURES)
+        ):
+            continue
+        shaped = replace(case, **shapes)
+        unnamed = replace(shaped, name="")
+        if unnamed not in seen:
+            seen.add(unnamed)
+            yield shaped
+
+
+def _shapes(request: Request) -> dict[str, Any]:
+    return {
+        "kind": request.kind,
+        "num_q_heads": request.num_q_heads,
+        "num_kv_heads": request.num_kv_heads,
+        "head_dim": request.head_dim,
+        "v_head_dim": request.v_head_dim or request.head_dim,
+        "kv_lora_rank": request.kv_lora_rank,
+        "qk_rope_head_dim": request.qk_rope_head_dim,
+        "dtype": request.dtype,
+        "kv_dtype": request.kv_dtype,
+    }

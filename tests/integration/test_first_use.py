@@ -1,0 +1,146 @@
+"""`attnmux generate` tries a chosen backend that never passed before it serves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attnmux.core.cli.verbs import verbs
+
+PLUGIN = """
+from attnmux.core import BackendCard, Prior, hookimpl, one_of, when
+
+EVERY = when(
+    vendor=one_of("cpu"), phase=one_of("extend", "decode"), kind=one_of("mha"),
+    dtype=one_of("float32"), kv_dtype=one_of("float32"), page_size=one_of(16),
+)
+
+@hookimpl
+def attnmux_cards():
+    return [
+        BackendCard(
+            name="acme", summary="", clauses=(EVERY,), factory="acme_first_backend:make",
+            priors=(Prior(rank=0, source="said by nobody"),),
+        )
+    ]
+"""
+BACKENDS = {
+    "right": "from attnmux.cpu.torch_native import TorchNativeBackend as make",
+    "wrong": """
+from attnmux.cpu.torch_native import TorchNativeBackend
+
+class make(TorchNativeBackend):
+    def forward_decode(self, call, batch):
+        return super().forward_decode(call, batch) * 1.5
+""",
+    "exits": "import os\ndef make(context, options):\n    os._exit(0)\n",
+}
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    """Installs a plugin whose backend is chosen; called with a name of BACKENDS."""
+    monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
+    monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", "acme-first,attnmux-cpu")
+    monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")
+
+    def install(backend: str) -> None:
+        info = tmp_path / "acme_first-1.0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text("Name: acme-first\nVersion: 1.0\n")
+        (info / "RECORD").write_text(f"{backend},,\n")
+        (info / "entry_points.txt").write_text("[attnmux]\nacme = acme_first_plugin\n")
+        (tmp_path / "acme_first_plugin.py").write_text(PLUGIN)
+        (tmp_path / "acme_first_backend.py").write_text(BACKENDS[backend])
+        sys.modules.pop("acme_first_backend", None)
+
+    return install
+
+
+def generate(*args: str):
+    ask = ["generate", "k417, x90 ?k", "--max-new-tokens", "8", "--dtype", "float32"]
+    return CliRunner().invoke(verbs, [*ask, *args])
+
+
+def kept(folder: Path) -> list[str]:
+    (file,) = (folder / "cache").glob("first-use-*.json")
+    return list(json.loads(file.read_text()).values())
+
+
+def test_a_backend_that_passes_serves_and_is_not_tried_again(acme, tmp_path) -> None:
+    acme("right")
+    first = generate()
+    assert first.exit_code == 0, first.output
+    assert "417" in first.stdout
+    assert "its card names no machine" in first.stderr
+    assert "8 cases run on it first" in first.stderr
+    assert "acme (acme)" in first.stderr
+    assert kept(tmp_path) == ["acme/acme"]
+    assert "cases run on it first" not in generate().stderr
+    (tmp_path / "acme_first-1.0.dist-info/RECORD").write_text("other files,,\n")
+    assert "cases run on it first" in generate().stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [("wrong", "decode-"), ("exits", "its process ended with exit status 0")],
+)
+def test_a_backend_that_fails_gives_way_to_the_next(acme, tmp_path, backend, said) -> None:
+    acme(backend)
+    result = generate()
+    assert result.exit_code == 0, result.output
+    assert "417" in result.stdout
+    assert said in result.stderr
+    assert "--backend acme/acme takes it anyway" in result.stderr
+    assert "torch_native" in result.stderr
+    assert not (tmp_path / "cache").exists() or not list(
+        (tmp_path / "cache").glob("first-use-*.json")
+    )
+
+
+def test_without_another_backend_the_failure_is_the_error(acme, monkeypatch) -> None:
+    acme("wrong")
+    monkeypatch.setenv("ATTNMUX_ALLOW_BACKENDS", "acme")
+    result = generate()
+    assert result.exit_code == 3, result.output
+    assert result.stdout == ""
+    assert "case decode-" in result.stderr
+
+
+def test_a_backend_that_was_named_is_not_tried(acme) -> None:
+    acme("right")
+    result = generate("--backend", "acme")
+    assert result.exit_code == 0
+    assert "cases run on it first" not in result.stderr
+
+
+def test_without_the_suite_a_warning_stands_for_it(acme, monkeypatch) -> None:
+    acme("right")
+    monkeypatch.setattr("attnmux.transformers.cli_run._from_testing", lambda _: None)
+    result = generate()
+    assert result.exit_code == 0
+    assert "acme/acme was chosen, and its card names no machine" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "other/model"], "expected org/model@abc123, as locked, got other/model"),
+        (
+            ["--model", "org/model", "--revision", "main"],
+            "expected org/model@abc123, as locked, got org/model@main",
+        ),
+        ([], "expected org/model@abc123, as locked, got the default"),
+    ],
+)
+def test_another_model_than_the_locked_one_is_refused(tmp_path, args, said) -> None:
+    file = str(tmp_path / "attnmux.lock")
+    locked = ["lock", "--output", file, "--model", "org/model@abc123"]
+    assert CliRunner().invoke(verbs, locked).exit_code == 0
+    result = CliRunner().invoke(verbs, ["generate", "k1 ?k", "--locked", file, *args])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
