@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -306,3 +308,51 @@ def test_this_machine(call) -> None:
     data = answer(call("--platform", "cpu", "--json"))
     assert data["platform"]["core_count"] >= 1
     assert data["phases"]["decode"]["version"]
+
+
+ENGINE = """
+def launch(decision, model):
+    return ["acme-serve", model, "--page", decision.page_size]
+
+def broken(decision, model):
+    raise RuntimeError("no such flag")
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """An installed integration of the engines "acme" and "bad"."""
+    monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
+    info = tmp_path / "attnmux_acme_engine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: attnmux-acme-engine\nVersion: 1.0\n")
+    points = "acme = acme_engine_lines:launch\nbad = acme_engine_lines:broken\n"
+    (info / "entry_points.txt").write_text(f"[attnmux.engines]\n{points}")
+    (tmp_path / "acme_engine_lines.py").write_text(ENGINE)
+
+
+def test_an_engine_gets_the_line_that_starts_it(call, engine) -> None:
+    here = ("--platform", HERE, "--request", "dtype=bf16,page_size=16", "--engine", "acme")
+    result = call(*here)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("\nacme-serve MODEL --page 16\n")
+    data = answer(call(*here, "--json", "--decode-backend", "torch_native"))
+    assert data["launch"] == "ATTNMUX_DECODE_BACKEND=torch_native acme-serve MODEL --page 16"
+    shutil.copytree(MODELS / "gemma-3-1b-it", "my model")
+    result = call("--platform", HERE, "--model", "my model", "--engine", "acme")
+    assert "acme-serve 'my model' --page" in result.stdout
+
+
+def test_an_engine_without_an_integration_is_refused(call, engine) -> None:
+    result = call("--platform", HERE, "--engine", "other")
+    assert result.exit_code == 2
+    assert "expected one of acme, bad (pip install attnmux-other adds its engine)" in result.stderr
+    result = call("--platform", HERE, "--engine", "bad")
+    assert result.exit_code == 1
+    assert "RuntimeError: no such flag" in result.stderr
+    assert call("--platform", HERE, "--platform", HERE, "--engine", "acme").exit_code == 2
+
+
+def test_lists_hold_for_integrations_too(call, engine, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "attnmux-acme-engine")
+    assert call("--platform", HERE, "--engine", "acme").exit_code == 2

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 @click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
 @click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
 @click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
@@ -75,6 +76,7 @@ def select(
     without: tuple[str, ...],
     allow_coercion: bool,
     no_measurements: bool,
+    engine: str | None,
     explain: bool,
     every: bool,
     **backends: str | None,
@@ -88,6 +90,8 @@ def select(
     in_full = explain or every
     if in_full and len(platforms) > 1:
         raise InvalidInput("--platform", got=str(len(platforms)), expected="one with --explain")
+    if engine is not None and len(platforms) > 1:
+        raise InvalidInput("--platform", got=str(len(platforms)), expected="one with --engine")
     settings = run.settings()
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
@@ -103,6 +107,13 @@ def select(
     ]
     device, policy, answer = asked[0]
     plain = {**_answered(answer, request, device), "warnings": run.warnings}
+    line = None
+    if engine is not None and not isinstance(answer, NoBackend):
+        from attnmux.core.cli.engines import launch_line  # noqa: PLC0415  # few ask for it
+
+        line = plain["launch"] = launch_line(
+            engine, answer, model=model, backends=backends, settings=settings
+        )
     if len(asked) > 1:
         _compare(asked, request, run.warnings, as_json=as_json)
     elif as_json and not in_full:
@@ -131,6 +142,8 @@ def select(
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
 
             render_answer(answer, explanation, request, explain=in_full, every=every)
+            if line is not None:
+                click.echo(f"\n{line}")
             if isinstance(answer, NoBackend) and in_full:
                 # The table has shown the reasons
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
