@@ -1,14 +1,15 @@
 """The line that starts an engine with attnmux: what `attnmux select --engine` prints.
 
 An integration advertises it in the entry-point group `attnmux.engines`, as NAME = MODULE:FUNCTION.
-FUNCTION(decision, model) returns the engine's own command as a list of words; `model` is a folder or
-a hub id. It imports neither the engine nor torch.
+FUNCTION(decision, model) returns the engine's own command as a list of words; `model` is a folder
+or a hub id. It imports neither the engine nor torch.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from attnmux.core.choosing.find.plugins import is_admitted
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
@@ -36,7 +37,8 @@ def launch_line(
     """
     point = _find(engine, settings)
     try:
-        words = [str(word) for word in point.load()(decision, model or MODEL)]
+        launch: Any = point.load()
+        words = [str(word) for word in launch(decision, model or MODEL)]
     except Exception as error:
         whose = point.distribution.identity()[0]
         raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error

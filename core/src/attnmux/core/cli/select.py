@@ -88,10 +88,10 @@ def select(
     """
     request = requested(model, fields, tp, speculative_attention_mode)
     in_full = explain or every
-    if in_full and len(platforms) > 1:
-        raise InvalidInput("--platform", got=str(len(platforms)), expected="one with --explain")
-    if engine is not None and len(platforms) > 1:
-        raise InvalidInput("--platform", got=str(len(platforms)), expected="one with --engine")
+    for option, given_with in (("--explain", in_full), ("--engine", engine)):
+        if given_with and len(platforms) > 1:
+            got = str(len(platforms))
+            raise InvalidInput("--platform", got=got, expected=f"one with {option}")
     settings = run.settings()
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
@@ -107,13 +107,8 @@ def select(
     ]
     device, policy, answer = asked[0]
     plain = {**_answered(answer, request, device), "warnings": run.warnings}
-    line = None
-    if engine is not None and not isinstance(answer, NoBackend):
-        from attnmux.core.cli.engines import launch_line  # noqa: PLC0415  # few ask for it
-
-        line = plain["launch"] = launch_line(
-            engine, answer, model=model, backends=backends, settings=settings
-        )
+    line = _launch_line(engine, answer, model, backends, settings)
+    plain |= {"launch": line} if line else {}
     if len(asked) > 1:
         _compare(asked, request, run.warnings, as_json=as_json)
     elif as_json and not in_full:
@@ -142,8 +137,7 @@ def select(
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
 
             render_answer(answer, explanation, request, explain=in_full, every=every)
-            if line is not None:
-                click.echo(f"\n{line}")
+            click.echo(f"\n{line}" if line else "", nl=bool(line))
             if isinstance(answer, NoBackend) and in_full:
                 # The table has shown the reasons
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
@@ -153,6 +147,21 @@ def select(
     if request.unserved_layers:
         said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
         raise NoBackend(f"no backend serves these layers of the model: {said}")
+
+
+def _launch_line(
+    engine: str | None,
+    answer: Decision | NoBackend,
+    model: str | None,
+    backends: Mapping[str, str | None],
+    settings: Settings,
+) -> str:
+    """Empty where no engine was asked for, and where nothing was decided."""
+    if engine is None or isinstance(answer, NoBackend):
+        return ""
+    from attnmux.core.cli.engines import launch_line  # noqa: PLC0415  # few ask for it
+
+    return launch_line(engine, answer, model=model, backends=backends, settings=settings)
 
 
 Answer = tuple[Platform, Policy, "Decision | NoBackend"]
