@@ -72,6 +72,25 @@ def test_what_another_clause_serves_is_no_outside_point() -> None:
     assert "page_size" not in {point.axis for point in points}
 
 
+@pytest.mark.parametrize(
+    ("axis", "condition", "unproven"),
+    [
+        ("kind", one_of("mha", "linear"), "kind=linear"),
+        ("dtype", one_of("bfloat16", "fp8_e4m3"), "dtype=fp8_e4m3"),
+        ("kv_dtype", ANY, "kv_dtype=fp4_e2m1"),
+        ("chunked_prefix", ANY, "chunked_prefix=True"),
+    ],
+)
+def test_a_value_that_no_case_can_ask_for_fails(axis, condition, unproven) -> None:
+    wide = Candidate(card=fake_card(**{axis: condition}), platform=fake_platform())
+    outcomes = [try_point(wide, point) for point in outside_points(wide)]
+    failed = {outcome.case: outcome.message for outcome in outcomes if outcome.status == "failed"}
+    assert failed == {
+        unproven: f"the card of fake serves {unproven}, and no case of the suite can ask for it: "
+        f"list only proven values in the clause's {axis}"
+    }
+
+
 def test_a_selector_that_admits_too_much_is_found_out() -> None:
     """`try_point` fails where the refusal is missing or about something else."""
     narrow = Candidate(card=fake_card(page_size=one_of(16)), platform=fake_platform())

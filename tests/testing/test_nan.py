@@ -18,25 +18,23 @@ from attnmux.testing import (
     fake_platform,
     find_candidate,
     run_case,
+    standard_cases,
 )
 
-LATENT: dict[str, Any] = {
-    "kind": "mla",
-    "num_kv_heads": 1,
-    "head_dim": 192,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
 AFTER = decode(20, 31, 5)
+CROSS = extend((0, 5), (0, 9), (7, 3), encoder=(12, 4, 30))
 
 
-def cases(page: int) -> list[Case]:
-    prefixes = extend((0, 21), (page + 3, 5), (0, 9))
-    return [
-        Case(name="decode", steps=(decode(45, 3, 17, 9), AFTER), nan_request=3, page_size=page),
-        Case(name="extend", steps=(prefixes, AFTER), nan_request=1, page_size=page),
-        Case(name="mla", steps=(decode(45, 3, 17), AFTER), nan_request=1, page_size=page, **LATENT),
+def cases(page: int) -> dict[str, Case]:
+    """The suite's, one with a window pool and one with cross-attention."""
+    found = [case for case in standard_cases((page,)) if case.nan_request is not None]
+    extra: dict[str, Any] = {"nan_request": 1, "page_size": page}
+    windows: dict[str, Any] = {"windows": (None, 8), "window_pool": True}
+    found += [
+        Case(name="window-pool", steps=(decode(45, 17, 3), AFTER), **windows, **extra),
+        Case(name="cross", steps=(CROSS, CROSS.varied(128)), **extra),
     ]
+    return {case.name.removesuffix(f"-page{page}"): case for case in found}
 
 
 class LoadsWholePages(FakeBackend):
@@ -86,7 +84,7 @@ def test_a_correct_backend_passes(name: str, page: int) -> None:
         candidate = find_candidate(name, device="cpu")
     else:
         candidate = faked(FakeBackend if name == "fake" else LoadsWholePages)
-    outcomes = [run_case(candidate, case) for case in cases(page)]
+    outcomes = [run_case(candidate, case) for case in cases(page).values()]
     failed = [f"{each.case}: {each.message}" for each in outcomes if each.status == "failed"]
     assert not failed
     if any(each.status == "refused" for each in outcomes):
@@ -94,7 +92,7 @@ def test_a_correct_backend_passes(name: str, page: int) -> None:
 
 
 def test_the_next_owner_of_the_pages_gets_them_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases(16)[1]
+    case = cases(16)["extend-nan"]
     monkeypatch.setattr(KVPool, "zero", lambda *_: None)
     outcome = run_case(faked(LoadsWholePages), case)
     assert outcome.message.startswith("step 2, DECODE: layer 1, output")
@@ -104,5 +102,5 @@ def test_the_next_owner_of_the_pages_gets_them_zeroed(monkeypatch: pytest.Monkey
     ("backend", "place"), [(MixesRequests, "step 1, EXTEND"), (KeepsAWorkspace, "step 2, DECODE")]
 )
 def test_a_leak_to_other_requests_fails(backend: type[FakeBackend], place: str) -> None:
-    outcome = run_case(faked(backend), cases(16)[1])
+    outcome = run_case(faked(backend), cases(16)["extend-nan"])
     assert outcome.message.startswith(f"{place}: layer 1, output")

@@ -217,6 +217,19 @@ def test_run_obeys_the_plan() -> None:
         wrapper.run(torch.randn(1, 4, 64), (cache()[0], torch.randn(8, 4, 2, 32)))
 
 
+def test_nan_spoils_the_rows_of_its_request_alone() -> None:
+    wrapper, (keys, values) = DECODE(workspace()), cache()
+    wrapper.plan(ints(0, 1, 3, 4), ints(3, 5, 1, 2), ints(2, 3, 4), **HEADS)
+    q = torch.randn(3, 4, 64)
+    expected = wrapper.run(q, (keys, values))
+    keys[5, 1], values[3, 2:], values[1, 3:] = math.nan, math.nan, math.nan
+    assert wrapper.run(q, (keys, values)).isnan().flatten(1).all(1).tolist() == [False, True, False]
+    keys[5, 1], values[5, 1] = 0, math.inf
+    out = wrapper.run(q, (keys, values))
+    assert out[1].isnan().all()
+    assert torch.equal(out[::2], expected[::2])
+
+
 def test_a_graph_wrapper_is_of_one_batch_size_and_its_buffers() -> None:
     wrapper = decode_in_graph()
     with pytest.raises(RuntimeError, match="plan was never called"):
@@ -341,6 +354,19 @@ class Latents:
                 outs.append(logits.softmax(-1) @ keys[:seen, :512])
                 lses.append(logits.logsumexp(-1))
         return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize("part", [slice(0, 512), slice(512, 576)], ids=["latent", "rotary"])
+def test_nan_in_latents_spoils_the_rows_of_its_request_alone(part) -> None:
+    setup = Latents((5, 2), (9, 3), (4, 1))
+    setup.plan()
+    expected = setup.run(return_lse=True)
+    second = setup.indices[setup.kv_indptr[1]].long()
+    setup.cache[second, 0, part] = math.nan
+    for found, before in zip(setup.run(return_lse=True), expected, strict=True):
+        assert found[2:5].isnan().all()
+        assert torch.equal(found[:2], before[:2])
+        assert torch.equal(found[5:], before[5:])
 
 
 def test_rows_after_the_plan_are_unchanged() -> None:

@@ -7,8 +7,8 @@ made of plain data and functions that need no pytest:
   `standard_cases` lists the suite's, and `in_graphs` those that device graphs can serve.
 - `find_candidate` makes a `Candidate`, a backend with its card and machine; `run_case` runs a case
   on it and compares all that it did with `reference`, dense attention in float64.
-- `outside_points` lists requests just beyond a card's limits, and `try_point` checks that the
-  selector refuses one.
+- `outside_points` lists requests just beyond a card's limits and those that no case can ask for,
+  and `try_point` checks that the selector refuses one.
 - `make_setup` and `prepare_step` make the pools, batch and tensors of a case, for tests that call
   a backend themselves.
 - `RecordingGraphs` captures and replays steps without a device that has graphs.

@@ -1,4 +1,5 @@
-"""Requests and machines just outside a card's limits, each of which the selector must refuse."""
+"""Requests and machines that a card must refuse: those just outside its limits, and those that no
+case of the suite can ask for."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, Axis, Question
 from attnmux.core.choosing.offer.conditions import Value
 from attnmux.testing.candidate import Candidate, Outcome
+from attnmux.testing.standard import in_graphs, standard_cases
 
 ELSEWHERE: Mapping[str, Any] = {
     "vendor": "nobody",
@@ -63,12 +65,14 @@ LARGE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsidePoint:
-    """A request, or a platform, that no clause of a card serves on one axis."""
+    """A request, or a platform, that no clause of a card may serve on one axis."""
 
     axis: str
     value: str
     request: Request
     platform: Platform
+    unproven: bool = False
+    """A clause serves the value, and no case of the suite can ask for it."""
 
     @property
     def name(self) -> str:
@@ -76,11 +80,15 @@ class OutsidePoint:
 
 
 def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
-    """One step beyond each limit of the card, from a plain request that it admits in each phase."""
+    """One step beyond each limit of the card, from a plain request that it admits in each phase.
+
+    Words and features that the card serves and no case can ask for are among them.
+    """
     found: dict[str, OutsidePoint] = {}
+    provable = _provable(candidate.platform)
     for request in _plain_requests(candidate):
         for axis in AXES:
-            for point in _outside(candidate, axis, request):
+            for point in _outside(candidate, axis, request, provable):
                 found.setdefault(point.name, point)
     return tuple(found.values())
 
@@ -89,8 +97,14 @@ def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
     """Check that the selector refuses the point because of its axis.
 
     The outcome is "refused" if so, and "failed" if it admits the point or refuses it for other
-    reasons.
+    reasons. An unproven point has failed.
     """
+    if point.unproven:
+        message = (
+            f"the card of {candidate.card.name} serves {point.name}, and no case of the suite can "
+            f"ask for it: list only proven values in the clause's {point.axis}"
+        )
+        return Outcome(case=point.name, status="failed", message=message)
     reasons = candidate.refusals(point.request, point.platform)
     if any(reason.axis == point.axis for reason in reasons):
         return Outcome(case=point.name, status="refused", reasons=reasons)
@@ -112,15 +126,40 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
             yield request
 
 
-def _outside(candidate: Candidate, axis: Axis, request: Request) -> Iterator[OutsidePoint]:
+def _provable(platform: Platform) -> frozenset[tuple[str, Value]]:
+    """The values that the suite's cases ask for, each with the name of its axis."""
+    cases = standard_cases((1,))
+    return frozenset(
+        (axis.name, value)
+        for case in (*cases, *in_graphs(cases))
+        for phase in case.phases
+        for axis, value in Question(request=case.request, platform=platform, phase=phase).demands
+    )
+
+
+def _outside(
+    candidate: Candidate,
+    axis: Axis,
+    request: Request,
+    provable: frozenset[tuple[str, Value]],
+) -> Iterator[OutsidePoint]:
     conditions = [axis.condition(clause) for clause in candidate.card.clauses]
     for value, changed, platform in _asked(candidate, axis, request):
         question = Question(request=changed, platform=platform, phase=changed.phases[0])
         wanted = axis.wanted(question)
         if wanted is None or wanted is False:
             continue
-        if not any(condition.admits(wanted) for condition in conditions):
-            yield OutsidePoint(axis=axis.name, value=str(value), request=changed, platform=platform)
+        is_served = any(condition.admits(wanted) for condition in conditions)
+        # The suite has a few numbers of each axis, and all words and features that can be run
+        is_word = axis.name in CHOICES and isinstance(wanted, (str, bool))
+        if not is_served or (is_word and (axis.name, wanted) not in provable):
+            yield OutsidePoint(
+                axis=axis.name,
+                value=str(value),
+                request=changed,
+                platform=platform,
+                unproven=is_served,
+            )
 
 
 def _asked(

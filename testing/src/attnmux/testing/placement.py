@@ -101,7 +101,8 @@ def fill_pool(
 ) -> None:
     """Random K and V for cached tokens, left-overs in the rest of their pages, NaN elsewhere.
 
-    zeroed: [n] int64, pages whose rest keeps the values that it has.
+    zeroed: [n] int64, pages whose rest keeps the values that it has, except in a window pool, which
+    pairs other pages with them.
     """
     pool = setup.context.token_to_kv_pool
     real = [request for request in requests if request.row]
@@ -114,7 +115,7 @@ def fill_pool(
     encoder = torch.cat(
         [no_slots, *(request.encoder_slots for request in real if not request.new_encoder)]
     )
-    kept_slots = slots_of(zeroed, pool.page_size).to(pool.device)
+    zeroed_slots = slots_of(zeroed, pool.page_size).to(pool.device)
     for layer in setup.context.layers:
         slots = pool.translate(encoder if layer.is_cross_attention else cached, layer.layer_id)
         # Tokens that fell out of the window translate to the reserved page, which is finite
@@ -122,6 +123,7 @@ def fill_pool(
         left_over = pool.translate(in_owned_pages, layer.layer_id)
         if bool((left_over == 0).any()):
             left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
+        kept_slots = zeroed_slots if pool.slot_map(layer.layer_id) is None else no_slots
         for buffer in buffers(setup, layer.layer_id):
             kept = gather(buffer, kept_slots)
             buffer.fill_(torch.nan)

@@ -51,9 +51,15 @@ class PreparedStep:
         return slice(first, first + (1 if new is None else int(new[index])))
 
     def with_nan(self, index: int) -> PreparedStep:
-        """The step after NaN is written to Q, K and V of a request's new tokens."""
+        """The step after NaN is written to Q, K and V of a request's new tokens.
+
+        K and V of cross-attention belong to the encoder's tokens and stay as they are.
+        """
         for given in self.inputs:
-            for tensor in (given.q, given.k, given.v, given.q_rope, given.k_rope):
+            tensors = [given.q, given.q_rope]
+            if not given.layer.is_cross_attention:
+                tensors += [given.k, given.v, given.k_rope]
+            for tensor in tensors:
                 if tensor is not None:
                     tensor[self.rows_of(index)] = torch.nan
         return replace(self, nan_request=index)

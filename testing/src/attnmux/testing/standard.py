@@ -37,6 +37,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += dual_chunk_cases(page)
         cases += fp8_cases(page)
         cases += window_pool_cases(page)
+        cases += _nan(page)
         cases += _host_lens(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
@@ -181,6 +182,16 @@ def _shapes(page: int) -> Iterator[Case]:
     for name, settings in shapes.items():
         yield case_of(f"decode-{name}", page, decode(45, 3), **settings)
         yield case_of(f"extend-{name}", page, extend((0, 41), (page, 7)), **settings)
+
+
+def _nan(page: int) -> Iterator[Case]:
+    """NaN in one request of the first step, whose zeroed pages a request of the next step gets."""
+    after = decode(20, 31, 5)
+    between: dict[str, Any] = {"nan_request": 1}
+    prefixes = extend((0, 21), (page + 3, 5), (0, 9))
+    yield case_of("decode-nan", page, decode(45, 17, 3, 9), after, **between)
+    yield case_of("extend-nan", page, prefixes, after, **between)
+    yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
 
 
 def _host_lens(page: int) -> Iterator[Case]:

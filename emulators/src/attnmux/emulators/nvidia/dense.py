@@ -58,6 +58,17 @@ def attend(
     )
 
 
+def finite_values(v: torch.Tensor, loads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """V for one product over the keys of all requests, where a weight of 0 would let NaN through.
+
+    v: [S, …]. loads: [T, S] bool, the keys that each row's kernel loads.
+    Returns v with 0 in place of NaN and infinities, and which rows load one of these: [T] bool.
+    """
+    is_finite = v.isfinite()
+    spoils = ~is_finite.flatten(1).all(1)
+    return v.masked_fill(~is_finite, 0), (loads & spoils).any(1)
+
+
 def token_places(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The request of each packed token, B after the last request's, and its place in the request.
 

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from attnmux.emulators.nvidia.dense import attend
+from attnmux.emulators.nvidia.dense import attend, finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, refuse
 from attnmux.nvidia.rows import ALIGNMENT, is_aligned
 
@@ -162,31 +162,31 @@ class BatchMLAPagedAttentionWrapper:
         written = request < batch_size
         request = request.clamp(max=batch_size - 1)
         place = rows - first_row[request]
-        keep, is_read = self._visible(table, request, place, heads)
+        keep, loads = self._visible(table, request, place, heads)
         pages = buffer_of(self._kv_indices_buf).long()
         if not len(pages):
             return torch.zeros_like(q_nope), q_nope.new_full(q_nope.shape[:2], -torch.inf), written
         cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], dim=-1).flatten(0, 1)
-        keys = cache.masked_fill(~is_read.unsqueeze(1), 0)[None, :, None]
+        values, spoilt = finite_values(cache[:, :RANK], loads)
         queries = torch.cat([q_nope, q_pe], dim=-1).flatten(0, 1)[None, :, None]
         result, lse = attend(
-            queries, keys, keys[..., :RANK], (keep & written[:, None, None]).flatten(0, 1)[None],
-            scale=self._sm_scale,
+            queries, cache[None, :, None], values[None, :, None],
+            (keep & written[:, None, None]).flatten(0, 1)[None], scale=self._sm_scale,
         )  # fmt: skip
-        return result.view(num_rows, heads, RANK), lse.view(num_rows, heads), written
+        result = result.view(num_rows, heads, RANK).masked_fill(spoilt[:, None, None], math.nan)
+        return result, lse.view(num_rows, heads), written
 
     def _visible(
         self, table: torch.Tensor, request: torch.Tensor, place: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys that each row's heads attend to, [T, H, S], and those that any row loads, [S],
-        of all pages end to end."""
+        """The keys that each row's heads attend to, [T, H, S], and those of its request, [T, S], of
+        all pages end to end."""
         row_counts, first_key, key_counts = table[1:]
         num_keys = len(buffer_of(self._kv_indices_buf)) * self._page_size
         key = torch.arange(num_keys, device=self.device)
-        offset_in_request = key - first_key.unsqueeze(1)
-        is_read = ((offset_in_request >= 0) & (offset_in_request < key_counts.unsqueeze(1))).any(0)
-        offset = (key - first_key[request].unsqueeze(1)).unsqueeze(1)
+        offset = key - first_key[request].unsqueeze(1)
         end = key_counts[request].view(-1, 1)
+        loads = (offset >= 0) & (offset < end)
         if self._causal:
             hidden_before = end - row_counts[request].view(-1, 1)
             packed = place.unsqueeze(1) * heads + torch.arange(heads, device=self.device)
@@ -194,8 +194,8 @@ class BatchMLAPagedAttentionWrapper:
             loaded = torch.minimum(end, hidden_before + tiles_end // heads)
             loaded = (loaded + KEY_TILE - 1) // KEY_TILE * KEY_TILE
             end = torch.minimum(loaded, hidden_before + place.unsqueeze(1) + 1)
-        keep = (offset >= 0) & (offset < end.unsqueeze(2))
-        return keep.expand(-1, heads, -1), is_read
+        keep = loads.unsqueeze(1) & (offset.unsqueeze(1) < end.unsqueeze(2))
+        return keep.expand(-1, heads, -1), loads
 
     def _check_module(
         self, rank: int, rope: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, profiler: bool

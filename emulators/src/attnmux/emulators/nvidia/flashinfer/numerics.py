@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from attnmux.emulators.nvidia.dense import finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import refuse
 
 EMPTY_LSE = -5e4
@@ -48,14 +49,16 @@ def dense(
     k: torch.Tensor,
     v: torch.Tensor,
     keep: torch.Tensor,
+    loads: torch.Tensor,
     *,
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S]. sinks: [Hq], logits that take
-    part in a row's sum alone, as in `attention_sink_fa2_decl`. Returns out [T, Hq, Dv] in the
-    dtype of q, and base-2 LSE [T, Hq] in float32."""
+    """q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S]. loads: [T, S], the keys of a
+    row's request, whose V spoils the row where it is not finite. sinks: [Hq], logits that take part
+    in a row's sum alone, as in `attention_sink_fa2_decl`. Returns out [T, Hq, Dv] in the dtype of
+    q, and base-2 LSE [T, Hq] in float32."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, k.shape[1], -1, head_dim)
     logits = torch.einsum("thgd,shd->thgs", grouped, k) * scale
@@ -75,7 +78,9 @@ def dense(
         extra = torch.exp2(sink - top)
     weights = torch.exp2(logits - top)
     total = weights.sum(-1, keepdim=True) + extra
+    v, spoilt = finite_values(v, loads)
     out = torch.einsum("thgs,shd->thgd", weights, v) / total.clamp(min=1e-30)
+    out = out.masked_fill(spoilt.view(-1, 1, 1, 1), math.nan)
     lse = torch.where(total > 0, top + total.log2(), EMPTY_LSE)
     return out.flatten(1, 2), lse.float().view(num_rows, num_heads)
 

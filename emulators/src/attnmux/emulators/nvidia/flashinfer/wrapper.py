@@ -162,7 +162,7 @@ class Wrapper:
         request, place = segments(self._qo_indptr_buf, len(q))
         safe = request.clamp(max=len(kv_lens) - 1)
         position = place + (kv_lens - self._qo_indptr_buf.diff())[safe]
-        keep = key_request == request.unsqueeze(1)
+        keep = loads = key_request == request.unsqueeze(1)
         if self._items is not None:
             keep = keep & item_keep(self._items, safe, position, key_place)
         elif mask is not None:
@@ -180,6 +180,7 @@ class Wrapper:
             k.to(dtype).masked_fill(unread, 0),
             v.to(dtype).masked_fill(unread, 0),
             keep,
+            loads,
             scale=scale,
             softcap=0.0 if self._variant else self._logits_soft_cap or 0.0,
             sinks=sinks,
