@@ -121,6 +121,12 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
         if got != expected:
             expected = f"the decision's {what}, {expected}"
             raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
+    if pool.is_strided and not request.strided_kv:
+        raise InvalidInput(
+            "context.token_to_kv_pool",
+            got="slots or heads with gaps between them",
+            expected="none, as the request says: choose again with strided_kv set",
+        )
     for layer in context.layers:
         name = f"layer {layer.layer_id}"
         for field, has, asked in _dims(layer, request):

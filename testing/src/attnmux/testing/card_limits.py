@@ -41,6 +41,7 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "deterministic": (True,),
     "graph": (True,),
     "lse": (True,),
+    "strided_kv": (True,),
 }
 """Values that each axis is tried with, besides the neighbours of the card's limits."""
 

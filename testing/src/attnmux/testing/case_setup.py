@@ -18,8 +18,11 @@ from attnmux.core import (
     Workspace,
     torch_dtype,
 )
-from attnmux.core.kv import SWAKVPool
+from attnmux.core.kv import ForeignKVPool, ForeignMLAPool, SWAKVPool
 from attnmux.testing.cases import Case, Step
+
+GAP = 64
+"""Values between the rows of a strided MLA pool."""
 
 SPARE_PAGES = 5
 """Pages of a pool that no request of a step uses, without the reserved one."""
@@ -129,6 +132,8 @@ def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -
     size = pages * case.page_size
     dtype = torch_dtype(case.kv_dtype or case.dtype)
     layer_ids = [layer.layer_id for layer in layers]
+    if case.strided_kv:
+        return _strided_pool(case, layers, size + case.page_size, dtype, device)
     if case.latent:
         return MLATokenToKVPool(
             size=size,
@@ -149,6 +154,29 @@ def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -
         v_head_dim=case.v_head_dim,
         device=device,
     )
+
+
+def _strided_pool(
+    case: Case,
+    layers: tuple[LayerSpec, ...],
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVPool:
+    """The layout of an engine that keeps K and V of a head in one row; latents have a gap."""
+    first = layers[0]
+    width = first.qk_head_dim + (GAP if case.latent else first.v_head_dim)
+    shape = (num_slots, first.tp_k_head_num, width)
+    rows = {layer.layer_id: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
+    if case.latent:
+        latents = {layer_id: each[..., : first.qk_head_dim] for layer_id, each in rows.items()}
+        rank = first.v_head_dim
+        return ForeignMLAPool(latents, page_size=case.page_size, kv_lora_rank=rank)
+    buffers = {
+        layer_id: (each[..., : first.qk_head_dim], each[..., first.qk_head_dim :])
+        for layer_id, each in rows.items()
+    }
+    return ForeignKVPool(buffers, page_size=case.page_size)
 
 
 def _pages_of_step(step: Step, page_size: int) -> int:

@@ -155,6 +155,8 @@ class Case:
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a custom mask."""
     lse: bool = False
+    strided_kv: bool = False
+    """K and V of a slot lie side by side; in MLA, rows have a gap after them."""
     kv_in_pool: bool = False
     """K and V are written before the call, which has neither."""
     save_kv_cache: bool = True
@@ -229,6 +231,7 @@ class Case:
             custom_mask=self.custom_mask,
             multi_item=self.multi_item,
             lse=self.lse,
+            strided_kv=self.strided_kv,
             deterministic=self.deterministic,
             graph=self.graph,
         )

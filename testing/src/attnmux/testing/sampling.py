@@ -56,7 +56,7 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
 """Values for properties that every card supports implicitly, and for those that the engine decides.
 `scale` is in units of the usual one."""
 
-FLAGS = ("sinks", "lse", "deterministic", "cross_attention", "multi_item")
+FLAGS = ("sinks", "lse", "deterministic", "cross_attention", "multi_item", "strided_kv")
 MODES = {
     "extend": ("extend", "mixed"),
     "decode": ("decode",),
@@ -297,6 +297,7 @@ NEUTRAL: Mapping[str, Any] = {
 ENCODER: Point = {
     **_clear("sliding_window", "attention_chunk", "logit_cap", "kv_scales", "store"),
     **_clear("sinks", "deterministic", "lse", "cross_attention", "multi_item", "v_head_dim"),
+    **_clear("strided_kv"),
     **{"num_kv_heads": 2, "group_size": 4, "page_size": 1},
 }
 """An encoder's request mentions neither the cache nor heads."""
@@ -434,6 +435,7 @@ def _case_of(point: Point, rng: Random, number: int) -> Case:
         sinks=point.get("sinks", False),
         spec_topk=point["spec_topk"],
         lse=point["lse"],
+        strided_kv=point.get("strided_kv", False),
         kv_in_pool=point["store"] == "pool",
         save_kv_cache=point["mode"] != "encoder",
         host_lens=point["host_lens"],

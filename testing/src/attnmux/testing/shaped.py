@@ -26,6 +26,7 @@ FEATURES = (
     "multi_item",
     "deterministic",
     "lse",
+    "strided_kv",
 )
 """Features whose cases run only where the request asks for them."""
 

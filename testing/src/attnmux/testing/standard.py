@@ -38,6 +38,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += fp8_cases(page)
         cases += window_pool_cases(page)
         cases += _nan(page)
+        cases += _strided(page)
         cases += _host_lens(page)
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
         cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
@@ -192,6 +193,22 @@ def _nan(page: int) -> Iterator[Case]:
     yield case_of("decode-nan", page, decode(45, 17, 3, 9), after, **between)
     yield case_of("extend-nan", page, prefixes, after, **between)
     yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
+
+
+def _strided(page: int) -> Iterator[Case]:
+    """The cache of an engine that keeps K and V of a slot side by side."""
+    between: dict[str, Any] = {"strided_kv": True}
+    drafts: dict[str, Any] = {"spec_topk": 1, **between}
+    prefixes = extend((page, 5), (3 * page, 19), (0, 11))
+    far: dict[str, Any] = {"max_context_len": max(longest(page), 1152)}
+    fp8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}
+    yield case_of("strided-decode", page, decode(1, 70, 3, 33, 18), **between)
+    yield case_of("strided-decode-long", page, decode(1100, 5, 700), **far, **between)
+    yield case_of("strided-decode-fp8_e4m3", page, decode(45, 3, 17), **fp8, **between)
+    yield case_of("strided-extend", page, prefixes, **between)
+    yield case_of("strided-verify-chain", page, verify(4, 40, 7, page), **drafts)
+    yield case_of("strided-mla-decode", page, decode(45, 3, 17, page), **LATENT, **between)
+    yield case_of("strided-mla-extend", page, prefixes, **LATENT, **between)
 
 
 def _host_lens(page: int) -> Iterator[Case]:

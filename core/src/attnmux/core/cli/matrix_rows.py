@@ -50,6 +50,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="deterministic", axis="deterministic", values=(True,)),
     Column(title="graphs", axis="graph", values=(True,)),
     Column(title="LSE", axis="lse", values=(True,)),
+    Column(title="strided KV", axis="strided_kv", values=(True,)),
 )
 
 

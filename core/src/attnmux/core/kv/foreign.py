@@ -48,6 +48,11 @@ class ForeignKVPool(KVPool):
         }
 
     @property
+    def is_strided(self) -> bool:
+        pairs = self._buffers.values()
+        return not all(buffer.is_contiguous() for pair in pairs for buffer in pair)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the slots; a cache that several layers share counts once."""
         views = {
@@ -119,6 +124,10 @@ class ForeignMLAPool(KVPool):
             )
             for layer_id, rows in buffers.items()
         }
+
+    @property
+    def is_strided(self) -> bool:
+        return not all(map(torch.Tensor.is_contiguous, map(self.get_key_buffer, self.layer_ids)))
 
     @property
     def nbytes(self) -> int:

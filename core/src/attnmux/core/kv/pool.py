@@ -65,6 +65,11 @@ class KVPool(ABC):
         return self.size + self.page_size
 
     @property
+    def is_strided(self) -> bool:
+        """Whether slots or heads have gaps between them; requests say so with `strided_kv`."""
+        return False
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that the buffers take."""

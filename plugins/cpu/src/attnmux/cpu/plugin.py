@@ -48,6 +48,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
         "multi_item": ANY,
         "deterministic": ANY,
         "lse": ANY,
+        "strided_kv": ANY,
     }
     return Clause(**{**everything, **more})
 
@@ -74,6 +75,7 @@ _SPARSE = Clause(
     v_head_dim=ANY,
     spec_topk=one_of(1),
     lse=ANY,
+    strided_kv=ANY,
 )
 
 TORCH_NATIVE = BackendCard(
@@ -135,6 +137,7 @@ def _flex(dtype: str, **more: Condition) -> Clause:
         "logit_cap": ANY,
         "custom_mask": ANY,
         "multi_item": ANY,
+        "strided_kv": ANY,
     }
     return Clause(**{**everywhere, **more})
 

@@ -69,6 +69,9 @@ class Request:
     deterministic: bool = False
     graph: bool = False
     lse: bool = False
+    strided_kv: bool = False
+    """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
+    of a slot side by side."""
     unserved_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that no attention backend serves: linear attention,
     Mamba, convolutions. They ask nothing of a backend."""

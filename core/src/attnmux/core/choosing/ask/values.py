@@ -150,6 +150,7 @@ READERS: Mapping[str, Reader] = {
     "deterministic": _flag,
     "graph": _flag,
     "lse": _flag,
+    "strided_kv": _flag,
     "unserved_layers": _layers,
     "max_error": partial(_number, float, "a positive number, or none"),
     "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),

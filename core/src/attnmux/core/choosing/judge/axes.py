@@ -206,6 +206,7 @@ AXES: tuple[Axis, ...] = (
         droppable=True,
     ),
     Axis(name="lse", wanted=_cached("lse"), settable=True),
+    Axis(name="strided_kv", wanted=_cached("strided_kv")),
 )
 
 

@@ -154,6 +154,7 @@ class Clause:
     deterministic: Condition = NONE
     graph: Condition = NONE
     lse: Condition = NONE
+    strided_kv: Condition = NONE
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

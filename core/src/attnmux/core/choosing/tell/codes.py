@@ -65,6 +65,7 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "deterministic": "Its results may depend on the other requests of the batch.",
     "graph": "Its steps cannot be captured in a device graph.",
     "lse": "It does not return the log-sum-exp of the logits.",
+    "strided_kv": "Its kernels do not read a KV cache with gaps between slots or heads.",
 }
 
 
