@@ -15,8 +15,9 @@ from attnmux.bench.answers import error_of
 from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import find_entrants, make_field
 from attnmux.bench.measuring import Bench
+from attnmux.bench.roofline import Ceilings, cost_of
 from attnmux.bench.steps import make_step
-from attnmux.bench.timing import Ceilings, ceilings, median_us
+from attnmux.bench.timing import median_us
 from attnmux.bench.workload import Workload, completed
 from attnmux.core import (
     NONE,
@@ -142,13 +143,23 @@ def test_a_right_answer_is_timed(name) -> None:
         assert row.prepare_us > 0
         assert row.error < 5e-3
         assert row.backend == "fakes/right"
-    request = REQUESTS[name]
-    itemsize = 1 if name == "fp8" else 4 if name == "float32" else 2
-    decode, extend = found
-    gbs = DECODE.kv_bytes(request, itemsize) / decode.median_us / 1e3
-    assert decode.share == pytest.approx(gbs / REACHED.read_gbs)
-    tflops = EXTEND.flops(request) / extend.median_us / 1e6
-    assert extend.share == pytest.approx(tflops / REACHED.matmul_tflops)
+        decided = REQUESTS[name].replace(kv_dtype=REQUESTS[name].kv_dtype or REQUESTS[name].dtype)
+        assert row.cost == cost_of(row.workload, decided)
+        assert row.share == pytest.approx(REACHED.share(row.cost, row.median_us))
+        assert row.median_us == pytest.approx(sorted(row.rounds_us)[1])
+
+
+def test_the_bench_says_what_it_compiles_and_times() -> None:
+    said = []
+    entrants, _ = find_entrants(PLAIN, HERE, [offer("a"), offer("b")], Policy())
+    bench = Bench(device=CPU, ceilings=REACHED, seconds=0.003, say=said.append)
+    assert len(list(bench.rows([DECODE], entrants))) == 2
+    assert said[:3] == [
+        f"filling the pool of {DECODE}",
+        f"compiling fakes/a for {DECODE}",
+        f"compiling fakes/b for {DECODE}",
+    ]
+    assert said[3:] == [f"timing fakes/{name} on {DECODE}" for name in "abbaab"]
 
 
 @pytest.mark.parametrize("factory", [Wrong, WrongInHead, NaN])
@@ -380,12 +391,6 @@ def test_the_field_of_a_phase() -> None:
     assert {each.phase for each in field.workloads} == {"decode"}
     assert field.size == 2 * len(field.workloads)
     assert field.graphs is None
-
-
-def test_ceilings_of_a_device() -> None:
-    reached = ceilings(CPU, torch.float32, 0.01)
-    assert 0.05 < reached.read_gbs < 5000
-    assert 1e-4 < reached.matmul_tflops < 100
 
 
 def test_a_median_is_of_one_run() -> None:
