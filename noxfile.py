@@ -64,7 +64,8 @@ def tests(session: nox.Session) -> None:
     """Run every test; arguments go to pytest."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling"]
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "./plugins/triton[triton]", *tools)
+    extras = ["./bench[html]", "./plugins/triton[triton]"]
+    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
     # tests compile for a minute: what waits behind them is stolen.
     workers = ["-n", "auto", "--dist", "worksteal"]

@@ -35,6 +35,7 @@ from attnmux.testing import (
     FakeBackend,
     GraphFakeBackend,
     RecordingGraphs,
+    errors_between,
     fake_card,
     fake_platform,
     graph_card,
@@ -306,18 +307,18 @@ def test_sampled_queries_match_the_whole_reference() -> None:
 def test_errors_are_in_units_of_the_formats_rounding(dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     expected = torch.randn(64, 4, 32, dtype=torch.float64, generator=generator)
-    rounded = answers.errors_between(expected.to(dtype).double(), expected, dtype)
+    rounded = errors_between(expected.to(dtype).double(), expected, dtype)
     assert 0.2 < rounded.rms < rounded.worst < 1
     spoilt = expected.clone()
     spoilt[3, 1] *= 1 + 10 * torch.finfo(dtype).eps / 2
-    found = answers.errors_between(spoilt, expected, dtype)
+    found = errors_between(spoilt, expected, dtype)
     assert found.worst == pytest.approx(10)
     assert found.rms < 2
     assert found.relative == pytest.approx(found.rms * torch.finfo(dtype).eps / 2)
     spoilt[0, 0, 0] = torch.nan
-    assert answers.errors_between(spoilt, expected, dtype)[1:] == (float("inf"),) * 2
+    assert errors_between(spoilt, expected, dtype)[1:] == (float("inf"),) * 2
     nothing = torch.zeros_like(expected[:0])
-    assert answers.errors_between(nothing, nothing, dtype).worst == 0
+    assert errors_between(nothing, nothing, dtype).worst == 0
 
 
 def test_error_limits() -> None:

@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.bench.answers import Errors, distance, error_of, errors_of, max_error
+    from attnmux.bench.answers import error_of, errors_of, max_error
     from attnmux.bench.conformance import Check, check_conformance
     from attnmux.bench.entrants import Entrant, Field, Refused, find_entrants, make_field
     from attnmux.bench.measuring import Bench, Row, all_layers, all_layers_in_graph
@@ -44,7 +44,6 @@ _MODULES = {
     "Check": "conformance",
     "Cost": "roofline",
     "Entrant": "entrants",
-    "Errors": "answers",
     "Field": "entrants",
     "Refused": "entrants",
     "Report": "report",
@@ -60,7 +59,6 @@ _MODULES = {
     "cost_of": "roofline",
     "default_grid": "workload",
     "device_meter": "timing",
-    "distance": "answers",
     "error_of": "answers",
     "errors_of": "answers",
     "facts": "report",
@@ -83,7 +81,6 @@ __all__ = [
     "Check",
     "Cost",
     "Entrant",
-    "Errors",
     "Field",
     "Refused",
     "Report",
@@ -99,7 +96,6 @@ __all__ = [
     "cost_of",
     "default_grid",
     "device_meter",
-    "distance",
     "error_of",
     "errors_of",
     "facts",

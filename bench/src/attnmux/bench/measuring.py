@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from attnmux.bench.answers import Errors, errors_of, max_error
+from attnmux.bench.answers import errors_of, max_error
 from attnmux.bench.entrants import Entrant
 from attnmux.bench.roofline import Ceilings, Cost, cost_of
 from attnmux.bench.steps import Step, make_step
@@ -23,6 +23,7 @@ from attnmux.core import (
     build,
     in_brief,
 )
+from attnmux.testing import Errors
 
 ROUNDS = 3
 """Rounds in which the backends take turns, so that a slower device slows all of them."""
@@ -53,7 +54,7 @@ class Row:
     error: float | None = None
     """Relative error against float64 on sampled queries, by norm."""
     rms_error: float | None = None
-    """The same in units of the output format's rounding: see `Errors`."""
+    """The same in units of the output format's rounding: see `attnmux.testing.Errors`."""
     worst_error: float | None = None
     """The largest such error of one query and head."""
     why: str = ""
