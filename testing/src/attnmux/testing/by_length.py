@@ -12,13 +12,16 @@ from attnmux.testing.candidate import StepFigures
 
 
 def by_length(steps: Iterable[StepFigures]) -> Table:
-    """A row for each power of 4 that bounds the keys, with the errors of each dtype."""
+    """A row for each power of 4 that bounds the keys: median time, largest errors of each dtype.
+
+    Errors are in roundings of the output's format, as `attnmux.testing.Errors`.
+    """
     rows: dict[int, list[StepFigures]] = {}
     for step in steps:
         rows.setdefault(_bound(step.keys), []).append(step)
     dtypes = sorted({step.dtype for found in rows.values() for step in found})
-    title = "largest error: rms (worst query and head), in roundings of the output's format"
-    table = Table("keys", "steps", "ms a step", *dtypes, title=title, box=None)
+    titles = [f"{dtype}, rms (worst)" for dtype in dtypes]
+    table = Table("keys", "steps", "ms a step", *titles, title="error in roundings", box=None)
     for column in table.columns:
         column.justify = "right"
     for most, found in sorted(rows.items()):
