@@ -77,7 +77,7 @@ def test_shares_of_the_roof() -> None:
     assert (REACHED.limit(thin), REACHED.limit(thick)) == ("bandwidth", "matmul")
     assert REACHED.share(thin, 20.0) == pytest.approx(0.5)  # 10 us at 100 GB/s
     assert REACHED.share(thick, 100.0) == pytest.approx(0.5)  # 50 us at 2 TFLOP/s
-    assert str(Ceilings(read_gbs=2951.2, matmul_tflops=0.5)) == "2,951 GB/s, 0.5 TFLOP/s"
+    assert str(Ceilings(read_gbs=2951.2, matmul_tflops=0.5)) == "2,951 GB/s, 500 GFLOP/s"
 
 
 def test_ceilings_of_a_device() -> None:
@@ -186,10 +186,10 @@ def test_points_of_the_plots() -> None:
     assert len({each[0] for each in style.values()}) == 3
     roof, decode, extend = roofline(rows, REACHED, style).data
     assert roof.x[1] == 20
-    assert roof.y[1:] == (2.0, 2.0)
-    assert roof.y[0] == pytest.approx(roof.x[0] * 0.1)
+    assert roof.y[1:] == (2e12, 2e12)
+    assert roof.y[0] == pytest.approx(roof.x[0] * 1e11)
     assert decode.x == tuple(row.cost.intensity for row in rows[:2])
-    assert decode.y == pytest.approx([row.cost.flops / 2.0 / 1e6 for row in rows[:2]])
+    assert decode.y == pytest.approx([row.cost.flops / 2.0 * 1e6 for row in rows[:2]])
     assert "<b>a</b><br>decode:bs=1,ctx=9, page 1, eager<br>2.0 us" in decode.text[0]
     assert "of the roof" in decode.text[0]
     assert extend.marker.symbol.endswith("-open")

@@ -78,7 +78,10 @@ class Ceilings:
     """TFLOP/s of a square matrix product in the dtype that is timed."""
 
     def __str__(self) -> str:
-        return f"{self.read_gbs:,.4g} GB/s, {self.matmul_tflops:,.4g} TFLOP/s"
+        rate, unit = self.matmul_tflops, "TFLOP/s"
+        if rate < 1:
+            rate, unit = rate * 1e3, "GFLOP/s"
+        return f"{self.read_gbs:,.4g} GB/s, {rate:,.4g} {unit}"
 
     @property
     def ridge(self) -> float:

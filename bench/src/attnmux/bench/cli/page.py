@@ -100,15 +100,15 @@ def roofline(rows: Sequence[Row], reached: Ceilings, style: Style) -> go.Figure:
     places = [row.cost.intensity for row in measured if row.cost is not None]
     left, right = min([*places, reached.ridge]) / 3, max([*places, reached.ridge]) * 4
     corners = [left, reached.ridge, right]
-    roof = [min(x * reached.read_gbs / 1e3, reached.matmul_tflops) for x in corners]
+    roof = [min(x * reached.read_gbs * 1e9, reached.matmul_tflops * 1e12) for x in corners]
     figure.add_scatter(
         x=corners, y=roof, mode="lines", line={"color": GREY, "width": 2}, hoverinfo="skip"
     )
     bandwidth, products = str(reached).split(", ")
     middle = math.sqrt(left * reached.ridge)
     for x, y, text, shift in (
-        (middle, middle * reached.read_gbs / 1e3, bandwidth, -8),
-        (right, reached.matmul_tflops, products, 0),
+        (middle, middle * reached.read_gbs * 1e9, bandwidth, -8),
+        (right, reached.matmul_tflops * 1e12, products, 0),
     ):
         figure.add_annotation(
             x=math.log10(x),
@@ -126,7 +126,7 @@ def roofline(rows: Sequence[Row], reached: Ceilings, style: Style) -> go.Figure:
             if own:
                 figure.add_scatter(
                     x=[row.cost.intensity for row in own if row.cost is not None],
-                    y=[_tflops(row) for row in own],
+                    y=[_rate(row) for row in own],
                     name=backend,
                     mode="markers",
                     marker={
@@ -138,9 +138,9 @@ def roofline(rows: Sequence[Row], reached: Ceilings, style: Style) -> go.Figure:
                     text=[_said(row) for row in own],
                     hovertemplate="%{text}<extra></extra>",
                 )
-    rates = [_tflops(row) for row in measured]
+    rates = [_rate(row) for row in measured]
     figure.update_xaxes(_axis("FLOP per byte of one layer's call", corners))
-    figure.update_yaxes(_axis("TFLOP/s", [*roof, *rates]))
+    figure.update_yaxes(_axis("FLOP/s", [*roof, *rates]))
     return figure
 
 
@@ -182,6 +182,8 @@ def _curve(
                 hovertemplate="%{text}<extra></extra>",
             )
             values += [getattr(row, name) for row in own]
+            if name == "median_us":
+                values += [us for row in own for us in row.rounds_us]
     if joined:
         lengths = sorted({row.workload.keys for row in rows})
         axis = _axis("keys of a request", lengths)
@@ -208,17 +210,18 @@ def _said(row: Row) -> str:
     """Everything about a point, in lines."""
     lines = [f"<b>{row.backend}</b>", f"{row.workload}, page {row.page_size}, {row.execution}"]
     if row.cost is not None and row.median_us is not None:
-        lines.append(f"{row.median_us:,.1f} us, {row.share or 0:.0%} of the roof")
-        lines.append(f"{_tflops(row):.3g} TFLOP/s, {_gbs(row.cost, row.median_us):.3g} GB/s")
+        lines.append(f"{row.median_us:,.1f} us, {row.share or 0:.1%} of the roof")
+        lines.append(f"{_short(_rate(row))}FLOP/s, {_gbs(row.cost, row.median_us):.3g} GB/s")
     if row.rms_error is not None:
         lines.append(f"error: rms {row.rms_error:.2g}, worst {row.worst_error:.2g}")
     return "<br>".join(lines if not row.why else [*lines, row.status])
 
 
-def _tflops(row: Row) -> float:
+def _rate(row: Row) -> float:
+    """FLOP/s."""
     assert row.cost is not None
     assert row.median_us is not None
-    return row.cost.flops / row.median_us / 1e6
+    return row.cost.flops / row.median_us * 1e6
 
 
 def _gbs(cost: Cost, us: float) -> float:
@@ -237,7 +240,9 @@ def _axis(title: str, values: Sequence[float]) -> dict[str, object]:
     low, high = math.log10(min(values)), math.log10(max(values))
     room = max(0.08 * (high - low), 0.12)
     low, high = low - room, high + room
-    digits = (1, 2, 5) if high - low < 2.5 else (1,)
+    digits: tuple[float, ...] = (1, 2, 5) if high - low < 2.5 else (1,)
+    if high - low < 0.8:
+        digits = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     step = max(1, math.ceil((high - low) / 7))
     powers = range(math.floor(low), math.ceil(high) + 1, step)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
@@ -246,8 +251,16 @@ def _axis(title: str, values: Sequence[float]) -> dict[str, object]:
         "title": {"text": title},
         "range": [low, high],
         "tickvals": ticks,
-        "ticktext": [f"{tick:,.10g}" for tick in ticks],
+        "ticktext": [_short(tick) if tick >= 1e6 else f"{tick:,.10g}" for tick in ticks],
     }
+
+
+def _short(value: float) -> str:
+    """The number with a prefix of the SI: "1.5 G"."""
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}"
+    return f"{value:.3g} "
 
 
 def _figure(height: int) -> go.Figure:
