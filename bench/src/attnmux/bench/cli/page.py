@@ -190,7 +190,9 @@ def _curve(
         texts = [f"{length:,}" for length in lengths]
         figure.update_xaxes({**axis, "tickvals": lengths, "ticktext": texts})
     else:
-        figure.update_xaxes(type="category")
+        steps = list(dict.fromkeys(str(row.workload) for row in rows))
+        lines = [step.replace(":", "<br>").replace(",", "<br>") for step in steps]
+        figure.update_xaxes(type="category", tickvals=steps, ticktext=lines, tickangle=0)
     figure.update_yaxes(_axis(title, values))
     return figure
 
@@ -257,7 +259,7 @@ def _axis(title: str, values: Sequence[float]) -> dict[str, object]:
 
 def _short(value: float) -> str:
     """The number with a prefix of the SI: "1.5 G"."""
-    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.3g} {prefix}"
     return f"{value:.3g} "
