@@ -65,7 +65,8 @@ def tests(session: nox.Session) -> None:
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil"]
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "./plugins/triton[triton]", *tools)
+    extras = ["./bench[html]", "./plugins/triton[triton]"]
+    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
     # tests compile for a minute: what waits behind them is stolen.
     workers = ["-n", "auto", "--dist", "worksteal"]

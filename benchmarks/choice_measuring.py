@@ -11,7 +11,8 @@ import torch
 
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
-from attnmux.core import Decision, Request, Settings, graph_batch_sizes, in_brief, read_measurements
+from attnmux.bench.margins import server_of
+from attnmux.core import Request, Settings, graph_batch_sizes, in_brief, read_measurements
 from attnmux.core.cli.run import Run
 from attnmux.core.cli.select import decided, requested
 
@@ -176,15 +177,6 @@ class Measuring:
             for each in model.workloads
         ]
         return served, list(_notes((*result.rows, *again), kept))
-
-
-def server_of(decision: Decision, workload: Workload) -> str:
-    """The backend that serves the step, by its batch size where it decodes."""
-    if workload.phase == "decode":
-        for each in decision.decode_sizes:
-            if each.least <= workload.batch_size <= (each.most or workload.batch_size):
-                return each.choice.address
-    return decision.phases[workload.phase].address
 
 
 def _times(rows: Iterable[Row], kept: Kept) -> Mapping[str, Mapping[str, float]]:

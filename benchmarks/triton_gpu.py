@@ -53,7 +53,6 @@ from attnmux.bench import (
     Report,
     Step,
     ceilings,
-    distance,
     error_of,
     facts,
     graphs_of,
@@ -65,7 +64,7 @@ from attnmux.bench import (
 )
 from attnmux.bench.timing import Meter, Run
 from attnmux.core import AttentionCall, Platform, in_brief
-from attnmux.testing import find_candidate
+from attnmux.testing import distance, find_candidate
 
 
 class Benchmark:

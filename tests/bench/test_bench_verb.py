@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from datetime import datetime, timezone
 from typing import ClassVar
@@ -11,8 +12,8 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.bench import Row, Workload, timing
 from attnmux.bench import cli as bench_cli
+from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, launch_file, read_measurements
 from attnmux.core.choosing.measured.records import Device
@@ -84,6 +85,7 @@ def test_json(installed, here) -> None:
         "request",
         "ceilings",
         "rows",
+        "margins",
         "refused",
         "warnings",
     }
@@ -102,7 +104,9 @@ def test_json(installed, here) -> None:
             "page_size",
             "execution",
             "median_us",
+            "rounds_us",
             "prepare_us",
+            "cost",
             "share",
             "error",
             "rms_error",
@@ -111,9 +115,20 @@ def test_json(installed, here) -> None:
         }
         assert (row["status"], row["backend"]) == ("measured", "fakes/FakeBackend")
         assert row["median_us"] > 0
+        assert row["median_us"] == pytest.approx(sorted(row["rounds_us"])[1])
+        assert row["cost"]["flops"] > row["cost"]["nbytes"] / 4 > 0
         assert 0 < row["rms_error"] < 2
         assert row["rms_error"] == pytest.approx(row["error"] * 256)
         assert row["worst_error"] >= row["rms_error"]
+    assert data["margins"][0] == {
+        "workload": "decode:bs=1,ctx=9",
+        "fastest": "fakes/FakeBackend",
+        "next": None,
+        "ratio": None,
+        "noise": None,
+        "chosen": "fakes/FakeBackend",
+        "cost_of_choice": 1.0,
+    }
     assert data["ceilings"]["read_gbs"] > 0
     assert data["request"]["num_q_heads"] == 4
 
@@ -135,6 +150,9 @@ def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
     assert "wrong: off by" in wrong
     assert "libkernels.so" in "".join(said)
     assert "4/2 heads of 16, bfloat16" in " ".join(said)
+    assert "fastest: fakes/FakeBackend" in " ".join(said)
+    assert "times as fast as fakes/Slow" in " ".join(said)
+    assert "chosen: fakes/FakeBackend" in " ".join(said)
 
 
 def test_refusals_are_reported(installed) -> None:
@@ -343,29 +361,19 @@ def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
     assert file.with_name("measurements.json.damaged").read_text() == "{"
 
 
-def test_a_page_of_plots(installed, tmp_path, fakes) -> None:
+def test_a_page(installed, tmp_path, fakes) -> None:
     pytest.importorskip("plotly")
-    from attnmux.bench.cli import plots  # noqa: PLC0415  # imports plotly
-
-    installed(FakeBackend, fakes.Wrong)
-    page = tmp_path / "bench.html"
-    longer = ("--workload", "decode:bs=1,ctx=40")
-    data = answer(bench("--json", "--html", str(page), *STEPS, *longer))
-    text = page.read_text()
-    assert "FakeBackend" in text
-    assert 'src="http' not in text
-    rows = []
-    for row in data["rows"]:
-        del row["phase"]
-        rows.append(Row(**{**row, "workload": Workload.parse(row["workload"])}))
-    made = plots.figure(rows, "a machine", "bfloat16")
-    lines = {(line.name, line.yaxis): line for line in made.data}
-    assert lines["fakes/FakeBackend", "y"].x == (9, 40)
-    assert len(lines["fakes/FakeBackend", "y2"].y) == 2
-    assert ("fakes/Wrong", "y") not in lines
-    assert lines["fakes/Wrong", "y2"].y[0] > 20
-    legend = sorted(line.name for line in made.data if line.showlegend)
-    assert legend == ["fakes/FakeBackend", "fakes/Wrong"]
+    pytest.importorskip("jinja2")
+    installed(FakeBackend, fakes.Slow, fakes.Wrong)
+    file = tmp_path / "bench.html"
+    answer(bench("--json", "--html", str(file), *STEPS, *EXTEND))
+    text = file.read_text(encoding="utf-8")
+    for words in ("fakes/FakeBackend", "The choice and its margin", "Roofline", "wrong: off by"):
+        assert words in text
+    markup = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "http" not in markup  # plotly itself names addresses, and loads none for these plots
+    assert not re.search("<(link|img|iframe)|src=|@import", markup)
+    assert "src=" not in "".join(re.findall("<script[^>]*>", text))
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -378,7 +386,7 @@ def test_a_page_that_cannot_be_made_is_refused_before_timing(
         pytest.importorskip("plotly")
     result = bench("--html", str(tmp_path / "no" / "bench.html"), *STEPS)
     assert result.exit_code == 2
-    assert ("a folder that exists" if found else "attnmux-bench[plot]") in result.stderr
+    assert ("a folder that exists" if found else "attnmux-bench[html]") in result.stderr
 
 
 def test_without_keep_nothing_is_written(installed, file) -> None:

@@ -15,8 +15,9 @@ from attnmux.bench.answers import error_of
 from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import find_entrants, make_field
 from attnmux.bench.measuring import Bench
+from attnmux.bench.roofline import Ceilings, cost_of
 from attnmux.bench.steps import make_step
-from attnmux.bench.timing import Ceilings, ceilings, median_us
+from attnmux.bench.timing import median_us
 from attnmux.bench.workload import Workload, completed
 from attnmux.core import (
     NONE,
@@ -35,6 +36,7 @@ from attnmux.testing import (
     GraphFakeBackend,
     RecordingGraphs,
     cases_in_shape,
+    errors_between,
     fake_card,
     fake_platform,
     graph_card,
@@ -143,13 +145,23 @@ def test_a_right_answer_is_timed(name) -> None:
         assert row.prepare_us > 0
         assert row.error < 5e-3
         assert row.backend == "fakes/right"
-    request = REQUESTS[name]
-    itemsize = 1 if name == "fp8" else 4 if name == "float32" else 2
-    decode, extend = found
-    gbs = DECODE.kv_bytes(request, itemsize) / decode.median_us / 1e3
-    assert decode.share == pytest.approx(gbs / REACHED.read_gbs)
-    tflops = EXTEND.flops(request) / extend.median_us / 1e6
-    assert extend.share == pytest.approx(tflops / REACHED.matmul_tflops)
+        decided = REQUESTS[name].replace(kv_dtype=REQUESTS[name].kv_dtype or REQUESTS[name].dtype)
+        assert row.cost == cost_of(row.workload, decided)
+        assert row.share == pytest.approx(REACHED.share(row.cost, row.median_us))
+        assert row.median_us == pytest.approx(sorted(row.rounds_us)[1])
+
+
+def test_the_bench_says_what_it_compiles_and_times() -> None:
+    said = []
+    entrants, _ = find_entrants(PLAIN, HERE, [offer("a"), offer("b")], Policy())
+    bench = Bench(device=CPU, ceilings=REACHED, seconds=0.003, say=said.append)
+    assert len(list(bench.rows([DECODE], entrants))) == 2
+    assert said[:3] == [
+        f"filling the pool of {DECODE}",
+        f"compiling fakes/a for {DECODE}",
+        f"compiling fakes/b for {DECODE}",
+    ]
+    assert said[3:] == [f"timing fakes/{name} on {DECODE}" for name in "abbaab"]
 
 
 @pytest.mark.parametrize("factory", [Wrong, WrongInHead, NaN])
@@ -296,18 +308,18 @@ def test_sampled_queries_match_the_whole_reference() -> None:
 def test_errors_are_in_units_of_the_formats_rounding(dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     expected = torch.randn(64, 4, 32, dtype=torch.float64, generator=generator)
-    rounded = answers.errors_between(expected.to(dtype).double(), expected, dtype)
+    rounded = errors_between(expected.to(dtype).double(), expected, dtype)
     assert 0.2 < rounded.rms < rounded.worst < 1
     spoilt = expected.clone()
     spoilt[3, 1] *= 1 + 10 * torch.finfo(dtype).eps / 2
-    found = answers.errors_between(spoilt, expected, dtype)
+    found = errors_between(spoilt, expected, dtype)
     assert found.worst == pytest.approx(10)
     assert found.rms < 2
     assert found.relative == pytest.approx(found.rms * torch.finfo(dtype).eps / 2)
     spoilt[0, 0, 0] = torch.nan
-    assert answers.errors_between(spoilt, expected, dtype)[1:] == (float("inf"),) * 2
+    assert errors_between(spoilt, expected, dtype)[1:] == (float("inf"),) * 2
     nothing = torch.zeros_like(expected[:0])
-    assert answers.errors_between(nothing, nothing, dtype).worst == 0
+    assert errors_between(nothing, nothing, dtype).worst == 0
 
 
 def test_error_limits() -> None:
@@ -381,12 +393,6 @@ def test_the_field_of_a_phase() -> None:
     assert {each.phase for each in field.workloads} == {"decode"}
     assert field.size == 2 * len(field.workloads)
     assert field.graphs is None
-
-
-def test_ceilings_of_a_device() -> None:
-    reached = ceilings(CPU, torch.float32, 0.01)
-    assert 0.05 < reached.read_gbs < 5000
-    assert 1e-4 < reached.matmul_tflops < 100
 
 
 def test_a_median_is_of_one_run() -> None:

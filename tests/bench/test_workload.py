@@ -82,7 +82,7 @@ def test_bytes_and_flops(fields, workload) -> None:
         chunk=fields.get("attention_chunk", 0),
     )
     assert work.flops(request) == int(keep.sum()) * work.batch_size * 8 * 2 * (64 + 32)
-    seen = int(keep[-1].sum())
+    seen = int(keep.any(0).sum())
     assert work.kv_bytes(request, 2) == seen * work.batch_size * 2 * (64 + 32) * 2
     assert work.stored_bytes(request, 2) == work.keys * work.batch_size * 2 * (64 + 32) * 2
 

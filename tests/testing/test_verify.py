@@ -22,6 +22,8 @@ from attnmux.testing import (
     run_in_children,
     standard_cases,
 )
+from attnmux.testing.by_length import by_length
+from attnmux.testing.candidate import StepFigures
 
 
 class NoScale(FakeBackend):
@@ -63,6 +65,9 @@ def test_an_installed_backend_passes(fewer_cases) -> None:
     assert answer["passed"] > 50
     assert answer["limits"]
     assert 0 < answer["max_error"] < 0.1
+    steps = [step for case in answer["cases"] for step in case["steps"]]
+    assert all(0 <= step["rms"] <= 1.01 * step["worst"] for step in steps)
+    assert len({step["keys"] for step in steps}) > 5
 
 
 def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
@@ -77,6 +82,7 @@ def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
     said = " ".join(result.stdout.split())
     assert f"{served} of {served} cases agree" in said
     assert f"{len(cases) - served} refused by the card" in said
+    assert "bfloat16, rms (worst)" in said
     assert "page_size: wanted 5, offered 16" in result.stdout
     assert result.stderr == ""
 
@@ -189,3 +195,22 @@ def test_a_card_without_graphs_has_nothing_to_run_in_them(on_trial) -> None:
     result = invoke("fake", "--execution", "graph")
     assert result.exit_code == 2
     assert "expected eager: the card of fake declares no graphs, got graph" in result.output
+
+
+def test_errors_by_length_and_dtype() -> None:
+    table = by_length(
+        [
+            StepFigures(dtype="bfloat16", keys=16, ms=1.0, rms=0.5, worst=0.75),
+            StepFigures(dtype="bfloat16", keys=17, ms=2.0, rms=0.25, worst=1.5),
+            StepFigures(dtype="bfloat16", keys=64, ms=4.0, rms=0.75, worst=1.25),
+            StepFigures(dtype="float16", keys=300, ms=8.0, rms=1.0, worst=2.0),
+        ]
+    )
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert columns == [
+        ["up to 16", "up to 64", "up to 1024"],
+        ["1", "2", "1"],
+        ["1.00", "3.00", "8.00"],
+        ["0.5 (0.75)", "0.75 (1.5)", ""],
+        ["", "", "1 (2)"],
+    ]

@@ -5,8 +5,10 @@ entrants.py     which backends take part, and why the others do not
 steps.py        a workload in pools of its own
 answers.py      whether an answer is right
 timing.py       how long calls take, several sides by turns
+roofline.py     what a step needs, and what the device reaches
 measuring.py    all of these together: rows of results
 conformance.py  the check that a measurement needs before it may change a choice
+margins.py      which backend is fastest, by how much, and which one is chosen
 report.py       tables of figures, and the facts that they belong to
 """
 
@@ -16,16 +18,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.bench.answers import Errors, distance, error_of, errors_of, max_error
+    from attnmux.bench.answers import error_of, errors_of, max_error
     from attnmux.bench.conformance import Check, check_conformance
     from attnmux.bench.entrants import Entrant, Field, Refused, find_entrants, make_field
     from attnmux.bench.measuring import Bench, Row, all_layers, all_layers_in_graph
     from attnmux.bench.report import Report, facts
+    from attnmux.bench.roofline import Ceilings, Cost, ceilings, cost_of
     from attnmux.bench.steps import Step, make_step
     from attnmux.bench.timing import (
-        Ceilings,
         Times,
-        ceilings,
         device_meter,
         graphs_of,
         host_meter,
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Bench": "measuring",
-    "Ceilings": "timing",
+    "Ceilings": "roofline",
     "Check": "conformance",
+    "Cost": "roofline",
     "Entrant": "entrants",
-    "Errors": "answers",
     "Field": "entrants",
     "Refused": "entrants",
     "Report": "report",
@@ -52,12 +53,12 @@ _MODULES = {
     "Workload": "workload",
     "all_layers": "measuring",
     "all_layers_in_graph": "measuring",
-    "ceilings": "timing",
+    "ceilings": "roofline",
     "check_conformance": "conformance",
     "completed": "workload",
+    "cost_of": "roofline",
     "default_grid": "workload",
     "device_meter": "timing",
-    "distance": "answers",
     "error_of": "answers",
     "errors_of": "answers",
     "facts": "report",
@@ -78,8 +79,8 @@ __all__ = [
     "Bench",
     "Ceilings",
     "Check",
+    "Cost",
     "Entrant",
-    "Errors",
     "Field",
     "Refused",
     "Report",
@@ -92,9 +93,9 @@ __all__ = [
     "ceilings",
     "check_conformance",
     "completed",
+    "cost_of",
     "default_grid",
     "device_meter",
-    "distance",
     "error_of",
     "errors_of",
     "facts",

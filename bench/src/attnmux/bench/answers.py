@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from attnmux.bench.steps import Step
 from attnmux.core import ForwardBatch, ForwardMode
 from attnmux.core.kv.quantise import FP8_DTYPES
-from attnmux.testing import reference
+from attnmux.testing import Errors, errors_between, reference
 
 MAX_ERROR: Mapping[torch.dtype, float] = {
     # Weights and results are rounded to the format, each by 2^-9 at most, and kernels differ in
@@ -32,41 +31,6 @@ def max_error(step: Step, *, fp8_products: bool = False) -> float:
     if fp8_products and stored in FP8_DTYPES:
         limit += torch.finfo(stored).eps / 2
     return limit
-
-
-class Errors(NamedTuple):
-    """Errors of an answer against float64 on the same inputs.
-
-    `rms` and `worst` are in units of the output format's own rounding: u = eps / 2, the largest
-    relative error of rounding one number to the format (2^-8 for bfloat16, 2^-11 for float16). An
-    answer that is right until it is rounded has an rms below 1.
-    """
-
-    relative: float
-    """Norm of the difference divided by the norm of the expected answer; infinite where the answer
-    is not finite."""
-    rms: float
-    """`relative` / u, over all sampled queries and heads."""
-    worst: float
-    """The same for the one query and head, a vector [Dv], for which it is largest."""
-
-
-def errors_between(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Errors:
-    """Errors of `found` [T, Hq, Dv] against `expected`; dtype: the output format."""
-    unit = torch.finfo(dtype).eps / 2
-    relative = distance(found, expected)
-    norms = expected.norm(dim=-1)
-    off = (found - expected).norm(dim=-1)
-    seen = norms > 0  # a row without keys is 0, which no error can be relative to
-    worst = float((off[seen] / norms[seen]).max()) if bool(seen.any()) else 0.0
-    worst = worst if worst == worst else float("inf")
-    return Errors(relative=relative, rms=relative / unit, worst=worst / unit)
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference divided by the norm of `expected`; infinite where that is NaN."""
-    off = float((found - expected).norm() / expected.norm())
-    return off if off == off else float("inf")
 
 
 def error_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -> float:

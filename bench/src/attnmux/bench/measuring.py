@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from attnmux.bench.answers import Errors, errors_of, max_error
+from attnmux.bench.answers import errors_of, max_error
 from attnmux.bench.entrants import Entrant
+from attnmux.bench.roofline import Ceilings, Cost, cost_of
 from attnmux.bench.steps import Step, make_step
-from attnmux.bench.timing import (
-    Ceilings,
-    Run,
-    current,
-    in_graph,
-    in_turn,
-    interleave,
-    median_us,
-)
+from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttentionBackend,
     DeviceGraphs,
-    Request,
     TunedLaunch,
     build,
     in_brief,
-    torch_dtype,
 )
+from attnmux.testing import Errors
 
 ROUNDS = 3
 """Rounds in which the backends take turns, so that a slower device slows all of them."""
@@ -50,16 +42,19 @@ class Row:
     execution: Literal["graph", "eager"]
     median_us: float | None = None
     """Microseconds of one layer's call."""
+    rounds_us: tuple[float, ...] = ()
+    """The same in each of the rounds, whose median it is."""
     prepare_us: float | None = None
     """Microseconds, once a step, before the layers' calls: metadata, a library's plan. With a graph
     only the part outside of it counts."""
+    cost: Cost | None = None
+    """Arithmetic and memory traffic of one layer's call."""
     share: float | None = None
-    """Share of the device's measured rate: of its bandwidth in decode, of its matrix products in
-    extend."""
+    """Share of what the device reached in the same run, as `Ceilings.share`."""
     error: float | None = None
     """Relative error against float64 on sampled queries, by norm."""
     rms_error: float | None = None
-    """The same in units of the output format's rounding: see `Errors`."""
+    """The same in units of the output format's rounding: see `attnmux.testing.Errors`."""
     worst_error: float | None = None
     """The largest such error of one query and head."""
     why: str = ""
@@ -69,6 +64,10 @@ class Row:
         """Plain data. An infinite error, which JSON cannot hold, is None; `why` has it."""
         data = {**asdict(self), "workload": str(self.workload), "phase": self.workload.phase}
         return {name: None if value == float("inf") else value for name, value in data.items()}
+
+
+def _silent(what: str) -> None:
+    """Say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +82,8 @@ class Bench:
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
+    say: Callable[[str], None] = _silent
+    """Called with a few words before anything is compiled or timed."""
 
     def rows(self, workloads: Sequence[Workload], entrants: Sequence[Entrant]) -> Iterator[Row]:
         """Yield a row for each pair of a workload and a backend that serves its phase."""
@@ -100,21 +101,21 @@ class Bench:
 
     def _group(self, workload: Workload, entrants: Sequence[Entrant]) -> list[Row]:
         """Rows of backends that read the same pool."""
+        request = entrants[0].decision.request
+        self.say(f"filling the pool of {workload}")
         try:
-            step = make_step(workload, entrants[0].decision.request, self.device)
+            step = make_step(workload, request, self.device)
         except Exception as error:  # mostly memory; any failure belongs in the rows
             return [_row(workload, each, "failed", why=in_brief(error)) for each in entrants]
         prepared = {each.offer.address: self._prepare(step, each) for each in entrants}
         ready = {name: made for name, made in prepared.items() if not isinstance(made, Row)}
         rows = [made for made in prepared.values() if isinstance(made, Row)]
         times = interleave(
-            {
-                name: partial(median_us, made.run, self.seconds / ROUNDS)
-                for name, made in ready.items()
-            },
+            {name: partial(self._time, made, workload) for name, made in ready.items()},
             ROUNDS,
             keep_going=True,  # a device that fails says so at the next wait
         )
+        cost = cost_of(workload, request)
         for name, made in ready.items():
             if name in times.failures:
                 rows.append(_row(workload, made.entrant, "failed", why=times.failures[name]))
@@ -126,15 +127,23 @@ class Bench:
                     made.entrant,
                     "measured",
                     median_us=us,
+                    rounds_us=tuple(each / len(step.layers) for each in times.us[name]),
                     prepare_us=made.prepare_us,
-                    share=self._share(workload, made.entrant.decision.request, us),
+                    cost=cost,
+                    share=self.ceilings.share(cost, us),
                     **_figures(made.errors),
                 )
             )
         return rows
 
+    def _time(self, made: _Ready, workload: Workload) -> float:
+        """Microseconds of a run of all layers, in one round."""
+        self.say(f"timing {made.entrant.offer.address} on {workload}")
+        return median_us(made.run, self.seconds / ROUNDS)
+
     def _prepare(self, step: Step, entrant: Entrant) -> _Ready | Row:
         """Build the backend and check its answer. Returns a row where that went wrong."""
+        self.say(f"compiling {entrant.offer.address} for {step.workload}")
         try:
             decision = entrant.decision
             context = step.context(decision.platform, decision.request, self.launches)
@@ -158,12 +167,6 @@ class Bench:
             )
         except Exception as failure:  # whatever a library, a compiler or a device raises
             return _row(step.workload, entrant, "failed", why=in_brief(failure))
-
-    def _share(self, workload: Workload, request: Request, us: float) -> float:
-        if workload.phase == "decode":
-            itemsize = torch_dtype(request.kv_dtype or "").itemsize
-            return workload.kv_bytes(request, itemsize) / us / 1e3 / self.ceilings.read_gbs
-        return workload.flops(request) / us / 1e6 / self.ceilings.matmul_tflops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch.utils.benchmark import Timer
@@ -174,27 +173,3 @@ def wait(device: torch.device) -> None:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make the device torch's current one, for which `median_us` waits."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings:
-    """The largest rates measured on this device."""
-
-    read_gbs: float
-    """GB/s of a sum or of a copy (which reads and writes), whichever is more."""
-    matmul_tflops: float
-    """TFLOP/s of a square matrix product in the dtype that is timed."""
-
-
-def ceilings(device: torch.device, dtype: torch.dtype, seconds: float) -> Ceilings:
-    """seconds: least time for each figure."""
-    nbytes, side = (1 << 27, 1024) if device.type == "cpu" else (1 << 30, 8192)
-    with current(device):
-        source = torch.ones(nbytes // 4, device=device)
-        target = torch.empty_like(source)
-        copied = 2 * nbytes / median_us(partial(target.copy_, source), seconds)
-        read = nbytes / median_us(partial(torch.sum, source), seconds)
-        del source, target
-        left, right = torch.randn((2, side, side), device=device).to(dtype)
-        product = 2 * side**3 / median_us(partial(torch.matmul, left, right), seconds)
-    return Ceilings(read_gbs=max(copied, read) / 1e3, matmul_tflops=product / 1e6)

@@ -106,16 +106,17 @@ class Workload:
         return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new)
 
     def kv_bytes(self, request: Request, itemsize: int) -> int:
-        """Bytes of K and V that a decode step reads in one layer.
+        """Bytes of K and V in the pool that some query of the step sees, in one layer.
 
         itemsize: bytes of a stored value.
         """
-        seen = sum(_seen(request, length - 1) for length in self.lengths)
-        return seen * _bytes_of_token(request, itemsize)
+        # The first new token sees the earliest key; the later ones add their own
+        seen = sum(_seen(request, length - self.new) + self.new - 1 for length in self.lengths)
+        return seen * kv_width(request) * itemsize
 
     def stored_bytes(self, request: Request, itemsize: int) -> int:
         """Bytes of K and V that the requests hold in one layer, visible or not."""
-        return sum(self.lengths) * _bytes_of_token(request, itemsize)
+        return sum(self.lengths) * kv_width(request) * itemsize
 
     def flops(self, request: Request) -> int:
         """Floating-point operations of one layer's two products, over the visible keys."""
@@ -123,21 +124,29 @@ class Workload:
             count * sum(_seen(request, place) for place in range(length - self.new, length))
             for length, count in Counter(self.lengths).items()
         )
-        return 2 * seen * (request.num_q_heads or 1) * sum(_widths(request)[2:])
+        return 2 * seen * q_width(request)
 
 
-def _widths(request: Request) -> tuple[int, int, int, int]:
-    """Widths of a stored K and V of one KV head, of a query, and of its result."""
+def kv_width(request: Request) -> int:
+    """Values of a token's K and V in one layer; of MLA, the latent, which is both."""
     if request.latent:
-        rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
-        return rank + rope, 0, rank + rope, rank
+        return (request.kv_lora_rank or 0) + (request.qk_rope_head_dim or 0)
+    return (request.num_kv_heads or 1) * sum(_head_dims(request))
+
+
+def q_width(request: Request) -> int:
+    """Values of a token's query and of its result in one layer, together."""
+    if request.latent:
+        dims = 2 * (request.kv_lora_rank or 0) + (request.qk_rope_head_dim or 0)
+    else:
+        dims = sum(_head_dims(request))
+    return (request.num_q_heads or 1) * dims
+
+
+def _head_dims(request: Request) -> tuple[int, int]:
+    """Widths of a head's key and of its value."""
     dim = request.head_dim or 0
-    v_dim = request.v_head_dim or dim
-    return dim, v_dim, dim, v_dim
-
-
-def _bytes_of_token(request: Request, itemsize: int) -> int:
-    return sum(_widths(request)[:2]) * (request.num_kv_heads or 1) * itemsize
+    return dim, request.v_head_dim or dim
 
 
 def _seen(request: Request, place: int) -> int:

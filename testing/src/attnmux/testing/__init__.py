@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from attnmux.testing.cases import verify as verify
     from attnmux.testing.children import run_in_children as run_in_children
     from attnmux.testing.comparison import Disagreement as Disagreement
+    from attnmux.testing.comparison import Errors as Errors
+    from attnmux.testing.comparison import distance as distance
+    from attnmux.testing.comparison import errors_between as errors_between
     from attnmux.testing.failures import FailureKeeper as FailureKeeper
     from attnmux.testing.failures import KeptFailure as KeptFailure
     from attnmux.testing.failures import load_failure as load_failure
@@ -77,6 +80,7 @@ _MODULES = {
     "Case": "cases",
     "CaseSetup": "case_setup",
     "Disagreement": "comparison",
+    "Errors": "comparison",
     "FailureKeeper": "failures",
     "FakeBackend": "fakes",
     "FirstUse": "first_use",
@@ -92,6 +96,8 @@ _MODULES = {
     "Step": "cases",
     "cases_in_shape": "shaped",
     "decode": "cases",
+    "distance": "comparison",
+    "errors_between": "comparison",
     "extend": "cases",
     "fake_card": "fakes",
     "fake_platform": "fakes",

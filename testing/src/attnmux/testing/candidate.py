@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attnmux.core import (
@@ -38,6 +38,20 @@ MACHINE_AXES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """Time and error of one step of a case."""
+
+    dtype: str
+    keys: int
+    """Tokens of the longest request after the step."""
+    ms: float
+    """Wall time of the step's preparation and of all layers' calls, compiling included."""
+    rms: float
+    """As `attnmux.testing.Errors`, the largest of the layers."""
+    worst: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The result of one case."""
 
@@ -48,6 +62,8 @@ class Outcome:
     """Refused: the card does not admit the case, and the selector said so with reasons."""
     max_error: float = 0.0
     """The largest absolute difference from the reference in output and LSE."""
+    steps: tuple[StepFigures, ...] = ()
+    """Of a passed case, the steps with an output that is not 0."""
     message: str = ""
     """The error, and where it occurred."""
     reasons: tuple[Reason, ...] = ()
@@ -59,6 +75,7 @@ class Outcome:
             "execution": self.execution,
             "status": self.status,
             "max_error": self.max_error,
+            "steps": [asdict(step) for step in self.steps],
             "message": self.message,
             "reasons": [str(reason) for reason in self.reasons],
         }

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.testing.by_length import by_length
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.cases import Case
@@ -228,7 +229,7 @@ def _track(trials: Iterable[Outcome], candidate: Candidate) -> Iterator[Outcome]
 
 
 def _report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[Outcome]) -> None:
-    """Print failures, refusals by reason, and the number of cases that ran."""
+    """Print failures, refusals by reason, errors by length, and the number of cases that ran."""
     console = Console(highlight=False)
     failed = [outcome for outcome in (*outcomes, *limits) if outcome.status == "failed"]
     if failed:
@@ -236,6 +237,9 @@ def _report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[
     refused = [outcome for outcome in outcomes if outcome.status == "refused"]
     if refused:
         console.print(_refusals(refused))
+    steps = [step for outcome in outcomes for step in outcome.steps]
+    if steps:
+        console.print(by_length(steps))
     ran = [outcome for outcome in outcomes if outcome.status != "refused"]
     counts = "no case was run"
     if ran:

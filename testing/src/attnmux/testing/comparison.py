@@ -1,8 +1,9 @@
-"""Tolerances, and the comparison of a backend's results with the reference."""
+"""Tolerances and errors: the comparison of a backend's results with the reference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -79,3 +80,38 @@ def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: 
         f"{float(expected[tuple(index)]):.6g} (tolerance {tolerance.atol:g} + "
         f"{tolerance.rtol:g} * |expected|)"
     )
+
+
+class Errors(NamedTuple):
+    """Errors of an answer against float64 on the same inputs.
+
+    `rms` and `worst` are in units of the output format's own rounding: u = eps / 2, the largest
+    relative error of rounding one number to the format (2^-8 for bfloat16, 2^-11 for float16). An
+    answer that is right until it is rounded has an rms below 1.
+    """
+
+    relative: float
+    """Norm of the difference divided by the norm of the expected answer; infinite where the answer
+    is not finite."""
+    rms: float
+    """`relative` / u, over all sampled queries and heads."""
+    worst: float
+    """The same for the one query and head, a vector [Dv], for which it is largest."""
+
+
+def errors_between(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Errors:
+    """Errors of `found` [T, Hq, Dv] against `expected`; dtype: the output format."""
+    unit = torch.finfo(dtype).eps / 2
+    relative = distance(found, expected)
+    norms = expected.norm(dim=-1)
+    off = (found - expected).norm(dim=-1)
+    seen = norms > 0  # a row without keys is 0, which no error can be relative to
+    worst = float((off[seen] / norms[seen]).max()) if bool(seen.any()) else 0.0
+    worst = worst if worst == worst else float("inf")
+    return Errors(relative=relative, rms=relative / unit, worst=worst / unit)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference divided by the norm of `expected`; infinite where that is NaN."""
+    off = float((found - expected).norm() / expected.norm())
+    return off if off == off else float("inf")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 
 import torch
 
 from attnmux.testing import reference
-from attnmux.testing.candidate import Candidate, Outcome
+from attnmux.testing.candidate import Candidate, Outcome, StepFigures
 from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case
-from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
+from attnmux.testing.comparison import (
+    LSE_TOLERANCE,
+    Disagreement,
+    Errors,
+    compare,
+    errors_between,
+    output_tolerance,
+)
 from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
 from attnmux.testing.placement import buffers, fill_reserved_page, put, slots_of
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
@@ -33,7 +41,8 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
         return replace(outcome, status="refused", reasons=reasons)
     try:
         with torch.no_grad():
-            return replace(outcome, max_error=_run(candidate, case, seed))
+            max_error, steps = _run(candidate, case, seed)
+        return replace(outcome, max_error=max_error, steps=steps)
     except Exception as error:  # a backend may raise anything
         message = str(error)
         if not isinstance(error, Disagreement):
@@ -41,7 +50,8 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
         return replace(outcome, status="failed", message=message, error=error)
 
 
-def _run(candidate: Candidate, case: Case, seed: int) -> float:
+def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[StepFigures, ...]]:
+    """The largest absolute error, and the figures of the steps."""
     setup = make_setup(
         case, candidate.platform, candidate.device, seed=seed, launches=candidate.launches
     )
@@ -49,6 +59,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
+    figures: list[StepFigures] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     zeroed: torch.Tensor | None = None
     for number, lengths in enumerate(case.steps, start=1):
@@ -65,17 +76,29 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
             fill_reserved_page(setup)
         pool = _pool_after(setup, step)
         given_before = [(name, tensor.clone()) for name, tensor in _read_only(setup, step)]
-        outputs = execution.run(step)
+        outputs, ms = _timed(execution, step)
+        relative: list[Errors] = []
         try:
             _check_unchanged(given_before, _read_only(setup, step))
             _check_pool(setup, step, pool, pads=execution.pads)
             for given, output in zip(step.inputs, outputs, strict=True):
-                error = _check_output(
+                error, errors = _check_output(
                     setup, step, given, output, fp8_products=candidate.card.fp8_products
                 )
                 max_error = max(max_error, error)
+                relative += [errors] if errors is not None else []
         except Disagreement as fault:
             raise Disagreement(f"step {number}, {lengths.mode.name}: {fault}") from fault
+        if relative:
+            figures.append(
+                StepFigures(
+                    dtype=case.dtype,
+                    keys=max(lengths.totals),
+                    ms=ms,
+                    rms=max(each.rms for each in relative),
+                    worst=max(each.worst for each in relative),
+                )
+            )
         if case.deterministic:
             _check_alone(step, outputs, execution)
         real = [output.out[: step.num_real_tokens] for output in outputs]
@@ -83,7 +106,16 @@ def _run(candidate: Candidate, case: Case, seed: int) -> float:
         zeroed = _zero_nan(setup, step)
     if not all(_same_bits(out, copy) for out, copy in kept):
         raise Disagreement("an output changed after its step, and it belongs to the caller")
-    return max_error
+    return max_error, tuple(figures)
+
+
+def _timed(execution: Execution, step: PreparedStep) -> tuple[list[LayerOutput], float]:
+    """The outputs, and the milliseconds until the device has finished."""
+    start = time.perf_counter()
+    outputs = execution.run(step)
+    if step.inputs[0].q.device.type != "cpu":
+        torch.accelerator.synchronize(step.inputs[0].q.device)
+    return outputs, (time.perf_counter() - start) * 1e3
 
 
 def _check_alone(step: PreparedStep, outputs: list[LayerOutput], execution: Execution) -> None:
@@ -205,8 +237,11 @@ def _check_output(
     output: LayerOutput,
     *,
     fp8_products: bool,
-) -> float:
-    """The largest error of the real rows. Padding must be finite."""
+) -> tuple[float, Errors | None]:
+    """The largest absolute error of the real rows, and their errors in roundings.
+
+    None where all expected outputs are 0. Padding must be finite.
+    """
     layer, context = given.layer, setup.context
     name = f"layer {layer.layer_id}"
     shape = (*given.q.shape[:2], layer.v_head_dim)
@@ -230,9 +265,11 @@ def _check_output(
     tolerance = output_tolerance(
         given.q.dtype, context.token_to_kv_pool.dtype, fp8_products=fp8_products
     )
-    max_error = compare(f"{name}, output", output.out[compared], expected[compared], tolerance)
+    out, expected = output.out[compared], expected[compared]
+    max_error = compare(f"{name}, output", out, expected, tolerance)
     if output.lse is not None:
         tolerance = LSE_TOLERANCE[given.q.dtype]
         error = compare(f"{name}, LSE", output.lse[compared], expected_lse[compared], tolerance)
         max_error = max(max_error, error)
-    return max_error
+    errors = errors_between(out.double(), expected, out.dtype) if expected.any() else None
+    return max_error, errors

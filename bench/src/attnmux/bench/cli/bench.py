@@ -13,6 +13,7 @@ from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writi
 from attnmux.core.cli.select import requested
 
 NOTHING_MEASURED = 3
+PAGE_NEEDS = "plotly", "jinja2"
 
 
 @click.command()
@@ -50,7 +51,7 @@ NOTHING_MEASURED = 3
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also plot time and error against length, on one page (attnmux-bench[plot]).",
+    help="Also write a page: the choice, the roofline, time and error (attnmux-bench[html]).",
 )
 @common_options
 @pass_run
@@ -78,7 +79,7 @@ def bench(
     when something was timed, 3 when nothing was.
     """
     if html is not None:
-        _check_plots(html)
+        _check_page(html)
     workloads = [Workload.parse(text) for text in texts]
     asked = requested(model, fields, tp, None)
     if keep:
@@ -95,9 +96,9 @@ def bench(
     settings = run.settings()
     place = bench_run.find_place(run, settings, platform, device)
     keeper = bench_run.Keeper.open(run, settings, asked, place) if keep else None
-    watch = bench_run.unwatched
-    if not as_json:
-        from attnmux.bench.cli.tables import track as watch  # noqa: PLC0415  # rich
+    from attnmux.bench.cli.progress import Bar  # noqa: PLC0415  # rich, after the refusals
+
+    bar = Bar()
     result = bench_run.measure(
         place,
         request,
@@ -105,14 +106,15 @@ def bench(
         workloads=workloads,
         names=names,
         seconds=seconds,
-        watch=watch,
+        measurements=run.measurements(settings) if keeper is None else keeper.known,
+        bar=bar,
     )
     if html is not None:
-        from attnmux.bench.cli.plots import write_page  # noqa: PLC0415  # plotly, an extra
+        from attnmux.bench.cli.page import write_page  # noqa: PLC0415  # plotly, an extra
 
         with writing(html, otherwise="name another file as --html"):
             write_page(result, html)
-    kept = None if keeper is None else keeper.keep(result, check_seconds, watch)
+    kept = None if keeper is None else keeper.keep(result, check_seconds, bar)
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
@@ -123,10 +125,10 @@ def bench(
     return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
 
 
-def _check_plots(file: Path) -> None:
+def _check_page(file: Path) -> None:
     """Raise InvalidInput, before minutes of timing, where the page cannot be made."""
-    if importlib.util.find_spec("plotly") is None:
-        expected = "plotly, which plots: pip install 'attnmux-bench[plot]'"
-        raise InvalidInput("--html", got="no plotly", expected=expected)
+    if missing := [name for name in PAGE_NEEDS if importlib.util.find_spec(name) is None]:
+        expected = f"{' and '.join(PAGE_NEEDS)}: pip install 'attnmux-bench[html]'"
+        raise InvalidInput("--html", got=f"no {' and no '.join(missing)}", expected=expected)
     if not file.parent.is_dir():
         raise InvalidInput("--html", got=str(file), expected="a file in a folder that exists")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from attnmux.bench.cli.progress import Bar
 from attnmux.bench.conformance import Check, check_conformance
-from attnmux.bench.entrants import Field, make_field
+from attnmux.bench.entrants import Entrant, Field, make_field
+from attnmux.bench.margins import Margin, margins
 from attnmux.bench.measuring import Bench, Row
-from attnmux.bench.timing import Ceilings, ceilings
+from attnmux.bench.roofline import Ceilings, ceilings
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     Decision,
     InvalidInput,
     Measurement,
+    NoBackend,
     Offer,
     Platform,
     Policy,
@@ -36,14 +39,6 @@ from attnmux.core.cli.select import decided, machine
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""
-
-Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""(items, what is done, how many) → the same items, with a progress bar."""
-
-
-def unwatched(items: Iterable[Any], what: str, total: int) -> Iterable[Any]:
-    """No progress bar."""
-    return items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +82,12 @@ class Result:
     ceilings: Ceilings
     field: Field
     rows: tuple[Row, ...]
+    decision: Decision | None
+    """The choice before these figures; None where no backends serve all phases."""
+
+    @property
+    def margins(self) -> tuple[Margin, ...]:
+        return margins(self.rows, self.decision)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -95,6 +96,7 @@ class Result:
             "request": self.request.to_dict(),
             "ceilings": asdict(self.ceilings),
             "rows": [row.to_dict() for row in self.rows],
+            "margins": [margin.to_dict() for margin in self.margins],
             "refused": [
                 {
                     "backend": each.offer.address,
@@ -114,9 +116,14 @@ def measure(
     workloads: Sequence[Workload],
     names: Sequence[str],
     seconds: float,
-    watch: Watch = unwatched,
+    measurements: Sequence[Measurement] = (),
+    bar: Bar | None = None,
 ) -> Result:
-    """Time all backends on all workloads. Raises like `make_field`."""
+    """Time all backends on all workloads. Raises like `make_field`.
+
+    measurements: those of this machine, which the choice follows.
+    """
+    bar = bar or Bar(hidden=True)
     device = torch.device(place.device)
     field = make_field(
         request,
@@ -127,17 +134,33 @@ def measure(
         workloads=workloads,
         names=names,
     )
-    reached = ceilings(device, torch_dtype(request.dtype or ""), seconds)
+    dtype = torch_dtype(request.dtype or "")
+    (reached,) = bar.track(
+        (ceilings(device, dtype, seconds) for _ in range(1)),
+        f"measuring the bandwidth and the products of {place}",
+    )
     bench = Bench(
         device=device,
         ceilings=reached,
         graphs=field.graphs,
         seconds=seconds,
         launches=place.launches,
+        say=bar.say,
     )
     rows = bench.rows(field.workloads, field.entrants)
-    timed = tuple(watch(rows, f"timing on {place}", field.size))
-    return Result(place=place, request=request, ceilings=reached, field=field, rows=timed)
+    timed = tuple(bar.track(rows, f"timing on {place}", field.size))
+    try:
+        decision = decided(request, place.platform, place.offers, policy, measurements)
+    except NoBackend:
+        decision = None
+    return Result(
+        place=place,
+        request=request,
+        ceilings=reached,
+        field=field,
+        rows=timed,
+        decision=decision,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,13 +190,14 @@ def _summary(decision: Decision) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keeper:
-    """The file of measurements, and the decision before anything is stored there."""
+    """The file of measurements, and its contents and the decision before anything is stored."""
 
     path: Path
     request: Request
     """As asked: a choice follows measurements of the same shapes."""
     place: Place
     policy: Policy
+    known: tuple[Measurement, ...]
     before: Decision
 
     @classmethod
@@ -190,17 +214,19 @@ class Keeper:
             )
         with writing(path, otherwise=OTHERWISE):
             measurement_file(path).prepare()
-        policy, measurements = settings.policy(), run.measurements(settings)
-        before = decided(request, place.platform, place.offers, policy, measurements)
-        return cls(path=path, request=request, place=place, policy=policy, before=before)
+        policy, known = settings.policy(), run.measurements(settings)
+        before = decided(request, place.platform, place.offers, policy, known)
+        return cls(
+            path=path, request=request, place=place, policy=policy, known=known, before=before
+        )
 
-    def keep(self, result: Result, seconds: float, watch: Watch = unwatched) -> Kept:
+    def keep(self, result: Result, seconds: float, bar: Bar | None = None) -> Kept:
         """Check every backend in each phase in which it was timed, and store its figures.
 
         A backend with a wrong answer on one workload is not conformant in that phase, whatever the
         suite says. seconds: most time for one check.
         """
-        checks = self._checks(result, seconds, watch)
+        checks = self._checks(result, seconds, bar or Bar(hidden=True))
         measurements = self._measurements(result, checks)
         file = measurement_file(self.path)
         if measurements:
@@ -216,7 +242,7 @@ class Keeper:
             after=after,
         )
 
-    def _checks(self, result: Result, seconds: float, watch: Watch) -> tuple[Check, ...]:
+    def _checks(self, result: Result, seconds: float, bar: Bar) -> tuple[Check, ...]:
         timed = {
             (row.backend, row.workload.phase) for row in result.rows if row.status == "measured"
         }
@@ -224,10 +250,12 @@ class Keeper:
             each for each in result.field.entrants if (each.offer.address, each.phase) in timed
         ]
         place = self.place
-        checks = (
-            check_conformance(each, place.device, seconds, place.launches) for each in entrants
-        )
-        return tuple(watch(checks, "checking", len(entrants)))
+
+        def check(entrant: Entrant) -> Check:
+            bar.say(f"checking {entrant.offer.address} for {entrant.phase}")
+            return check_conformance(entrant, place.device, seconds, place.launches)
+
+        return tuple(bar.track(map(check, entrants), "checking", len(entrants)))
 
     def _measurements(self, result: Result, checks: Iterable[Check]) -> tuple[Measurement, ...]:
         platform = self.place.platform

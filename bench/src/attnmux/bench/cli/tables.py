@@ -1,12 +1,11 @@
-"""Progress bars and tables of `attnmux bench` and `attnmux tune`. `--json` never imports them."""
+"""Tables of `attnmux bench` and `attnmux tune`. `--json` never imports them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
@@ -20,22 +19,9 @@ if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.conformance import Check
     from attnmux.bench.entrants import Refused
     from attnmux.bench.measuring import Row
+    from attnmux.bench.roofline import Ceilings
 
 NEVER = float("inf")
-T = TypeVar("T")
-
-
-def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items, with a progress bar on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    yield from rich_track(
-        items,
-        total=total,
-        description=what,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _console() -> Console:
@@ -48,13 +34,17 @@ def print_bench(result: Result, kept: Kept | None) -> None:
     """Print a table for each workload, fastest first, the refusals, and how the choice changes."""
     console, reached = _console(), result.ceilings
     console.print(
-        f"{result.place}: {reached.read_gbs:.3g} GB/s, {reached.matmul_tflops:.3g} TFLOP/s "
-        f"measured; {_shapes(result.request)}; us of one layer's call, plan: of a step; "
+        f"{result.place}: {reached} "
+        f"measured; {shapes(result.request)}; us of one layer's call, plan: of a step; "
         f"error: rms in roundings of {result.request.dtype} (of the worst query and head)"
     )
+    margins = {margin.workload: margin for margin in result.margins}
     for workload in dict.fromkeys(row.workload for row in result.rows):
         console.print()
-        console.print(_times(workload, [row for row in result.rows if row.workload == workload]))
+        rows = [row for row in result.rows if row.workload == workload]
+        console.print(_times(workload, rows, reached))
+        if workload in margins:
+            console.print(str(margins[workload]))
     if result.field.refused:
         console.print()
         console.print(_refusals(result.field.refused))
@@ -65,7 +55,7 @@ def print_bench(result: Result, kept: Kept | None) -> None:
         _print_changes(console, kept)
 
 
-def _shapes(request: Request) -> str:
+def shapes(request: Request) -> str:
     """The heads and dtypes that were timed: "32/8 heads of 128, bfloat16"."""
     heads = f"{request.num_q_heads}/{request.num_kv_heads} heads of {request.head_dim}"
     if request.latent:
@@ -74,10 +64,11 @@ def _shapes(request: Request) -> str:
     return f"{heads}, {request.dtype}{stored}"
 
 
-def _times(workload: Workload, rows: Sequence[Row]) -> Table:
-    limit = "of bandwidth" if workload.phase == "decode" else "of matmul"
+def _times(workload: Workload, rows: Sequence[Row], reached: Ceilings) -> Table:
+    limits = {reached.limit(row.cost) for row in rows if row.cost is not None}
+    share_of = f"of {limits.pop()}" if len(limits) == 1 else "of the roof"
     table = plain_table(
-        str(workload), "us", "of the best", limit, "error (worst)", "plan, us", "page", ""
+        str(workload), "us", "of the best", share_of, "error (worst)", "plan, us", "page", ""
     )
     table.columns[0].no_wrap = True
     for column in table.columns[1:7]:

@@ -261,12 +261,12 @@ def _trials(offer: Offer, job: Job) -> tuple[Trial, ...]:
 
     Redirects what libraries print to stderr: stdout is for the answer.
     """
-    from attnmux.bench.cli.tables import track  # noqa: PLC0415  # rich, off the path of refusals
+    from attnmux.bench.cli.progress import Bar  # noqa: PLC0415  # rich, off the path of refusals
 
     try:
         with redirect_stdout(sys.stderr):
             tuner: Tuner = pkgutil.resolve_name(offer.card.tuner or "")
-            trials = tuple(track(tuner(job), f"{offer.address} tries"))
+            trials = tuple(Bar().track(tuner(job), f"{offer.address} tries"))
         for trial in trials:
             if not isinstance(trial, Trial):
                 raise TypeError(f"it yields {trial!r}, which is no Trial")
