@@ -247,7 +247,9 @@ def test_a_decision_without_extend_or_decode() -> None:
 def test_a_decision_from_text_is_checked_first(monkeypatch) -> None:
     """Text can name any code, and its hash proves nothing about where it comes from."""
     offers: list[Offer] = []
-    monkeypatch.setattr(building, "load_plugins", lambda: SimpleNamespace(offers=lambda: offers))
+    monkeypatch.setattr(
+        building, "load_plugins", lambda **_: SimpleNamespace(offers=lambda: offers)
+    )
     monkeypatch.setattr(building, "detect", lambda plugins: Detection(platforms=(fake_platform(),)))
     honest = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
     forged = {

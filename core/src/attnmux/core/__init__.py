@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.launches import launch_file as launch_file
     from attnmux.core.choosing.measured.measurement import Measurement as Measurement
     from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
+    from attnmux.core.choosing.measured.ranking import accuracy_by as accuracy_by
     from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
     from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
     from attnmux.core.choosing.offer.card import BackendCard as BackendCard
@@ -173,7 +174,10 @@ _NAMES_BY_MODULE = {
     "choosing.find.hooks": ("hookimpl",),
     "choosing.find.plugins": ("Plugins",),
     "choosing.machine.platform": ("Platform",),
-    "choosing.measured.ranking": ("solve_measured",),
+    "choosing.measured.ranking": (
+        "accuracy_by",
+        "solve_measured",
+    ),
     "choosing.measured.launches": (
         "Job",
         "Trial",

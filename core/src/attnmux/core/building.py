@@ -12,10 +12,13 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.measured.measurement import read_measurements
+from attnmux.core.choosing.measured.ranking import accuracy_by
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 from attnmux.core.installed import load_plugins
+from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
@@ -36,13 +39,11 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.
-    A decision that was read from text is checked first, against the devices of this machine and the
-    plugins that the configuration admits; InvalidInput names every difference.
+    A decision that was read from text is checked first, against this machine's devices and
+    measurements and the plugins that the configuration admits; InvalidInput names every difference.
     """
     if not decision.is_checked:
-        plugins = load_plugins()
-        wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
-        decision.check(pick_platform(detect(plugins), wanted), plugins.offers())
+        _check(decision)
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
@@ -70,6 +71,17 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     if "decode" not in serving or not decision.decode_sizes:
         return made
     return _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+
+
+def _check(decision: Decision) -> None:
+    """Check a decision against this machine, its measurements and the configured plugins."""
+    settings = Settings.load()
+    plugins = load_plugins(settings=settings)
+    wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
+    platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
+    file = settings.measurements_file()
+    measurements = () if file is None else read_measurements(file).found
+    decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
 
 def _by_batch_size(

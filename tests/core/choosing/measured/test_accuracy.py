@@ -18,7 +18,7 @@ from attnmux.core.choosing.measured.measurement import (
     shape_of,
     versions_of,
 )
-from attnmux.core.choosing.measured.ranking import solve_measured
+from attnmux.core.choosing.measured.ranking import accuracy_by, solve_measured
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.conditions import ANY, one_of
@@ -130,6 +130,28 @@ def test_a_bound_needs_a_measurement_or_the_cards_promise(pair, measured) -> Non
     assert set(refused(pair, old, max_error=2)) == {"fast", "exact"}
     # The phase that was not measured is as unproven
     assert set(refused(pair, measured, max_error=2, phases="decode+extend")) == {"fast", "exact"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [({"max_error": 0.9}, "0.9 roundings"), ({"accuracy": "high"}, "high")]
+)
+def test_a_loaded_decision_is_checked_for_accuracy(pair, measured, asked, said) -> None:
+    """Here the measurements differ: exact is no longer so."""
+    loaded = Decision.from_json(decide(pair, measured, **asked).to_json())
+    loaded.check(HOPPER, pair, accuracy=accuracy_by(measured, HOPPER, pair))
+    fast, exact = pair
+    worse = [timed(fast, 50.0, 0.4), timed(exact, 100.0, 10.0)]
+    with pytest.raises(InvalidInput, match="fake/exact is not accurate enough here") as caught:
+        loaded.check(HOPPER, pair, accuracy=accuracy_by(worse, HOPPER, pair))
+    assert said in str(caught.value)
+
+
+def test_without_measurements_a_loaded_decision_goes_by_the_card(pair, measured, offer) -> None:
+    loaded = Decision.from_json(decide(pair, measured, max_error=0.9).to_json())
+    with pytest.raises(InvalidInput, match="no measured error and no bound"):
+        loaded.check(HOPPER, pair)
+    bound = ErrorBound(max_error=0.9, keys=131072, source="the test")
+    loaded.check(HOPPER, [offer("exact", rank=10, error_bounds=(bound,))])
 
 
 def test_a_card_may_promise_a_bound(offer) -> None:

@@ -14,6 +14,7 @@ from math import isqrt
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
@@ -55,6 +56,14 @@ def solve_measured(
     )
     decision = with_batch_sizes(decision, offers, policy, found, libraries=libraries)
     return replace(decision, notes=notes_on(decision, found)) if found else decision
+
+
+def accuracy_by(
+    measurements: Iterable[Measurement], platform: Platform, offers: Iterable[Offer]
+) -> Accuracy:
+    """The accuracy of backends for `Decision.check`: as measured on this machine, and by the card
+    where nothing was measured."""
+    return by_measurement(current_measurements(measurements, platform, tuple(offers)), platform)
 
 
 def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:

@@ -10,6 +10,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
@@ -100,11 +101,13 @@ def disagreements(
     platform: Platform,
     offers: Iterable[Offer],
     libraries: Libraries,
+    accuracy: Accuracy,
 ) -> Iterator[str]:
     """The differences between this process and the decision's, in words; none where it holds.
 
     They cover everything in the decision's hash. Each backend must also serve its phases here: a
-    library or a feature of the machine may be missing that the hash does not cover.
+    library or a feature of the machine may be missing that the hash does not cover. Each must be as
+    accurate here as the request demands.
     """
     for name in ("vendor", "arch", "runtime"):
         here, there = getattr(platform, name), getattr(decided, name)
@@ -121,15 +124,23 @@ def disagreements(
         if address not in found:
             yield f"{address} for {' and '.join(phases)} is offered by no plugin here"
             continue
-        yield from _otherwise(choice, found[address])
+        offer = found[address]
+        yield from _otherwise(choice, offer)
         failing: dict[Reason, list[str]] = {}
         for phase in phases:
-            card, plugin = found[address].card, choice.plugin
-            told = check(card, phase, request, platform, plugin=plugin, libraries=libraries)
+            told = check(
+                offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
+            )
             for reason in told.reasons:
                 failing.setdefault(reason, []).append(phase)
-        for reason, those in failing.items():
-            yield f"{address} does not serve {' and '.join(those)} here: {reason}"
+        yield from (
+            f"{address} does not serve {' and '.join(those)} here: {reason}"
+            for reason, those in failing.items()
+        )
+        yield from (
+            f"{address} is not accurate enough here: {reason}"
+            for reason in accuracy(offer, request)
+        )
 
 
 def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
+from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -85,14 +86,19 @@ class Decision:
         offers: Iterable[Offer],
         *,
         libraries: Libraries = installed_version,
+        accuracy: Accuracy = by_card,
     ) -> None:
         """Check that a loaded decision holds in this process, before it builds the backends.
 
-        platform, offers: this process's own. Raises InvalidInput with every difference, where this
-        process would compute another hash or a chosen backend does not serve its phase here.
+        platform, offers: this process's own. accuracy: `accuracy_by` with this machine's
+        measurements; the default goes by the bounds on the cards alone.
+        Raises InvalidInput with every difference, where this process would compute another hash, or
+        a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         found = tuple(
-            disagreements(self.choices, self.request, self.platform, platform, offers, libraries)
+            disagreements(
+                self.choices, self.request, self.platform, platform, offers, libraries, accuracy
+            )
         )
         if found:
             expected = "one that holds in this process too"
