@@ -129,12 +129,12 @@ def test_without_the_suite_a_warning_stands_for_it(acme, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--model", "other/model"], "expected org/model@abc123, as locked, got other/model"),
+        (["--model", "other/model"], "expected the locked org/model at abc123, got other/model"),
         (
             ["--model", "org/model", "--revision", "main"],
-            "expected org/model@abc123, as locked, got org/model@main",
+            "expected the locked abc123, or none, got main",
         ),
-        ([], "expected org/model@abc123, as locked, got the default"),
+        ([], "expected the content of the locked org/model, abc123"),
     ],
 )
 def test_another_model_than_the_locked_one_is_refused(tmp_path, args, said) -> None:

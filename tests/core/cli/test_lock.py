@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.errors import InvalidInput
+from attnmux.core.lock import Lock, content_hash
 
 SOURCE = """
 from attnmux.core import BackendCard, hookimpl, when
@@ -100,6 +102,53 @@ def test_what_is_not_in_the_lock_is_refused(call, tmp_path, monkeypatch) -> None
     result = call("select")
     assert result.exit_code == 2
     assert "attnmux-core is" in result.stderr
+
+
+def test_a_branch_may_move(call) -> None:
+    commit = "0123456789" * 4
+    assert "can move" in call("lock", "--model", "org/model@main").stderr
+    assert "can move" not in call("lock", "--model", f"org/model@{commit}").stderr
+
+
+def test_the_hash_of_a_folder_covers_names_and_content(tmp_path) -> None:
+    folder = tmp_path / "model"
+    (folder / "part").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "part/weights").write_bytes(b"1")
+    hashes = [content_hash(folder)]
+    (folder / ".cache").mkdir()
+    (folder / ".cache/when").write_text("now")
+    assert content_hash(folder) == hashes[0]
+    for change in (
+        lambda: (folder / "part/weights").write_bytes(b"2"),
+        lambda: (folder / "part/weights").rename(folder / "weights"),
+        lambda: (folder / "more").write_text(""),
+    ):
+        change()
+        hashes.append(content_hash(folder))
+    assert len(set(hashes)) == 4
+    (folder / "gone").symlink_to("nowhere")
+    assert content_hash(folder) == hashes[-1]
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "expected"),
+    [
+        ("org/model", None, "abc"),
+        ("org/model", "abc", "abc"),
+        ("org/model", "def", "the locked abc"),
+        ("org/other", "abc", "the locked org/model at abc"),
+        (".", None, "the content of the locked org/model, abc"),
+    ],
+)
+def test_another_model_is_refused(source, revision, expected) -> None:
+    assert Lock(distributions={}).model_revision(source, revision) == revision
+    lock = Lock(distributions={}, model={"name": "org/model", "revision": "abc"})
+    if expected == "abc":
+        assert lock.model_revision(source, revision) == "abc"
+    else:
+        with pytest.raises(InvalidInput, match=expected):
+            lock.model_revision(source, revision)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', "[" * 100_000])

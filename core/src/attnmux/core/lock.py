@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from attnmux.core.choosing.offer.libraries import (
 from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 FORMAT = 1
+CONTENT = "sha256:"
+"""Begins the revision of a folder."""
 MOST_BYTES = 1_000_000
 
 
@@ -28,7 +32,8 @@ class Lock:
 
     distributions: Mapping[str, tuple[str, str]]
     model: Mapping[str, str] = field(default_factory=dict)
-    """`name` and `revision`, where a model was named."""
+    """`name` and `revision`, where a model was named. The revision of a folder is its
+    `content_hash`."""
 
     @classmethod
     def of(cls, offers: Iterable[Offer], model: Mapping[str, str] | None = None) -> Lock:
@@ -50,8 +55,6 @@ class Lock:
                 for name, row in data["distributions"].items()
             }
             model = {str(name): str(value) for name, value in data.get("model", {}).items()}
-            if model and not {"name", "revision"} <= model.keys():
-                raise ValueError("its model has no name or no revision")
             return cls(distributions=rows, model=model)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SettingsError(f"{path} is no lock that can be read: {in_brief(error)}") from error
@@ -85,21 +88,57 @@ class Lock:
                 found.append(f"{name} {version} has other files than the locked ones")
         return "; ".join(found)
 
-    def revision(self, model: str | None, revision: str | None) -> str | None:
-        """The revision of a model that is named with `revision`, or without one: the locked one.
+    def model_revision(self, source: str, revision: str | None) -> str | None:
+        """The revision to open a model at. A lock without a model permits every one.
 
-        Any model may be used where none is locked. Raises InvalidInput for another model and for
-        another revision; None names the default model.
+        source: a folder or a hub id. revision: the user's; None takes the locked one.
+        Raises InvalidInput for another model or revision, and for a folder with other content.
         """
         if not self.model:
             return revision
-        locked = f"{self.model['name']}@{self.model['revision']}"
-        given = model if revision is None else f"{model}@{revision}"
-        if model != self.model["name"] or revision not in (None, self.model["revision"]):
-            raise InvalidInput(
-                "--model", got=given or "the default", expected=f"{locked}, as locked"
-            )
-        return self.model["revision"]
+        name, locked = self.model.get("name", ""), self.model.get("revision", "")
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            here = content_hash(folder)
+            if here != locked:
+                expected = f"the content of the locked {name}, {locked}"
+                raise InvalidInput("model", got=f"{source}, {here}", expected=expected)
+            return revision
+        if source != name or locked.startswith(CONTENT):
+            raise InvalidInput("model", got=source, expected=f"the locked {name} at {locked}")
+        if revision not in (None, locked):
+            raise InvalidInput("revision", got=revision, expected=f"the locked {locked}, or none")
+        return locked
+
+
+def content_hash(folder: Path) -> str:
+    """ "sha256:" and a hash of the names and the content of all files of a folder, links followed.
+    Files and folders whose name begins with a dot are left out. Raises InvalidInput for a file that
+    cannot be read."""
+    total = hashlib.sha256()
+    try:
+        for path in sorted(_files(folder)):
+            with open(path, "rb") as file:
+                each = hashlib.sha256()
+                while block := file.read(1 << 20):
+                    each.update(block)
+            name = path.relative_to(folder).as_posix()
+            total.update(json.dumps([name, each.hexdigest()]).encode())
+    except OSError as error:
+        raise InvalidInput("model", got=in_brief(error), expected="files to read") from error
+    return f"{CONTENT}{total.hexdigest()}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Raises OSError for a folder that cannot be listed."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            elif entry.is_file():  # a pipe would hold up the reader
+                yield Path(entry.path)
 
 
 def libraries(card: BackendCard) -> set[str]:

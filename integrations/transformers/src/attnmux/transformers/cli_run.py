@@ -99,9 +99,10 @@ def run_command(
     budget = None if memory is None else MemoryBudget.parse(memory)
     with _quiet(run.debug):
         began = time.perf_counter()
-        if settings.locked is not None:
-            revision = Lock.read(settings.locked_file()).revision(model, revision)
         source = recall.PATH if model is None else model
+        if settings.locked is not None:
+            lock = Lock.read(settings.locked_file())
+            revision = lock.model_revision(str(source), revision)
         checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
         _refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
