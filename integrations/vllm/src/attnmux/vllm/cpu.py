@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = init_logger(__name__)
+logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
 
 class AttnmuxCpuPlatform(CpuPlatform):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-logger = init_logger(__name__)
+logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +105,7 @@ class Group:
         table = ReqToTokenPool(scheduler.max_num_seqs, width * page_size, device)
 
         def make(decision: Decision) -> AttentionBackend:
+            self.decision = decision
             return build(
                 decision,
                 BackendContext(
@@ -123,6 +124,7 @@ class Group:
             )
 
         self.backend = make_first(lambda failed: decide(request, failed), make, _tell)
+        logger.info("%d layers, %s", len(layers), self.decision.summary())
         if graphs:
             self.backend.init_cuda_graph_state(table.size, scheduler.max_num_batched_tokens)
         self._steps = StepBuilder(
