@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm")
 distributed = pytest.importorskip("vllm.distributed")
+recall = pytest.importorskip("attnmux.transformers.recall")
 
 # vLLM and its dependencies warn of themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,7 +23,7 @@ CHUNKED = {"max_num_batched_tokens": 48}
 
 
 def texts(
-    model: Path, backend: str, prompts: Sequence[Any], *, rounds: int = 1, **engine: Any
+    model: Path, backend: str | None, prompts: Sequence[Any], *, rounds: int = 1, **engine: Any
 ) -> list[list[int]]:
     """The greedy tokens of prompts, asked `rounds` times; the engine keeps their prefixes."""
     arguments = {
@@ -60,3 +59,75 @@ def test_families(family, checkpoint, prompts):
     ours = texts(model, "ATTNMUX", prompts, rounds=2, **CHUNKED)
     assert ours == own + own
     assert len({tuple(text) for text in own}) == len(prompts)
+
+
+@pytest.fixture(scope="module")
+def recalled() -> list[tuple[list[int], str]]:
+    """Prompts of the shipped checkpoint, as its bytes, and the right answers."""
+    rng = random.Random(0)
+    drawn = [recall.make_prompt(rng, 40 + 9 * i) for i in range(16)]
+    return [(list(prompt.encode()), answer) for prompt, answer in drawn]
+
+
+def answers(tokens: Sequence[Sequence[int]]) -> list[str]:
+    """The text before the end of each sequence."""
+    return [bytes(text[: text.index(END)]).decode() for text in tokens]
+
+
+END = 256
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine"),
+    [
+        ("ATTNMUX", {"block_size": 16}),
+        ("ATTNMUX", {"kv_cache_dtype": "fp8"}),
+        ("CUSTOM", {"enforce_eager": False, "dtype": "bfloat16"}),
+    ],
+    ids=["pages-of-16", "fp8", "compiled"],
+)
+def test_the_shipped_checkpoint(backend, engine, recalled):
+    prompts, right = zip(*recalled, strict=True)
+    found = texts(recall.PATH, backend, prompts, max_model_len=512, rounds=2, **CHUNKED | engine)
+    assert answers(found) == list(right) * 2
+
+
+def test_workers_in_processes_of_their_own(recalled, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prompts, right = zip(*recalled, strict=True)
+    assert answers(texts(recall.PATH, "ATTNMUX", prompts, max_model_len=512)) == list(right)
+
+
+def test_speculation(checkpoint, prompts):
+    repeated = [prompt * 2 for prompt in prompts if len(prompt) < 80]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    own = texts(checkpoint("gqa"), "CPU_ATTN", repeated)
+    ours = texts(checkpoint("gqa"), "ATTNMUX", repeated, speculative_config=speculation)
+    assert ours == own
+
+
+def test_a_vendors_plugin(recalled, monkeypatch):
+    """With no line about vLLM, and none about the vendor in attnmux-vllm."""
+    monkeypatch.setenv("ACME_SIMULATOR", "m2")
+    monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
+    prompts, right = zip(*recalled, strict=True)
+    found = texts(
+        recall.PATH, "ATTNMUX", prompts, max_model_len=512, dtype="bfloat16", block_size=64
+    )
+    assert answers(found) == list(right)
+
+
+def test_the_solvers_reasons_reach_the_user(checkpoint, monkeypatch):
+    monkeypatch.setenv("ATTNMUX_BACKEND", "fa3")
+    with pytest.raises(ValueError, match="is not valid for this configuration") as caught:
+        texts(checkpoint("gqa"), "ATTNMUX", [], block_size=48)
+    assert "fa3" in str(caught.value)
+    assert "vendor: wanted cpu, offered nvidia" in str(caught.value)
+
+
+def test_without_attnmux_the_engine_keeps_its_own(checkpoint, prompts):
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    assert registry.AttentionBackendEnum["CPU_ATTN"].get_class().get_name() == "CPU_ATTN"
+    assert texts(checkpoint("gqa"), None, prompts[:2]) == texts(
+        checkpoint("gqa"), "CPU_ATTN", prompts[:2]
+    )

@@ -248,14 +248,10 @@ class DenseImpl(AttentionImpl):
         if attn_metadata is None:  # a run that only measures memory
             return output.zero_()
         n = attn_metadata.num_actual_tokens
-        stored = self.shares_kv or key is None or value is None
-        attn_metadata.forward(
-            layer.layer_name,
-            query[:n],
-            None if stored else key[:n],
-            None if stored else value[:n],
-            out=output[:n],
-        )
+        if self.shares_kv or key is None or value is None:  # they are in the cache
+            attn_metadata.forward(layer.layer_name, query[:n], None, None, out=output[:n])
+        else:
+            attn_metadata.forward(layer.layer_name, query[:n], key[:n], value[:n], out=output[:n])
         return output
 
 
@@ -284,7 +280,6 @@ class LatentImpl(MLAAttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = latent["kv_lora_rank"]
-        self.qk_rope_head_dim = latent["qk_rope_head_dim"]
         self.q_pad_num_heads = None
         self._new: tuple[torch.Tensor, ...] = ()
 
@@ -310,7 +305,7 @@ class LatentImpl(MLAAttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q: the absorbed queries [T, Hq, rank] and their rotary parts [T, Hq, rope]."""
         whole = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        nope, rope = whole.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        nope, rope = whole[..., : self.kv_lora_rank], whole[..., self.kv_lora_rank :]
         k, k_rope = (new[: whole.shape[0]] for new in self._new)
         self._new = ()
         out = attn_metadata.forward(layer.layer_name, nope, k, None, q_rope=rope, k_rope=k_rope)

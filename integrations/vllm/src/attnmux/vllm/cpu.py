@@ -31,8 +31,11 @@ class AttnmuxCpuPlatform(CpuPlatform):
     ) -> str:
         """vLLM's class, or attnmux's where it was named. Raises ValueError with the solver's
         reasons, in the words of vLLM's CUDA platform."""
-        if not _is_ours(selected_backend):
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        if selected_backend is None or not _is_ours(selected_backend):
+            own: str = super().get_attn_backend_cls(
+                selected_backend, attn_selector_config, num_heads
+            )
+            return own
         reasons = selected_backend.get_class().validate_configuration(
             device_capability=None, **attn_selector_config._asdict()
         )
@@ -68,8 +71,7 @@ class AttnmuxCpuPlatform(CpuPlatform):
 
 
 def _is_ours(selected: AttentionBackendEnum | None) -> bool:
-    return (
-        selected is not None
-        and bool(selected.value or selected.is_overridden())
-        and (selected.get_path() == BACKEND)
-    )
+    # A CUSTOM that nobody registered has no path
+    if selected is None or not (selected.value or selected.is_overridden()):
+        return False
+    return bool(selected.get_path() == BACKEND)

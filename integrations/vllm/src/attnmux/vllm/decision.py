@@ -74,15 +74,17 @@ class Chooser:
             request, self.platform, self.offers, policy, measurements=self.measurements
         )
 
-    def decide_with_graphs(self, request: Request) -> Decision:
+    def decide_with_graphs(
+        self, request: Request, failed: Mapping[str, BackendFailed] | None = None
+    ) -> Decision:
         """For decode steps in device graphs, else for eager ones.
 
         Raises as `decide`.
         """
         try:
-            return self.decide(request.replace(origin="model", graph=True))
+            return self.decide(request.replace(origin="model", graph=True), failed)
         except NoBackend:
-            return self.decide(request)
+            return self.decide(request, failed)
 
 
 def _measurements(file: Path | None) -> tuple[Measurement, ...]:

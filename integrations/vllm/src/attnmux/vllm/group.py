@@ -160,9 +160,10 @@ def _pool(layers: Mapping[str, Any], specs: Mapping[str, LayerSpec], page_size: 
     for name, layer in layers.items():
         # [blocks, Hkv, block, D + Dv]: K and V of a slot lie side by side
         slots = slots_of(layer.kv_cache.transpose(1, 2), layer)
-        dims = (first.qk_head_dim, first.v_head_dim)
-        k, v = slots.split(dims, dim=-1)
-        buffers[specs[name].layer_id] = k, v
+        buffers[specs[name].layer_id] = (
+            slots[..., : first.qk_head_dim],
+            slots[..., first.qk_head_dim :],
+        )
     return ForeignKVPool(buffers, page_size=page_size)
 
 

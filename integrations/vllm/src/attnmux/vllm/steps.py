@@ -79,6 +79,6 @@ class StepBuilder:
         """The slots of the requests' blocks, as far as the longest request reaches."""
         size, width = blocks.shape
         used = min(width, -(-max_len // self._page_size))
-        table = self._table.req_to_token.unflatten(1, (-1, self._page_size))
+        table = self._table.req_to_token.view(self._table.size + 1, -1, self._page_size)
         first = (blocks[:, :used] * self._page_size).unsqueeze(-1)
         torch.add(first, self._offsets, out=table[1 : size + 1, :used])
