@@ -92,13 +92,9 @@ def test_the_shipped_checkpoint(backend, engine, recalled):
     assert answers(found) == list(right) * 2
 
 
-def test_workers_in_processes_of_their_own(recalled, monkeypatch):
+def test_speculation_in_processes_of_their_own(checkpoint, prompts, monkeypatch):
+    # Its drafts import numba, after which vLLM 0.32 cannot start another engine in the process
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    prompts, right = zip(*recalled, strict=True)
-    assert answers(texts(recall.PATH, "ATTNMUX", prompts, max_model_len=512)) == list(right)
-
-
-def test_speculation(checkpoint, prompts):
     repeated = [prompt * 2 for prompt in prompts if len(prompt) < 80]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     own = texts(checkpoint("gqa"), "CPU_ATTN", repeated)

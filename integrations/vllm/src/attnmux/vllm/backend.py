@@ -182,11 +182,20 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
             self._group = Group(
                 {name: found[name] for name in self.layer_names},
                 config,
+                max_num_reqs=_max_num_reqs(config, self.kv_cache_spec),
                 width=common.block_table_tensor.shape[1],
                 graphs=config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
                 device=self.device,
             )
         return self._group
+
+
+def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Requests of a step. vLLM cuts those of chunked attention at the ends of chunks."""
+    scheduler = config.scheduler_config
+    requests: int = scheduler.max_num_seqs
+    chunk = getattr(spec, "attention_chunk_size", None)
+    return requests if chunk is None else 2 * requests + scheduler.max_num_batched_tokens // chunk
 
 
 def _layers(config: VllmConfig, spec: KVCacheSpec) -> list[Any]:

@@ -13,13 +13,13 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     BackendFailed,
+    BlockTable,
     Decision,
     ForeignKVPool,
     ForeignMLAPool,
     ForwardBatch,
     KVPool,
     LayerSpec,
-    ReqToTokenPool,
     Workspace,
     build,
     make_first,
@@ -77,12 +77,13 @@ class Group:
         layers: Mapping[str, Any],
         config: VllmConfig,
         *,
+        max_num_reqs: int,
         width: int,
         graphs: bool,
         device: torch.device,
     ) -> None:
-        """layers: vLLM's, by name, with their caches bound. width: columns of the block table.
-        graphs: whether decode steps are captured.
+        """layers: vLLM's, by name, with their caches bound. max_num_reqs: requests of a step.
+        width: columns of the block table. graphs: whether decode steps are captured.
 
         Raises NoBackend where no backend serves the layers.
         """
@@ -102,7 +103,7 @@ class Group:
         )
         decide = chooser.decide_with_graphs if graphs else chooser.decide
         scheduler = config.scheduler_config
-        table = ReqToTokenPool(scheduler.max_num_seqs, width * page_size, device)
+        table = BlockTable(max_num_reqs, width, page_size=page_size, device=device)
 
         def make(decision: Decision) -> AttentionBackend:
             self.decision = decision
@@ -129,7 +130,6 @@ class Group:
             self.backend.init_cuda_graph_state(table.size, scheduler.max_num_batched_tokens)
         self._steps = StepBuilder(
             table,
-            page_size=page_size,
             max_num_tokens=scheduler.max_num_batched_tokens,
             seq_len_fill=self.backend.get_cuda_graph_seq_len_fill_value(),
         )

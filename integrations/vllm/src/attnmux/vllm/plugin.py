@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from typing import Any
 
 from attnmux.vllm.versions import check_version
 
@@ -27,8 +28,10 @@ def register() -> None:
         register_backend,
     )
 
-    known = AttentionBackendEnum.__members__.get(NAME)
-    register_backend(NAME if known is None else known, BACKEND)
+    if NAME not in AttentionBackendEnum.__members__:
+        member = AttentionBackendEnum.register(NAME, BACKEND)
+        # vLLM's processes read their configuration before they load plugins
+        member.__reduce_ex__ = lambda protocol: (_named, ())
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
 
@@ -45,6 +48,14 @@ def platform() -> str | None:
 
     found = [name for detect in builtin_platform_plugins.values() if (name := detect())]
     return PLATFORMS.get(found[0]) if len(found) == 1 else None
+
+
+def _named() -> Any:  # noqa: ANN401  # a member of vLLM's enum
+    """The member of vLLM's enum, in a process that has read no plugin yet."""
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415  # as above
+
+    return AttentionBackendEnum[NAME]
 
 
 _SELF = "attnmux.vllm.plugin:platform"

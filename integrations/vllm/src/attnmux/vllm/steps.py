@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, ReqToTokenPool, extend_positions
+from attnmux.core import BlockTable, ForwardBatch, ForwardMode, extend_positions
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -19,13 +19,10 @@ class StepBuilder:
     row 0 is padding's. vLLM's block 0 is reserved as our page 0 is, and its slot -1 is our slot 0.
     """
 
-    def __init__(
-        self, table: ReqToTokenPool, *, page_size: int, max_num_tokens: int, seq_len_fill: int
-    ) -> None:
+    def __init__(self, table: BlockTable, *, max_num_tokens: int, seq_len_fill: int) -> None:
         """seq_len_fill: the length of a padding row; see `get_cuda_graph_seq_len_fill_value`."""
         device = table.device
         self._table = table
-        self._page_size = page_size
         self._fill = seq_len_fill
         # Tensors made in inference mode could not be written outside of it later
         with torch.inference_mode(False):
@@ -33,12 +30,12 @@ class StepBuilder:
             self._lens = torch.zeros(table.size, dtype=torch.int32, device=device)
             self._loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
             self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-            self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     def step(self, common: CommonAttentionMetadata) -> ForwardBatch:
         """The batch of a step. It stays valid until the next one is built."""
         size, num_tokens = common.num_reqs, common.num_actual_tokens
-        self._write_table(common.block_table_tensor[:size], common.max_seq_len)
+        longest = min(common.max_seq_len, self._table.max_context_len)
+        self._table.write(common.block_table_tensor[:size], longest)
         loc = self._loc[:num_tokens]
         torch.clamp(common.slot_mapping[:num_tokens], min=0, out=loc)
         lens, positions = self._lens[:size], self._positions[:num_tokens]
@@ -74,11 +71,3 @@ class StepBuilder:
             extend_prefix_lens_cpu=None if on_host is None else prefix_lens,
             extend_num_tokens=num_tokens,
         )
-
-    def _write_table(self, blocks: torch.Tensor, max_len: int) -> None:
-        """The slots of the requests' blocks, as far as the longest request reaches."""
-        size, width = blocks.shape
-        used = min(width, -(-max_len // self._page_size))
-        table = self._table.req_to_token.view(self._table.size + 1, -1, self._page_size)
-        first = (blocks[:, :used] * self._page_size).unsqueeze(-1)
-        torch.add(first, self._offsets, out=table[1 : size + 1, :used])
