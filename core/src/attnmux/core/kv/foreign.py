@@ -186,7 +186,7 @@ def _strided_words(buffer: torch.Tensor) -> torch.Tensor:
     slots, heads, dim = buffer.shape
     if heads == 1 or buffer.stride(1) == dim:
         buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))
-    lengths = (buffer.shape[-1], buffer.storage_offset(), *buffer.stride()[:-1])
+    lengths = (buffer.shape[-1], int(buffer.storage_offset()), *buffer.stride()[:-1])
     return buffer.view(word_dtype(*(length * buffer.itemsize for length in lengths)))
 
 

@@ -1,7 +1,8 @@
-"""The request table: the slots of every request's tokens."""
+"""The request table: the slots of every request's tokens, by token or by page."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,38 @@ from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
 
-class ReqToTokenPool:
+class RequestTable(ABC):
+    """The slots of every request's tokens, as backends read them.
+
+    Row 0 belongs to padding: its slots are 0. The lengths of a batch say how many of a row's slots
+    are valid.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+        """Raises InvalidInput for a size or a length below 1."""
+        check_positive("size", size)
+        check_positive("max_context_len", max_context_len)
+        self.size: int = size
+        """Rows for requests, without padding's."""
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+
+    @property
+    @abstractmethod
+    def req_to_token(self) -> torch.Tensor:
+        """[size + 1, max_context_len] int32, at a fixed address: the slot of every token."""
+
+    @abstractmethod
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
+        """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, where
+        it holds slots, or `page_size`, where it holds pages of that size.
+
+        Index builders take the request table itself and read this. A backend that wants pages
+        then reads them where the engine keeps pages.
+        """
+
+
+class ReqToTokenPool(RequestTable):
     """The request table and its free rows.
 
     `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0 belongs to
@@ -24,13 +56,9 @@ class ReqToTokenPool:
 
         Raises InvalidInput for a size below 1 and PoolExhausted when memory does not suffice.
         """
-        check_positive("size", size)
-        check_positive("max_context_len", max_context_len)
-        self.size: int = size
+        super().__init__(size, max_context_len, device)
         self._available: int = size
-        self.max_context_len = max_context_len
-        self.device = torch.device(device)
-        (self.req_to_token,) = allocate_zeroed(
+        (self._req_to_token,) = allocate_zeroed(
             [(size + 1, max_context_len)],
             dtype=torch.int32,
             device=self.device,
@@ -38,6 +66,13 @@ class ReqToTokenPool:
             hint="lower the number of requests or the context length",
         )
         self.clear()
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        return self._req_to_token
+
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
+        return self._req_to_token, 1
 
     def available_size(self) -> int:
         """Free rows."""
@@ -143,3 +178,71 @@ class ReqToTokenPool:
         if int(starts.min()) < 0 or int((starts + lens).max()) > self.max_context_len:
             got = f"{starts.tolist()} with lens {lens.tolist()}"
             raise InvalidInput("starts", got=got, expected=f"columns < {self.max_context_len}")
+
+
+class BlockTable(RequestTable):
+    """The pages of every request, as an engine with a block table has them.
+
+    `block_table` [size + 1, max_blocks] int32 holds the page of every `page_size` tokens. The
+    engine writes it once a step. Slots are derived for the backends that read slots: from the first
+    time that one asks for them, each `write` updates them too.
+    """
+
+    def __init__(
+        self, size: int, max_blocks: int, *, page_size: int, device: torch.device | str
+    ) -> None:
+        """Room for `size` requests of at most `max_blocks` pages.
+
+        Raises InvalidInput for a number below 1 and PoolExhausted when memory does not suffice.
+        """
+        check_positive("page_size", page_size)
+        super().__init__(size, max_blocks * page_size, device)
+        self.page_size = page_size
+        (self.block_table,) = self._allocate(max_blocks)
+        self._slots: torch.Tensor | None = None
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        if self._slots is None:
+            # A tensor made in inference mode could not be written outside of it later
+            with torch.inference_mode(False):
+                (self._slots,) = self._allocate(self.max_context_len)
+                self._offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
+            self._derive(self.block_table.shape[0], self.block_table.shape[1])
+        return self._slots
+
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
+        if page_size == self.page_size:
+            return self.block_table, page_size
+        return self.req_to_token, 1
+
+    def write(self, blocks: torch.Tensor, max_len: int) -> None:
+        """Take the pages [B, at least the pages of max_len] int of a step's requests, whose rows
+        are 1 to B. max_len: tokens of the longest one, or more. Does not synchronise.
+
+        Raises InvalidInput for more requests or pages than there is room for.
+        """
+        rows, width = blocks.shape[0] + 1, -(-max_len // self.page_size)
+        if rows > self.block_table.shape[0] or width > self.block_table.shape[1]:
+            got = f"{rows - 1} requests of up to {max_len} tokens"
+            expected = f"at most {self.size} of {self.max_context_len}"
+            raise InvalidInput("blocks", got=got, expected=expected)
+        self.block_table[1:rows, :width].copy_(blocks[:, :width])
+        if self._slots is not None:
+            self._derive(rows, width)
+
+    def _derive(self, rows: int, width: int) -> None:
+        """The slots of the first pages of the first rows but padding's."""
+        assert self._slots is not None
+        slots = self._slots.view(self.size + 1, -1, self.page_size)
+        first = (self.block_table[1:rows, :width] * self.page_size).unsqueeze(-1)
+        torch.add(first, self._offsets, out=slots[1:rows, :width])
+
+    def _allocate(self, columns: int) -> list[torch.Tensor]:
+        return allocate_zeroed(
+            [(self.size + 1, columns)],
+            dtype=torch.int32,
+            device=self.device,
+            what=f"request table of {self.size} requests of {columns} columns",
+            hint="lower the number of requests or the context length",
+        )

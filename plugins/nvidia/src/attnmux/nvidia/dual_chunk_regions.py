@@ -145,7 +145,7 @@ def regions_in_pool(
     regions = []
     for number, (width, (starts, lens)) in enumerate(zip(widths, pieces.keys(), strict=False)):
         table = page_table(
-            context.req_to_token_pool.req_to_token,
+            context.req_to_token_pool,
             pieces.rows,
             lens,
             page_size=group.keys.page_size,

@@ -185,7 +185,7 @@ class PageTables:
         table = tables.get((group.is_cross, group.page_size))
         if table is None:
             table = tables[group.is_cross, group.page_size] = page_table(
-                context.req_to_token_pool.req_to_token,
+                context.req_to_token_pool,
                 batch.req_pool_indices,
                 lens,
                 page_size=group.page_size,

@@ -45,8 +45,11 @@ class SlotGroup:
         return self.pool_group > 0
 
     def page_size(self, context: BackendContext) -> int:
-        """The row stride of the table that holds the places of the keys."""
-        return own_page_size(context) if self.has_own_table else 1
+        """The tokens of a column of the table that holds the places of the keys."""
+        page_size = own_page_size(context)
+        if self.has_own_table:
+            return page_size
+        return context.req_to_token_pool.columns_for(page_size)[1]
 
 
 def own_page_size(context: BackendContext) -> int:
@@ -107,10 +110,11 @@ class SlotTables:
                 self._translate(group, own.table, step)
             else:
                 self._look_up(group, own.table, slot_map, step)
+        table, tokens = self._context.req_to_token_pool.columns_for(self._page_size)
         self._request_table = Slots(
-            table=self._context.req_to_token_pool.req_to_token,
+            table=table,
             rows=step.batch.req_pool_indices,
-            page_size=1,
+            page_size=tokens,
             begins_with_encoder=step.batch.encoder_lens is not None,
         )
 

@@ -51,12 +51,13 @@ def make_setup(job: Job, load: Load) -> Setup:
     layer, page = layer_of(request), request.page_size or 1
     dtype = torch_dtype(request.dtype or "bfloat16")
     size = load.batch_size * -(-load.keys // page) * page
+    table = ReqToTokenPool(load.batch_size, load.keys, device)
     context = BackendContext(
         request=request,
         platform=job.platform,
         device=device,
         layers=(layer,),
-        req_to_token_pool=ReqToTokenPool(load.batch_size, load.keys, device),
+        req_to_token_pool=table,
         token_to_kv_pool=_pool(layer, request, size, device),
         workspace=Workspace(device),
         max_batch_size=load.batch_size,
@@ -64,7 +65,7 @@ def make_setup(job: Job, load: Load) -> Setup:
     )
     slots = PagedAllocator(size, page, device).alloc(size).view(-1, page)
     slots = slots[torch.randperm(len(slots), device=device)].view(load.batch_size, -1)
-    batch = _batch(load, context, slots[:, : load.keys])
+    batch = _batch(load, table, slots[:, : load.keys])
     rope = layer.qk_rope_head_dim
     shape = batch.num_tokens, layer.tp_q_head_num
     q = torch.randn(*shape, layer.qk_head_dim - rope, device=device).to(dtype)
@@ -126,9 +127,9 @@ def _pool(layer: LayerSpec, request: Request, size: int, device: torch.device) -
     return pool
 
 
-def _batch(load: Load, context: BackendContext, slots: torch.Tensor) -> ForwardBatch:
+def _batch(load: Load, table: ReqToTokenPool, slots: torch.Tensor) -> ForwardBatch:
     """slots: [B, keys] int64, of each request's tokens."""
-    table, device = context.req_to_token_pool, context.device
+    device = table.device
     rows = torch.tensor(table.alloc(load.batch_size), device=device)
     lens = torch.full((load.batch_size,), load.keys, dtype=torch.int32, device=device)
     table.write(rows, torch.zeros_like(lens), lens, slots.flatten())

@@ -144,7 +144,7 @@ class Extent:
 
 def listed_of(context: BackendContext, block: int) -> int:
     """`Keys.listed` of the pool's blocks."""
-    return bucket(-(-context.req_to_token_pool.req_to_token.shape[1] // block), LEAST_LISTED)
+    return bucket(-(-context.req_to_token_pool.max_context_len // block), LEAST_LISTED)
 
 
 def capacity_of(context: BackendContext, layer_id: int, block: int) -> int:
@@ -166,13 +166,14 @@ def keys_on_pages(
     width: an upper bound of a request's blocks; without it, finding the maximum synchronises.
     Two requests that share a page must hold it at the same column, as a shared prefix does.
     """
-    pool, table = context.token_to_kv_pool, context.req_to_token_pool.req_to_token
+    pool = context.token_to_kv_pool
     block = block_of_page(pool.page_size)
+    table, tokens = context.req_to_token_pool.columns_for(block)
     if width is None:
         width = max(1, -(-int(extent.stop.max()) // block))
     first = torch.arange(width, device=table.device) * block
-    in_row = first.clamp(max=table.shape[1] - 1)
-    slots = table[batch.req_pool_indices.unsqueeze(1), in_row]
+    in_row = (first // tokens).clamp(max=table.shape[1] - 1)
+    slots = table[batch.req_pool_indices.unsqueeze(1), in_row] * tokens
     blocks = pool.translate(slots, layer_id).long() // block
     is_read = (first + block > extent.start.unsqueeze(1)) & (first < extent.stop.unsqueeze(1))
     # Stale entries of the table, which may name another request's blocks, go to the unused place.

@@ -211,7 +211,7 @@ class FixedPlan:
     ) -> None:
         self.max_bs, self.max_num_tokens = max_bs, max_num_tokens
         block = block_of_page(context.token_to_kv_pool.page_size)
-        columns = context.req_to_token_pool.req_to_token.shape[1]
+        columns = context.req_to_token_pool.max_context_len
         self.width = -(-columns // block)
         """Blocks of the longest request that the table has room for."""
         self._listed = listed_of(context, block)

@@ -240,7 +240,7 @@ def _slots(
         return extend_positions(rows, spans.indptr.diff(), total=total).to(context.device)
     columns = spans.start if rule.is_cross else spans.start + lens.encoder
     slots = kv_indices(
-        context.req_to_token_pool.req_to_token,
+        context.req_to_token_pool,
         batch.req_pool_indices,
         spans.indptr.to(context.device),
         kv_start=columns.to(context.device),

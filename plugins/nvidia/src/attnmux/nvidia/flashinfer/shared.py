@@ -84,7 +84,7 @@ def page_indices(
     indptr: [B + 1] int32, host. page_size: of the view that kernels have of the pool. kv_start: [B]
     int32, the column where each request's keys begin. out: int32, whose front the pages go to.
     """
-    pool, table = context.token_to_kv_pool, context.req_to_token_pool.req_to_token
+    pool, table = context.token_to_kv_pool, context.req_to_token_pool
     indices = kv_indices(
         table,
         batch.req_pool_indices,

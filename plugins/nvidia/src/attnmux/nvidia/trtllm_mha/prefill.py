@@ -129,7 +129,7 @@ class StagedPrefill(Prefill):
         indptr = kv_indptr(batch.seq_lens, page_size=page_size)
         known = batch.seq_lens_cpu
         pages = kv_indices(
-            context.req_to_token_pool.req_to_token,
+            context.req_to_token_pool,
             batch.req_pool_indices,
             indptr,
             page_size=page_size,

@@ -1,0 +1,326 @@
+"""The classes that vLLM asks for: the backend, its metadata builder and its implementations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.config import (
+    get_current_vllm_config,
+    get_layers_from_vllm_config,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionImplBase,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MLAAttentionImpl,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from attnmux.core import AttnmuxError, NoBackend
+from attnmux.vllm.decision import Chooser, lines_of
+from attnmux.vllm.group import Group, Step
+from attnmux.vllm.layers import Asked
+from attnmux.vllm.plugin import NAME
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+REFUSED = {
+    "use_sparse": "sparse attention: attnmux has no indexer of vLLM's",
+    "use_mm_prefix": "tokens of images that see each other",
+    "use_per_head_quant_scales": "scales of K and V for each head",
+    "use_non_causal": "attention without causality in a decoder",
+    "use_pcp": "prefill context parallelism",
+    "use_dcp": "decode context parallelism",
+    "use_rswa": "reference sliding windows",
+    "use_adaptive_verification": "verification whose lengths only the device knows",
+}
+"""What vLLM may ask that no request can express."""
+
+
+class AttnmuxBackend(AttentionBackend):
+    """Every backend of attnmux, for MHA, GQA and MLA layers alike."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = []
+    """Empty: vLLM asks `validate_configuration` alone."""
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnmuxMetadataBuilder]:
+        return AttnmuxMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Slot after slot, with the heads of a slot next to each other."""
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def validate_configuration(  # vLLM's arguments, by name
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        attn_type: str = AttentionType.DECODER,
+        has_sliding_window: bool = False,
+        use_batch_invariant: bool = False,
+        **others: Any,  # noqa: ANN401  # flags and facts that no request has
+    ) -> list[str]:
+        """The solver's reasons; empty where a backend serves this."""
+        reasons = [text for name, text in REFUSED.items() if others.get(name)]
+        if attn_type != AttentionType.DECODER:
+            reasons.append(f"attention of type {attn_type}: only decoders' is served")
+        if reasons:
+            return reasons
+        config = get_current_vllm_config()
+        asked = Asked(
+            head_size=head_size,
+            dtype=dtype,
+            cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            use_mla=use_mla,
+            has_sink=has_sink,
+            has_sliding_window=has_sliding_window,
+            batch_invariant=use_batch_invariant,
+        )
+        try:
+            Chooser.here(config.device_config.device_type).decide(asked.request(config))
+        except AttnmuxError as refusal:
+            return lines_of(refusal)
+        return []
+
+
+class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
+    """The metadata of one KV cache group. The backend is made at the first step: before it vLLM
+    has not bound the caches."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._group: Group | None = None
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Decode steps of one token a request where a backend's card declares graphs."""
+        layers = _layers(vllm_config, kv_cache_spec)
+        asked = Asked(
+            head_size=kv_cache_spec.head_size,
+            dtype=vllm_config.model_config.dtype,
+            cache_dtype=layers[0].kv_cache_dtype,
+            block_size=kv_cache_spec.block_size,
+            use_mla=vllm_config.model_config.use_mla,
+            has_sink=any(getattr(layer, "has_sink", False) for layer in layers),
+            has_sliding_window=any(layer.sliding_window is not None for layer in layers),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+        chooser = Chooser.here(vllm_config.device_config.device_type)
+        try:
+            chooser.decide(asked.request(vllm_config).replace(origin="model", graph=True))
+        except NoBackend:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Step:
+        return self._ready(common_attn_metadata).step(common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
+        return self._ready(common_attn_metadata).step(common_attn_metadata, in_capture=True)
+
+    def _ready(self, common: CommonAttentionMetadata) -> Group:
+        if self._group is None:
+            config = self.vllm_config
+            found = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
+            self._group = Group(
+                {name: found[name] for name in self.layer_names},
+                config,
+                max_num_reqs=_max_num_reqs(config, self.kv_cache_spec),
+                width=common.block_table_tensor.shape[1],
+                graphs=config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+                device=self.device,
+            )
+        return self._group
+
+
+def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Requests of a step. vLLM cuts those of chunked attention at the ends of chunks."""
+    scheduler = config.scheduler_config
+    requests: int = scheduler.max_num_seqs
+    chunk = getattr(spec, "attention_chunk_size", None)
+    return requests if chunk is None else 2 * requests + scheduler.max_num_batched_tokens // chunk
+
+
+def _layers(config: VllmConfig, spec: KVCacheSpec) -> list[Any]:
+    """The layers that attnmux serves with caches of that kind."""
+    found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    ours = [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
+    return [each for each in ours if type(each.get_kv_cache_spec(config)) is type(spec)] or ours
+
+
+class Impl(AttentionImplBase):
+    """The implementation of a layer: `LatentImpl` for MLA, whose layers name the latent's rank, and
+    `DenseImpl` for all others. vLLM asks for one class before it says which."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DenseImpl | LatentImpl:  # noqa: ANN401  # theirs
+        made = LatentImpl if "kv_lora_rank" in kwargs else DenseImpl
+        return made(*args, **kwargs)
+
+
+class DenseImpl(AttentionImpl):
+    """Attention of an MHA or GQA layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        _refuse_alibi(alibi_slopes)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.shares_kv = kv_sharing_target_layer_name is not None
+        self.sinks = sinks
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401  # vLLM's Attention
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # a run that only measures memory
+            return output.zero_()
+        n = attn_metadata.num_actual_tokens
+        if self.shares_kv or key is None or value is None:  # they are in the cache
+            attn_metadata.forward(layer.layer_name, query[:n], None, None, out=output[:n])
+        else:
+            attn_metadata.forward(layer.layer_name, query[:n], key[:n], value[:n], out=output[:n])
+        return output
+
+
+class LatentImpl(MLAAttentionImpl):
+    """Attention of an MLA layer on the latent. vLLM multiplies K's half of `kv_b_proj` into Q and
+    V's half into the output, for all tokens of a step."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,  # noqa: ANN401  # dims and projections, which the layer has too
+    ) -> None:
+        _refuse_alibi(alibi_slopes)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank = latent["kv_lora_rank"]
+        self.q_pad_num_heads = None
+        self._new: tuple[torch.Tensor, ...] = ()
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Keep the new latents [T, rank] and rotary keys [T, 1, rope] for the `forward_mqa` that
+        follows: the backend writes them, at the slots of the step."""
+        self._new = kv_c_normed.unsqueeze(1), k_pe
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Step,
+        layer: Any,  # noqa: ANN401  # vLLM's MLAAttention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q: the absorbed queries [T, Hq, rank] and their rotary parts [T, Hq, rope]."""
+        whole = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        nope, rope = whole[..., : self.kv_lora_rank], whole[..., self.kv_lora_rank :]
+        k, k_rope = (new[: whole.shape[0]] for new in self._new)
+        self._new = ()
+        out = attn_metadata.forward(layer.layer_name, nope, k, None, q_rope=rope, k_rope=k_rope)
+        return out, None
+
+
+def _refuse_alibi(slopes: list[float] | None) -> None:
+    if slopes is not None:
+        raise NotImplementedError("attnmux serves no ALiBi slopes")

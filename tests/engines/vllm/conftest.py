@@ -1,0 +1,144 @@
+"""Real engines of vLLM on the CPU, which `nox -s vllm` installs; they are skipped without it.
+
+The checkpoints are random, small and in float32. Their weights are drawn wide, so that a wrong
+mask, page, scale or sink changes the text.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+if find_spec("vllm") is not None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.pop("TRITON_INTERPRET", None)  # of our kernels' tests; vLLM's kernels are compiled
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED: dict[str, Any] = {
+    **COMMON,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+
+
+def gqa() -> Any:
+    return transformers.LlamaConfig(**GROUPED)
+
+
+def windows() -> Any:
+    return transformers.MistralConfig(**GROUPED, sliding_window=24)
+
+
+def soft_cap() -> Any:
+    return transformers.Gemma2Config(
+        **{**GROUPED, "tie_word_embeddings": True},  # all that vLLM's class knows
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=32,
+        sliding_window=24,
+        layer_types=MIXED,
+    )
+
+
+def mixed_windows() -> Any:
+    return transformers.Gemma3TextConfig(
+        **GROUPED, query_pre_attn_scalar=32, sliding_window=24, layer_types=MIXED
+    )
+
+
+def sinks() -> Any:
+    return transformers.GptOssConfig(
+        **GROUPED,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=24,
+        layer_types=MIXED,
+    )
+
+
+def mla() -> Any:
+    """The dims of DeepSeek's latent, the only ones that the engine's own kernel has, and its scaled
+    rotary embedding: the CPU's kernel for plain ones misreads the slices that MLA gives it."""
+    return transformers.DeepseekV2Config(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=4,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    family.__name__: family for family in (gqa, windows, sinks, soft_cap, mla, mixed_windows)
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's checkpoint, written when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def of(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(0)
+            config = FAMILIES[family]()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                for name, values in model.named_parameters():
+                    if name.endswith("sinks"):
+                        values.normal_(1.0, 1.0)
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 120 tokens, more than run at once; most share a part of one prefix."""
+    rng = random.Random(1)
+    shared = [rng.randrange(256) for _ in range(70)]
+
+    def drawn(count: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(count)]
+
+    return [shared[: rng.randrange(70)] + drawn(rng.randrange(1, 50)) for _ in range(10)]

@@ -1,0 +1,129 @@
+"""vLLM with attnmux gives the text that it gives with its own backend, token for token."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+vllm = pytest.importorskip("vllm")
+distributed = pytest.importorskip("vllm.distributed")
+recall = pytest.importorskip("attnmux.transformers.recall")
+
+# vLLM and its dependencies warn of themselves
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GIB = 2**30
+CHUNKED = {"max_num_batched_tokens": 48}
+"""Prompts are longer: they are read in chunks, next to others that decode."""
+
+
+def texts(
+    model: Path, backend: str | None, prompts: Sequence[Any], *, rounds: int = 1, **engine: Any
+) -> list[list[int]]:
+    """The greedy tokens of prompts, asked `rounds` times; the engine keeps their prefixes."""
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": GIB // 8,
+        **engine,
+    }
+    llm = vllm.LLM(str(model), attention_backend=backend, seed=0, **arguments)
+    try:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        sampling.detokenize = not arguments["skip_tokenizer_init"]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = []
+        for _ in range(rounds):
+            results = llm.generate(asked, sampling, use_tqdm=False)
+            found += [list(result.outputs[0].token_ids) for result in results]
+        return found
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        distributed.cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@pytest.mark.parametrize("family", ["gqa", "windows", "sinks", "soft_cap", "mla", "mixed_windows"])
+def test_families(family, checkpoint, prompts):
+    model = checkpoint(family)
+    own = texts(model, "CPU_MLA" if family == "mla" else "CPU_ATTN", prompts)
+    ours = texts(model, "ATTNMUX", prompts, rounds=2, **CHUNKED)
+    assert ours == own + own
+    assert len({tuple(text) for text in own}) == len(prompts)
+
+
+@pytest.fixture(scope="module")
+def recalled() -> list[tuple[list[int], str]]:
+    """Prompts of the shipped checkpoint, as its bytes, and the right answers."""
+    rng = random.Random(0)
+    drawn = [recall.make_prompt(rng, 40 + 9 * i) for i in range(16)]
+    return [(list(prompt.encode()), answer) for prompt, answer in drawn]
+
+
+def answers(tokens: Sequence[Sequence[int]]) -> list[str]:
+    """The text before the end of each sequence."""
+    return [bytes(text[: text.index(END)]).decode() for text in tokens]
+
+
+END = 256
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine"),
+    [
+        ("ATTNMUX", {"block_size": 16}),
+        ("ATTNMUX", {"kv_cache_dtype": "fp8"}),
+        ("CUSTOM", {"enforce_eager": False, "dtype": "bfloat16"}),
+    ],
+    ids=["pages-of-16", "fp8", "compiled"],
+)
+def test_the_shipped_checkpoint(backend, engine, recalled):
+    prompts, right = zip(*recalled, strict=True)
+    found = texts(recall.PATH, backend, prompts, max_model_len=512, rounds=2, **CHUNKED | engine)
+    assert answers(found) == list(right) * 2
+
+
+def test_speculation_in_processes_of_their_own(checkpoint, prompts, monkeypatch):
+    # Its drafts import numba, after which vLLM 0.32 cannot start another engine in the process
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    repeated = [prompt * 2 for prompt in prompts if len(prompt) < 80]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    own = texts(checkpoint("gqa"), "CPU_ATTN", repeated)
+    ours = texts(checkpoint("gqa"), "ATTNMUX", repeated, speculative_config=speculation)
+    assert ours == own
+
+
+def test_a_vendors_plugin(recalled, monkeypatch):
+    """With no line about vLLM, and none about the vendor in attnmux-vllm."""
+    monkeypatch.setenv("ACME_SIMULATOR", "m2")
+    monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
+    prompts, right = zip(*recalled, strict=True)
+    found = texts(
+        recall.PATH, "ATTNMUX", prompts, max_model_len=512, dtype="bfloat16", block_size=64
+    )
+    assert answers(found) == list(right)
+
+
+def test_the_solvers_reasons_reach_the_user(checkpoint, monkeypatch):
+    monkeypatch.setenv("ATTNMUX_BACKEND", "fa3")
+    with pytest.raises(ValueError, match="is not valid for this configuration") as caught:
+        texts(checkpoint("gqa"), "ATTNMUX", [], block_size=48)
+    assert "fa3" in str(caught.value)
+    assert "vendor: wanted cpu, offered nvidia" in str(caught.value)
+
+
+def test_without_attnmux_the_engine_keeps_its_own(checkpoint, prompts):
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    assert registry.AttentionBackendEnum["CPU_ATTN"].get_class().get_name() == "CPU_ATTN"
+    assert texts(checkpoint("gqa"), None, prompts[:2]) == texts(
+        checkpoint("gqa"), "CPU_ATTN", prompts[:2]
+    )
