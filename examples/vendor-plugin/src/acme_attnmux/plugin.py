@@ -58,6 +58,7 @@ def _paged(dtype: str, kv_dtype: str, **more: Condition) -> Clause:
         sliding_window=ANY,
         graph=ANY,
         lse=ANY,
+        strided_kv=ANY,
         **more,
     )
 

@@ -100,7 +100,7 @@ class Group:
             list(self._specs.values()),
             dtype=config.model_config.dtype,
             page_size=page_size,
-        )
+        ).replace(origin="model", strided_kv=self.pool.is_strided)
         decide = chooser.decide_with_graphs if graphs else chooser.decide
         scheduler = config.scheduler_config
         table = BlockTable(max_num_reqs, width, page_size=page_size, device=device)
