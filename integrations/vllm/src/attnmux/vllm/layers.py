@@ -74,6 +74,7 @@ class Asked:
             given |= {
                 "num_kv_heads": model.get_num_kv_heads(parallel),
                 "head_dim": self.head_size,
+                "strided_kv": True,
             }
         return Request().replace(origin="model", **given)
 
