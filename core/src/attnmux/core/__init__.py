@@ -103,6 +103,8 @@ if TYPE_CHECKING:
     from attnmux.core.installed import load_plugins as load_plugins
     from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
     from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
+    from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
+    from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
     from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
     from attnmux.core.kv.pool import KVPool as KVPool
@@ -270,6 +272,10 @@ _NAMES_BY_MODULE = {
     "kv.allocator": (
         "PagedAllocator",
         "TokenAllocator",
+    ),
+    "kv.foreign": (
+        "ForeignKVPool",
+        "ForeignMLAPool",
     ),
     "kv.memory": (
         "free_host_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
+from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool
 from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
@@ -11,6 +12,8 @@ from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
 
 __all__ = [
+    "ForeignKVPool",
+    "ForeignMLAPool",
     "KVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
