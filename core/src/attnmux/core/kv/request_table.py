@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.arguments import check_positive
+from attnmux.core.arguments import check_positive, described
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
@@ -19,10 +19,20 @@ class ReqToTokenPool:
     the lengths of a batch say how many of its slots are valid.
     """
 
-    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        device: torch.device | str,
+        *,
+        req_to_token: torch.Tensor | None = None,
+    ) -> None:
         """Room for `size` requests of at most `max_context_len` tokens.
 
-        Raises InvalidInput for a size below 1 and PoolExhausted when memory does not suffice.
+        req_to_token: an engine's own table, used in place; the engine hands out its rows. None
+        allocates one.
+        Raises InvalidInput for a size below 1 or a table that does not fit, and PoolExhausted when
+        memory does not suffice.
         """
         check_positive("size", size)
         check_positive("max_context_len", max_context_len)
@@ -30,13 +40,19 @@ class ReqToTokenPool:
         self._available: int = size
         self.max_context_len = max_context_len
         self.device = torch.device(device)
-        (self.req_to_token,) = allocate_zeroed(
-            [(size + 1, max_context_len)],
-            dtype=torch.int32,
-            device=self.device,
-            what=f"request table of {size} requests of {max_context_len} tokens",
-            hint="lower the number of requests or the context length",
-        )
+        shape = (size + 1, max_context_len)
+        if req_to_token is None:
+            (req_to_token,) = allocate_zeroed(
+                [shape],
+                dtype=torch.int32,
+                device=self.device,
+                what=f"request table of {size} requests of {max_context_len} tokens",
+                hint="lower the number of requests or the context length",
+            )
+        elif req_to_token.shape != shape or req_to_token.dtype != torch.int32:
+            expected = f"{torch.int32} of shape {shape}"
+            raise InvalidInput("req_to_token", got=described(req_to_token), expected=expected)
+        self.req_to_token = req_to_token
         self.clear()
 
     def available_size(self) -> int:
