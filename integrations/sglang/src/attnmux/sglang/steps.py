@@ -156,9 +156,7 @@ def spec_input(theirs: Any, prefix_lens: torch.Tensor) -> SpecInput:  # noqa: AN
     torch.cumsum(width * (prefix_lens + width), 0, dtype=torch.int32, out=starts[1:])
     if mask.numel() == prefix_lens.shape[0] * width * width:
         mask = _with_prefix(mask.bool(), prefix_lens, width, starts)
-    return SpecInput(
-        draft_token_num=width, topk=topk, custom_mask=mask.bool(), mask_indptr=starts
-    )
+    return SpecInput(draft_token_num=width, topk=topk, custom_mask=mask.bool(), mask_indptr=starts)
 
 
 def _with_prefix(
