@@ -1,19 +1,37 @@
-"""SGLang's engine in processes of its own, forked from this one, which has imported SGLang once."""
+"""SGLang's engine in a child process for each run.
+
+SGLang ends the process that started an engine whose scheduler fails, so that a test needs one of its
+own. Children are forked from this process, which has imported SGLang once.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PLATFORM = "plain_cpu"
-"""SGLang's name of the platform in `plain_cpu/`."""
+ARGUMENTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "max_total_tokens": 4096,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 32,
+    "mem_fraction_static": 0.2,
+    "log_level": "info",
+    "random_seed": 0,
+}
+ENVIRONMENT = {"SGLANG_PLATFORM": "plain_cpu", "OMP_NUM_THREADS": "1"}
+"""The platform is the one in `plain_cpu/`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,65 +43,77 @@ class Answer:
     """Prompt tokens that an earlier request left in the cache."""
 
 
-Ask = Callable[..., list[Answer]]
+Asked = tuple[Sequence[Sequence[int]], Sequence[int]]
+"""Prompts, and how many tokens each generates."""
+Run = Callable[..., tuple[list[list[Answer]], str]]
 
 
-@contextmanager
-def engine(folder: Path, backend: str, **arguments: Any) -> Iterator[Ask]:
-    """`ask(prompts, lengths)` of an engine with that attention backend."""
-    sglang = pytest.importorskip("sglang")
-    given = {
-        "device": "cpu",
-        "dtype": "float32",
-        "attention_backend": backend,
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
-        "max_total_tokens": 4096,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 32,
-        "mem_fraction_static": 0.2,
-        "log_level": "error",
-        "random_seed": 0,
-    }
-    made = sglang.Engine(model_path=str(folder), **{**given, **arguments})
+class EngineFailed(Exception):
+    """The engine ended; the text is its log."""
 
-    def ask(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Answer]:
-        sampling = [
-            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
-        ]
-        results = made.generate(
-            input_ids=[list(prompt) for prompt in prompts], sampling_params=sampling
+
+def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:  # noqa: ANN401
+    os.setpgrp()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import sglang  # noqa: PLC0415  # known here, and the parent may lack it
+
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: set_start_method("fork", force=True)
+    engine = sglang.Engine(**given)
+    for prompts, lengths in rounds:
+        results = engine.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[
+                {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+                for length in lengths
+            ],
         )
-        return [
-            Answer(
-                token_ids=tuple(result["output_ids"]),
-                cached_tokens=result["meta_info"]["cached_tokens"],
-            )
-            for result in results
-        ]
-
-    try:
-        yield ask
-    finally:
-        made.shutdown()
+        connection.send(
+            [(result["output_ids"], result["meta_info"]["cached_tokens"]) for result in results]
+        )
+    engine.shutdown()
 
 
 @pytest.fixture
-def fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's processes are forked instead of spawned, and run on the test's platform."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`run(folder, backend, rounds, **arguments)` serves the rounds one after the other and returns
+    the answers of each, and the engine's log. Raises EngineFailed."""
     pytest.importorskip("sglang")
     pytest.importorskip("sglang_plain_cpu")
-    monkeypatch.setenv("SGLANG_PLATFORM", PLATFORM)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    set_start_method = multiprocessing.set_start_method
-    monkeypatch.setattr(
-        multiprocessing, "set_start_method", lambda *_, **__: set_start_method("fork", force=True)
-    )
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
+    def serve(
+        folder: Path, backend: str, rounds: Sequence[Asked], **arguments: Any
+    ) -> tuple[list[list[Answer]], str]:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        log = tmp_path / f"{backend}-{len(list(tmp_path.glob('*.log')))}.log"
+        given = {
+            "model_path": str(folder),
+            "attention_backend": backend,
+            **ARGUMENTS,
+            **arguments,
+        }
+        child = multiprocessing.get_context("fork").Process(
+            target=_child, args=(theirs, log, rounds, given)
+        )
+        child.start()
+        theirs.close()
+        answers = []
+        try:
+            for _ in rounds:
+                if not ours.poll(240):
+                    raise EngineFailed(f"no answer within 240 s\n{log.read_text()}")
+                answers.append(
+                    [Answer(token_ids=tuple(ids), cached_tokens=n) for ids, n in ours.recv()]
+                )
+        except EOFError:
+            raise EngineFailed(log.read_text()) from None
+        finally:
+            child.join(20)
+            child.kill()
+        return answers, log.read_text()
 
-@pytest.fixture
-def run(fork: None) -> Callable[..., Any]:
-    """`run(folder, backend, **arguments)`: see `engine`."""
-    return partial(engine)
+    return serve

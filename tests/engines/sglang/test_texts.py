@@ -39,7 +39,11 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         **BASE, head_dim=16, sliding_window=6, layer_types=ALTERNATING
     ),
     "soft cap": lambda: transformers.Gemma2Config(
-        **BASE, head_dim=16, sliding_window=6, attn_logit_softcapping=2.0
+        **BASE,
+        head_dim=16,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        hidden_act="gelu_pytorch_tanh",
     ),
     "sinks": lambda: transformers.GptOssConfig(
         **BASE,
@@ -65,12 +69,23 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         topk_group=1,
         topk_method="greedy",
         first_k_dense_replace=3,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     ),
 }
 
 OWN = {"gqa", "windows", "mixed windows"}
 """Families that SGLang's own backend for this platform, torch_native, serves. It has no logit cap,
 no sinks and no latents: there, transformers' eager attention is the reference."""
+RECALL = Path(recall.__file__).parent
 NUM_TOKENS = [12, 5, 17, 9, 3, 14, 8, 11]
 
 
@@ -86,18 +101,16 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 def test_a_random_model_gives_the_same_tokens(
     family: str, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    model = save(family, tmp_path)
-    prompts = _prompts(97)
-    with run(tmp_path, "attnmux") as ask:
-        got = ask(prompts, NUM_TOKENS)
-        again = ask(prompts, NUM_TOKENS)
+    folder = tmp_path / "model"
+    model = save(family, folder)
+    asked = _prompts(97), NUM_TOKENS
+    (got, again), _ = run(folder, "attnmux", [asked, asked])
     if family in OWN:
-        with run(tmp_path, "torch_native") as ask:
-            expected = [each.token_ids for each in ask(prompts, NUM_TOKENS)]
+        (own,), _ = run(folder, "torch_native", [asked])
+        expected = [each.token_ids for each in own]
     else:
         expected = [
-            tuple(greedy(model, prompt, length))
-            for prompt, length in zip(prompts, NUM_TOKENS, strict=True)
+            tuple(greedy(model, prompt, length)) for prompt, length in zip(*asked, strict=True)
         ]
     assert [each.token_ids for each in got] == expected
     assert [each.token_ids for each in again] == expected
@@ -112,15 +125,14 @@ def test_a_random_model_gives_the_same_tokens(
 def test_the_shipped_checkpoint_gives_the_same_tokens(
     changes: dict[str, Any], count: int, run: Callable[..., Any]
 ) -> None:
-    folder = Path(recall.__file__).parent
     rng = random.Random(1)
     asked = [recall.make_prompt(rng, rng.choice((32, 90, 200, 400))) for _ in range(count)]
     prompts = [list(prompt.encode()) for prompt, _ in asked]
     lengths = [len(answer) for _, answer in asked]
     texts = {}
     for backend in ("attnmux", "torch_native"):
-        with run(folder, backend, **changes) as ask:
-            texts[backend] = [each.token_ids for each in ask(prompts, lengths)]
+        (answers,), _ = run(RECALL, backend, [(prompts, lengths)], **changes)
+        texts[backend] = [each.token_ids for each in answers]
     assert texts["attnmux"] == texts["torch_native"]
     assert [bytes(text).decode() for text in texts["attnmux"]] == [answer for _, answer in asked]
 

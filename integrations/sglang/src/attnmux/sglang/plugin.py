@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from attnmux.sglang.versions import check_version
@@ -34,6 +35,14 @@ def register() -> None:
     add_deterministic_attention_backend_choices([NAME])
     register_attention_backend(NAME)(create)
     HookRegistry.register(
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        _adjusting,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.arg_groups.model_hook.attention_backends_of", _for_sinks, HookType.AROUND
+    )
+    HookRegistry.register(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
         _with_drafts,
         HookType.AROUND,
@@ -47,6 +56,29 @@ def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's Model
 
     serve_latent(NAME)
     return AttnmuxAttnBackend(runner)
+
+
+ADJUSTED: ContextVar[bool] = ContextVar("attnmux_sglang_adjusted", default=False)
+"""Whether SGLang adjusts the arguments of gpt-oss, for which it lists the backends by name."""
+
+
+def _adjusting(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    from sglang.srt.arg_groups.model_hook import model_config_of
+
+    architectures = model_config_of(server_args).hf_config.architectures or ()
+    token = ADJUSTED.set("GptOssForCausalLM" in architectures)
+    try:
+        return original(server_args, *args, **kwargs)
+    finally:
+        ADJUSTED.reset(token)
+
+
+def _for_sinks(original: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """In SGLang's check of gpt-oss alone, attnmux counts as a backend with sinks that is listed."""
+    backends = original(*args, **kwargs)
+    if not ADJUSTED.get():
+        return backends
+    return tuple("triton" if name == NAME else name for name in backends)
 
 
 def _with_drafts(
