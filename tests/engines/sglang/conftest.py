@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -54,9 +55,10 @@ class EngineFailed(Exception):
 
 def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:  # noqa: ANN401
     os.setpgrp()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    # pytest has put objects of its own in place of both streams
+    sys.stdout = sys.stderr = log.open("a", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
     import sglang  # noqa: PLC0415  # known here, and the parent may lack it
 
     set_start_method = multiprocessing.set_start_method

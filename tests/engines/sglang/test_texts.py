@@ -39,10 +39,11 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         **BASE, head_dim=16, sliding_window=6, layer_types=ALTERNATING
     ),
     "soft cap": lambda: transformers.Gemma2Config(
-        **BASE,
+        **{**BASE, "tie_word_embeddings": True},
         head_dim=16,
         sliding_window=6,
         attn_logit_softcapping=2.0,
+        final_logit_softcapping=None,  # by a kernel of Triton in SGLang
         hidden_act="gelu_pytorch_tanh",
     ),
     "sinks": lambda: transformers.GptOssConfig(
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         topk_group=1,
         topk_method="greedy",
         first_k_dense_replace=3,
+        moe_layer_freq=1,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
