@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
     from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
+    from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
     from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
     from attnmux.core.kv.pool import KVPool as KVPool
@@ -283,6 +284,7 @@ _NAMES_BY_MODULE = {
     "kv.foreign": (
         "ForeignKVPool",
         "ForeignMLAPool",
+        "ForeignRequestTable",
     ),
     "kv.memory": (
         "free_host_memory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
-from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool
+from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool, ForeignRequestTable
 from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
@@ -15,6 +15,7 @@ __all__ = [
     "BlockTable",
     "ForeignKVPool",
     "ForeignMLAPool",
+    "ForeignRequestTable",
     "KVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",

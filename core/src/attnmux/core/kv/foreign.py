@@ -1,4 +1,4 @@
-"""KV pools over the cache of an engine: memory that attnmux uses but did not allocate."""
+"""KV pools and a request table over an engine's: memory that attnmux uses but did not allocate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from attnmux.core.arguments import check_positive, described
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, word_dtype
 from attnmux.core.kv.quantise import quantise
+from attnmux.core.kv.request_table import RequestTable
 
 
 class ForeignKVPool(KVPool):
@@ -159,6 +160,28 @@ class ForeignMLAPool(KVPool):
         nope_words, rope_words = self._words[layer.layer_id]
         _write(nope_words, loc, quantise(k_nope, self.dtype, k_scale))
         _write(rope_words, loc, quantise(k_rope, self.dtype, k_scale))
+
+
+class ForeignRequestTable(RequestTable):
+    """An engine's own table of slots, used in place. The engine hands out its rows."""
+
+    def __init__(self, req_to_token: torch.Tensor) -> None:
+        """req_to_token: [rows, max_context_len] int32; row 0 belongs to padding.
+
+        Raises InvalidInput for another dtype or shape.
+        """
+        if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or len(req_to_token) < 2:
+            expected = "torch.int32 of shape (rows of requests + 1, max_context_len)"
+            raise InvalidInput("req_to_token", got=described(req_to_token), expected=expected)
+        super().__init__(req_to_token.shape[0] - 1, req_to_token.shape[1], req_to_token.device)
+        self._req_to_token = req_to_token
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        return self._req_to_token
+
+    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
+        return self._req_to_token, 1
 
 
 def _check_buffer(layer_id: int, buffer: torch.Tensor, first: torch.Tensor) -> None:

@@ -1,0 +1,10 @@
+"""Attention backends of attnmux inside SGLang. Importing this module imports no torch and no SGLang.
+
+SGLang finds `plugin.py` through its entry points.
+"""
+
+from __future__ import annotations
+
+from attnmux.sglang.versions import TRIED, SglangVersionWarning
+
+__all__ = ["TRIED", "SglangVersionWarning"]

@@ -1,0 +1,104 @@
+"""The entry point that every process of SGLang calls. SGLang is imported when it runs."""
+
+# ruff: noqa: PLC0415  # SGLang is imported after its version was checked
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from attnmux.sglang.versions import check_version
+
+if TYPE_CHECKING:
+    from attnmux.sglang.backend import AttnmuxAttnBackend
+
+NAME = "attnmux"
+
+
+def register() -> None:
+    """Make `--attention-backend attnmux` known, and its flags for prefill, decode and drafts.
+
+    Warns of an SGLang that was not tried and registers nothing there.
+    """
+    if not check_version():
+        return
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_draft_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_attention_backend_choices([NAME])
+    add_draft_attention_backend_choices([NAME])
+    add_deterministic_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(create)
+    HookRegistry.register(
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        _adjusting,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.arg_groups.model_hook.attention_backends_of", _for_sinks, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+        _with_drafts,
+        HookType.AROUND,
+    )
+
+
+def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's ModelRunner
+    """The backend of a model runner, whose pools and request table exist."""
+    from attnmux.sglang.backend import AttnmuxAttnBackend
+    from attnmux.sglang.latent import serve_latent
+
+    serve_latent(NAME)
+    return AttnmuxAttnBackend(runner)
+
+
+ADJUSTED: ContextVar[bool] = ContextVar("attnmux_sglang_adjusted", default=False)
+"""Whether SGLang adjusts the arguments of gpt-oss, for which it lists the backends by name."""
+
+
+def _adjusting(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    from sglang.srt.arg_groups.model_hook import model_config_of
+
+    architectures = model_config_of(server_args).hf_config.architectures or ()
+    token = ADJUSTED.set("GptOssForCausalLM" in architectures)
+    try:
+        return original(server_args, *args, **kwargs)
+    finally:
+        ADJUSTED.reset(token)
+
+
+def _for_sinks(original: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """In SGLang's check of gpt-oss alone, attnmux counts as a backend with sinks that is listed."""
+    backends = original(*args, **kwargs)
+    if not ADJUSTED.get():
+        return backends
+    return tuple("triton" if name == NAME else name for name in backends)
+
+
+def _with_drafts(
+    original: Any,  # noqa: ANN401  # the method that SGLang's hook passes
+    factory: Any,  # noqa: ANN401  # SGLang's DraftBackendFactory
+    backend_name: str,
+    backend_map: dict[str, Any],
+    *args: Any,  # noqa: ANN401
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Add attnmux to the draft backends that SGLang's factory knows."""
+
+    def make() -> tuple[str, Any]:
+        from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend
+
+        if kwargs.get("stamps_children"):  # drafts of several steps, by SGLang's own sign
+            steps = factory.speculative_num_steps
+            return NAME, AttnmuxMultiStepDraftBackend(
+                factory.draft_model_runner, topk=factory.topk, num_steps=steps
+            )
+        return NAME, create(factory.draft_model_runner)
+
+    return original(factory, backend_name, {**backend_map, NAME: make}, *args, **kwargs)

@@ -1,0 +1,79 @@
+"""What users of SGLang meet: errors, versions, the choice of phases, and plugins of vendors."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("attnmux.sglang")
+
+import attnmux.transformers.recall as recall
+from attnmux.sglang import TRIED, SglangVersionWarning, plugin, versions
+
+RECALL = Path(recall.__file__).parent
+
+
+def _asked(count: int) -> tuple[tuple[list[list[int]], list[int]], list[str]]:
+    rng = random.Random(2)
+    pairs = [recall.make_prompt(rng, 120) for _ in range(count)]
+    prompts = [list(prompt.encode()) for prompt, _ in pairs]
+    return (prompts, [len(answer) for _, answer in pairs]), [answer for _, answer in pairs]
+
+
+def test_a_vendors_plugin_serves_the_engine(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("acme_attnmux")
+    monkeypatch.setenv("ACME_SIMULATOR", "m1")
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "acme")
+    asked, answers = _asked(8)
+    (got,), log = run(RECALL, "attnmux", [asked], page_size=16, dtype="bfloat16")
+    assert [bytes(each.token_ids).decode() for each in got] == answers
+    assert "acme_paged" in log
+
+
+def test_fp8_caches_give_right_answers(run: Callable[..., Any]) -> None:
+    asked, answers = _asked(8)
+    (got,), log = run(RECALL, "attnmux", [asked], kv_cache_dtype="fp8_e4m3")
+    assert [bytes(each.token_ids).decode() for each in got] == answers
+    assert "torch_native" in log
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("attnmux", "torch_native"), ("torch_native", "attnmux")]
+)
+def test_a_phase_of_its_own(prefill: str, decode: str, run: Callable[..., Any]) -> None:
+    asked, answers = _asked(4)
+    flags = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    (got,), _ = run(RECALL, "attnmux", [asked], **flags)
+    assert [bytes(each.token_ids).decode() for each in got] == answers
+
+
+def test_the_solvers_reasons_are_the_engines_error(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNMUX_BACKEND", "fa3")
+    refused = "ValueError: --attention-backend attnmux: .*'fa3'.* pip install attnmux-nvidia"
+    with pytest.raises(Exception, match=refused):  # EngineFailed, of a conftest without a name
+        run(RECALL, "attnmux", [_asked(1)[0]])
+
+
+def test_another_version_is_a_warning_that_names_the_tried_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda _: "0.9.0")
+    with pytest.warns(SglangVersionWarning, match=r"sglang>=0\.5\.23.* found sglang 0\.9\.0"):
+        plugin.register()
+
+
+def test_the_installed_version_is_the_pinned_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert versions.check_version()
+    assert [each.pinned for each in TRIED] == ["0.5.23"]
