@@ -1,7 +1,7 @@
 """SGLang's engine in a child process for each run.
 
-SGLang ends the process that started an engine whose scheduler fails, so that a test needs one of its
-own. Children are forked from this process, which has imported SGLang once.
+SGLang ends the process that started an engine whose scheduler fails, so that a test needs one of
+its own. Children are forked from this process, which has imported SGLang once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EngineFailed(Exception):
     """The engine ended; the text is its log."""
 
 
-def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:  # noqa: ANN401
+def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:
     os.setpgrp()
     # pytest has put objects of its own in place of both streams
     sys.stdout = sys.stderr = log.open("a", buffering=1)

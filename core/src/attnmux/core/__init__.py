@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnmux.core.building import build as build
     from attnmux.core.building import make_first as make_first
     from attnmux.core.call import AttentionCall as AttentionCall
+    from attnmux.core.chooser import Chooser as Chooser
     from attnmux.core.choosing.ask.policy import Policy as Policy
     from attnmux.core.choosing.ask.request import Request as Request
     from attnmux.core.choosing.common.frozen import FrozenMapping as FrozenMapping
@@ -162,6 +163,7 @@ _NAMES_BY_MODULE = {
         "make_first",
     ),
     "call": ("AttentionCall",),
+    "chooser": ("Chooser",),
     "choosing.ask.policy": ("Policy",),
     "choosing.ask.request": ("Request",),
     "choosing.common.frozen": ("FrozenMapping",),

@@ -1,4 +1,4 @@
-"""Attention backends of attnmux inside SGLang. Importing this module imports no torch and no SGLang.
+"""Attention backends of attnmux inside SGLang. Importing this module imports neither of the two.
 
 SGLang finds `plugin.py` through its entry points.
 """

@@ -15,5 +15,5 @@ def serve_latent(name: str) -> None:
     handlers.AttentionBackendRegistry.register(name, _absorbed)
 
 
-def _absorbed(attn: Any, forward_batch: Any) -> AttnForwardMethod:  # noqa: ANN401, ARG001  # SGLang's
+def _absorbed(attn: Any, forward_batch: Any) -> AttnForwardMethod:  # noqa: ANN401  # SGLang's
     return AttnForwardMethod.MLA

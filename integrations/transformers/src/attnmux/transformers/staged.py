@@ -17,27 +17,20 @@ import torch
 
 from attnmux.core import (
     BackendContext,
+    Chooser,
     Decision,
     ForwardBatch,
     ForwardMode,
     InvalidInput,
     KVPool,
     LayerSpec,
-    Platform,
-    Plugins,
     ReqToTokenPool,
-    Settings,
     Workspace,
     build,
-    detect,
-    launch_file,
-    load_plugins,
     make_first,
-    pick_platform,
-    read_measurements,
 )
 from attnmux.transformers.attention import ModelCall
-from attnmux.transformers.decision import RunnerOptions, decide, request_of, without
+from attnmux.transformers.decision import request_of
 from attnmux.transformers.layers import layer_of
 from attnmux.transformers.pools import make_pool
 from attnmux.transformers.probe import Reach
@@ -114,7 +107,7 @@ class StagedLayer:
         sinks: torch.Tensor | None,
         decision: Decision,
         stage: Stage,
-        options: RunnerOptions,
+        chooser: Chooser,
     ) -> None:
         """sinks: as the model passes them; `layer` has a copy."""
         self.layer, self.stage, self.decision = layer, stage, decision
@@ -130,8 +123,8 @@ class StagedLayer:
             workspace=Workspace(device),
             max_batch_size=stage.room.batch_size,
             max_context_len=stage.room.context_len,
-            launches=options.launches,
-            debug=options.debug,
+            launches=chooser.launches,
+            debug=chooser.debug,
         )
         self.backend = build(decision, self.context)
         self._lens: Lens | None = None
@@ -199,7 +192,7 @@ class StagedAttention:
         self._by_module: WeakKeyDictionary[torch.nn.Module, StagedLayer] = WeakKeyDictionary()
         self._by_kind: WeakValueDictionary[Kind, StagedLayer] = WeakValueDictionary()
         self._stages: WeakValueDictionary[tuple[object, ...], Stage] = WeakValueDictionary()
-        self._installed: tuple[Settings, Plugins] | None = None
+        self._choosers: dict[str, Chooser] = {}
 
     def attend(
         self, module: torch.nn.Module, call: ModelCall, reach: Reach, lens: Lens
@@ -246,27 +239,24 @@ class StagedAttention:
         return shared
 
     def _make(self, layer: LayerSpec, call: ModelCall, kind: Kind, room: Room) -> StagedLayer:
-        settings, plugins = self._installed or self._load()
-        device, options = call.q.device, _options(settings, room)
+        device = call.q.device
+        chooser = self._choosers.get(device.type)
+        if chooser is None:
+            chooser = self._choosers[device.type] = Chooser.here(device.type)
         request = request_of([layer], call.q.dtype)
-        platform = _platform(plugins, settings, device)
+        request = request.replace(origin="model", phases=("extend", "decode"))
 
         def make(decision: Decision) -> StagedLayer:
             stage = self._stage(layer, decision, room, device)
-            return StagedLayer(layer, kind, call.sinks, decision, stage, options)
+            return StagedLayer(layer, kind, call.sinks, decision, stage, chooser)
 
         made = make_first(
-            lambda failed: decide(request, platform, plugins.offers(), without(failed, options)),
+            lambda failed: chooser.decide(request, failed),
             make,
             lambda failure, decision: LOG.warning("%s; instead %s", failure, decision.summary()),
         )
         LOG.info("%s", made.decision.summary())
         return made
-
-    def _load(self) -> tuple[Settings, Plugins]:
-        settings = Settings.load()
-        self._installed = settings, load_plugins(settings=settings)
-        return self._installed
 
     def _stage(
         self, layer: LayerSpec, decision: Decision, room: Room, device: torch.device
@@ -284,27 +274,3 @@ class StagedAttention:
 def _kind(call: ModelCall, reach: Reach) -> Kind:
     heads = (call.q.shape[1], *call.k.shape[1:], call.v.shape[2])
     return (*heads, call.scaling, call.logit_cap, reach, call.q.dtype, call.q.device)
-
-
-def _options(settings: Settings, room: Room) -> RunnerOptions:
-    measured, tuned = settings.measurements_file(), settings.launches_file()
-    return RunnerOptions(
-        max_batch_size=room.batch_size,
-        max_context_len=room.context_len,
-        graph=False,
-        policy=settings.policy(),
-        measurements=() if measured is None else read_measurements(measured).found,
-        launches=() if tuned is None else launch_file(tuned).read().found,
-        debug=settings.debug,
-    )
-
-
-def _platform(plugins: Plugins, settings: Settings, device: torch.device) -> Platform:
-    """The platform of a device. Raises InvalidInput where no plugin knows it."""
-    detection = detect(plugins)
-    found = tuple(one for one in detection.platforms if one.device_type == device.type)
-    if not found:
-        known = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        raise InvalidInput("query", got=f"a tensor on {device}", expected=f"one on {known}")
-    wanted = settings.platform if len(found) > 1 else None
-    return pick_platform(replace(detection, platforms=found), wanted)

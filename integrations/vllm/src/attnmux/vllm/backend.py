@@ -24,8 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from attnmux.core import AttnmuxError, NoBackend
-from attnmux.vllm.decision import Chooser, lines_of
+from attnmux.core import AttnmuxError, Chooser, NoBackend
 from attnmux.vllm.group import Group, Step
 from attnmux.vllm.layers import Asked
 from attnmux.vllm.plugin import NAME
@@ -123,7 +122,7 @@ class AttnmuxBackend(AttentionBackend):
         try:
             Chooser.here(config.device_config.device_type).decide(asked.request(config))
         except AttnmuxError as refusal:
-            return lines_of(refusal)
+            return [line.strip() for line in str(refusal).splitlines() if line.strip()]
         return []
 
 

@@ -14,6 +14,7 @@ from attnmux.core import (
     BackendContext,
     BackendFailed,
     BlockTable,
+    Chooser,
     Decision,
     ForeignKVPool,
     ForeignMLAPool,
@@ -24,7 +25,6 @@ from attnmux.core import (
     build,
     make_first,
 )
-from attnmux.vllm.decision import Chooser
 from attnmux.vllm.layers import dense_spec, latent_spec, request_of, slots_of
 from attnmux.vllm.steps import StepBuilder
 

@@ -1,4 +1,4 @@
-"""The choice of a backend inside SGLang: the plugins, the platform and the settings, read once."""
+"""A machine's choice of a backend, for an engine that asks for one layer after another."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnmux.core import (
-    BackendFailed,
-    Decision,
-    InvalidInput,
-    Measurement,
-    NoBackend,
-    Offer,
-    Platform,
-    Policy,
-    Request,
-    Settings,
-    TunedLaunch,
-    detect,
-    launch_file,
-    load_plugins,
-    pick_platform,
-    read_measurements,
-    solve_measured,
-)
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.measured.measurement import Measurement, read_measurements
+from attnmux.core.choosing.measured.ranking import solve_measured
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
+from attnmux.core.installed import load_plugins
+from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chooser:
-    """Everything that a choice depends on, besides the request."""
+    """Everything that a choice depends on besides the request: plugins, platform and settings."""
 
     platform: Platform
     offers: tuple[Offer, ...]
