@@ -1,4 +1,4 @@
-"""Attention backends of attnmux inside SGLang. Importing this module imports neither of the two.
+"""Attention backends of attnmux inside SGLang. Importing this module imports no torch, no SGLang.
 
 SGLang finds `plugin.py` through its entry points.
 """
