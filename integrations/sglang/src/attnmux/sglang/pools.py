@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SglangSWAKVPool
 
 from attnmux.core import (
     ForeignKVPool,
@@ -16,8 +18,6 @@ from attnmux.core import (
     LayerSpec,
     SWAKVPool,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SglangSWAKVPool
 
 
 def kv_pool(theirs: Any, layers: Sequence[LayerSpec]) -> KVPool:  # noqa: ANN401  # any pool of SGLang
@@ -64,7 +64,7 @@ def _buffers(theirs: Any, layers: Sequence[LayerSpec], page_size: int) -> KVPool
 
 
 class SglangWindowPool(SWAKVPool):
-    """A pool with window layers, whose allocator keeps the table that translates slots."""
+    """SGLang's pool with window layers, whose allocator keeps the table that translates slots."""
 
     def __init__(self, theirs: SglangSWAKVPool, *, full: KVPool, swa: KVPool) -> None:
         super().__init__(full=full, swa=swa)

@@ -1,4 +1,4 @@
-"""SGLang's description of a step as a `ForwardBatch`, with a graph's inputs at fixed addresses."""
+"""SGLang's description of a step as a `ForwardBatch`, in tensors at fixed addresses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, SpecInput, extend_positions
-from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
 MODES = {
     SglangMode.EXTEND: ForwardMode.EXTEND,
@@ -92,6 +92,7 @@ class StepBuilder:
     ) -> ForwardBatch:
         size = theirs.batch_size
         new_lens, prefix_lens = _front(self._new_lens, size), _front(self._prefix_lens, size)
+        new_cpu: torch.Tensor | None
         each = _tokens_of_each(theirs, mode)
         if each is not None:
             new_lens.fill_(each)
