@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as SglangBackend
 
 from attnmux.core import (
     AttentionBackend,
@@ -27,7 +28,6 @@ from attnmux.sglang.layers import record_layers, request_of
 from attnmux.sglang.plugin import NAME
 from attnmux.sglang.pools import kv_pool, request_table
 from attnmux.sglang.steps import StepBuilder
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as SglangBackend
 
 logger = logging.getLogger(__name__)
 

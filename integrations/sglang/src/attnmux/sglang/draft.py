@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
+
 from attnmux.core import InvalidInput
 from attnmux.sglang.backend import AttnmuxAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
 
 
 class AttnmuxMultiStepDraftBackend:

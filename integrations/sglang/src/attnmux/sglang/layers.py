@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from attnmux.core import InvalidInput, LayerSpec, Request, dtype_name
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 
 def record_layers(runner: Any) -> tuple[LayerSpec, ...]:  # noqa: ANN401  # SGLang's ModelRunner

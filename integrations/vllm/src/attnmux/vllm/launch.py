@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def launch(decision: Decision, model: str) -> list[str]:
-    """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype."""
+    """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype. A page of 1
+    means that any will do."""
     words = ["vllm", "serve", model, "--attention-backend", "ATTNMUX"]
-    words += ["--block-size", str(decision.page_size)]
+    if decision.page_size > 1:
+        words += ["--block-size", str(decision.page_size)]
     if decision.kv_dtype != decision.request.dtype:
         words += ["--kv-cache-dtype", decision.kv_dtype]
     return words
