@@ -9,8 +9,10 @@ if TYPE_CHECKING:
 
 
 def launch(decision: Decision, model: str) -> list[str]:
-    """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype. A page of 1
-    means that any will do."""
+    """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype.
+
+    A page size of 1 means that every page size will do: vLLM's own choice stays.
+    """
     words = ["vllm", "serve", model, "--attention-backend", "ATTNMUX"]
     if decision.page_size > 1:
         words += ["--block-size", str(decision.page_size)]
