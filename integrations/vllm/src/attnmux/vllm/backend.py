@@ -144,7 +144,8 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Decode steps of one token a request where a backend's card declares graphs."""
+        """Decode steps of one token a request where a backend's card declares graphs, and without
+        debugging, whose checks synchronise."""
         layers = _layers(vllm_config, kv_cache_spec)
         asked = Asked(
             head_size=kv_cache_spec.head_size,
@@ -160,6 +161,8 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         try:
             chooser.decide(asked.request(vllm_config).replace(origin="model", graph=True))
         except NoBackend:
+            return AttentionCGSupport.NEVER
+        if chooser.debug:
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 

@@ -91,7 +91,6 @@ class Group:
         is_latent = hasattr(first, "kv_lora_rank")
         spec_of = latent_spec if is_latent else dense_spec
         self._specs = {name: spec_of(i, layer) for i, (name, layer) in enumerate(layers.items())}
-        self._graphs = graphs
         page_size = first.kv_cache.shape[1 if is_latent else 2]
         self.pool = _pool(layers, self._specs, page_size)
         chooser = Chooser.here(device.type)
@@ -126,7 +125,7 @@ class Group:
 
         self.backend = make_first(lambda failed: decide(request, failed), make, _tell)
         logger.info("%d layers, %s", len(layers), self.decision.summary())
-        if graphs:
+        if self.decision.request.graph:
             self.backend.init_cuda_graph_state(table.size, scheduler.max_num_batched_tokens)
         self._steps = StepBuilder(
             table,
@@ -140,11 +139,12 @@ class Group:
     def step(self, common: CommonAttentionMetadata, *, in_capture: bool = False) -> Step:
         """Prepare a step, as far as the host does it."""
         batch = self._steps.step(common)
-        if self.backend.context.debug:
+        debug = self.backend.context.debug
+        if debug:
             self.backend.init_forward_metadata(batch)
         else:
             self.backend.init_forward_metadata_out_graph(batch, in_capture)
-        return Step(self, batch, common.num_actual_tokens)
+        return Step(self, batch, common.num_actual_tokens, prepared=debug)
 
 
 def _pool(layers: Mapping[str, Any], specs: Mapping[str, LayerSpec], page_size: int) -> KVPool:
