@@ -7,11 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
     Decision,
+    ForeignKVPool,
     HybridAttnBackend,
     build,
     building,
@@ -75,6 +77,24 @@ def test_different_backends_make_a_hybrid() -> None:
     assert type(backend.prefill) is FakeBackend
     assert type(backend.decode) is OtherBackend
     assert backend.context is context
+
+
+def test_strided_keys_have_to_be_asked_for() -> None:
+    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
+    context = context_of(CASE)
+    pool = context.token_to_kv_pool
+    side_by_side = {
+        layer_id: torch.cat(pool.get_kv_buffer(layer_id), -1).split(pool.head_dim, -1)
+        for layer_id in pool.layer_ids
+    }
+    strided = ForeignKVPool(side_by_side, page_size=pool.page_size)
+    with pytest.raises(InvalidInput, match="choose again with strided_kv set"):
+        build(decision, replace(context, token_to_kv_pool=strided))
+    request = CASE.request.replace(strided_kv=True)
+    offers = [Offer(card=fake_card(phase=one_of("extend", "decode")), plugin="fakes")]
+    again = solve(request, fake_platform(), offers)
+    asked = replace(context, token_to_kv_pool=strided, request=again.request)
+    assert type(build(again, asked)) is FakeBackend
 
 
 def test_a_context_of_another_request() -> None:
