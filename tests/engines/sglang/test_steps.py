@@ -15,6 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMo
 
 from attnmux.core import ForwardMode, InvalidInput
 from attnmux.core.spec import tree_mask, tree_visibility
+from attnmux.sglang import plugin
 from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend
 from attnmux.sglang.steps import StepBuilder
 
@@ -112,3 +113,17 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_a_draft_tree_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="--speculative-draft-attention-backend"):
         AttnmuxMultiStepDraftBackend(SimpleNamespace(), topk=2, num_steps=3)
+
+
+def test_sglangs_factory_of_drafts_knows_attnmux() -> None:
+    """The hook that SGLang's registry calls, with a factory that asks for a tree."""
+    factory = SimpleNamespace(draft_model_runner=SimpleNamespace(), topk=2, speculative_num_steps=3)
+
+    def original(self: Any, name: str, known: dict[str, Any], *, stamps_children: bool) -> Any:
+        assert set(known) == {"triton", "attnmux"}
+        return known["attnmux"]()
+
+    with pytest.raises(ValueError, match=r"--speculative-eagle-topk: expected 1 .*got 2"):
+        plugin._with_drafts(
+            original, factory, "decode_attention_backend", {"triton": None}, stamps_children=True
+        )

@@ -17,6 +17,7 @@ from attnmux.core import (
     Chooser,
     Decision,
     ForwardBatch,
+    GraphUnsupported,
     InvalidInput,
     LayerSpec,
     Request,
@@ -76,7 +77,11 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._steps.reserve(max_bs, max_num_tokens)
-        self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        try:
+            self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        except GraphUnsupported as refusal:
+            remedy = "start SGLang with --disable-cuda-graph, or prefer another backend"
+            raise ValueError(f"--attention-backend {NAME}: {refusal}; {remedy}") from refusal
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.backend.get_cuda_graph_seq_len_fill_value()
