@@ -9,6 +9,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import (
     ForeignKVPool,
     ForeignMLAPool,
+    ForeignRequestTable,
     KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -167,3 +168,27 @@ def test_refuses_rows_that_do_not_fit():
             Layer(5), torch.tensor([4]), torch.ones(1, HEADS, DIM), torch.ones(1, HEADS, DIM)
         )
     assert not foreign.get_key_buffer(5).any()
+
+
+def test_a_request_table_is_read_in_place() -> None:
+    theirs = torch.zeros(5, 10, dtype=torch.int32)
+    table = ForeignRequestTable(theirs)
+    assert (table.size, table.max_context_len) == (4, 10)
+    theirs[2, 0] = 7
+    assert table.req_to_token[2, 0] == 7
+    columns, tokens = table.columns_for(16)
+    assert columns is theirs
+    assert tokens == 1
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        torch.zeros(5, 10, dtype=torch.int64),
+        torch.zeros(10, dtype=torch.int32),
+        torch.zeros(1, 10, dtype=torch.int32),
+    ],
+)
+def test_a_request_table_that_does_not_fit(theirs) -> None:
+    with pytest.raises(InvalidInput, match=r"req_to_token: expected torch\.int32 of shape"):
+        ForeignRequestTable(theirs)
