@@ -172,14 +172,6 @@ def test_a_pool_of_another_page_size() -> None:
         build(decision, context_of(CASE))
 
 
-def test_a_pool_with_gaps_that_the_request_does_not_mention() -> None:
-    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
-    strided = context_of(replace(CASE, strided_kv=True))
-    context = replace(context_of(CASE), token_to_kv_pool=strided.token_to_kv_pool)
-    with pytest.raises(InvalidInput, match="choose again with strided_kv set"):
-        build(decision, context)
-
-
 def test_a_pool_of_another_dtype() -> None:
     decision = decided(
         replace(CASE, kv_dtype="float16"), one={"phases": ("extend", "decode"), "card": {}}
