@@ -1,4 +1,4 @@
-"""Steps of the model, made of requests: rows and slots for the new tokens, and the batch."""
+"""Builds steps of the model from requests: rows and slots for the new tokens, and the batch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from attnmux.transformers.sequence import (
 
 
 class StepBuilder(RequestMemory):
-    """Makes steps: takes rows and slots for the new tokens and writes the request table.
+    """Takes rows and slots for the new tokens of a step and writes the request table.
 
-    A step that raises while it is made gives back what it took. Where that cannot be done, as when
-    a signal interrupts the books themselves, `intact` stays False and only `reset` is left.
+    If building a step raises, its rows and slots are free again. If a signal interrupts the
+    accounting itself, `intact` stays False until `reset`.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class StepBuilder(RequestMemory):
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
     ) -> None:
-        """token_to_kv_pool: holds the slots' K and V; None where there are none to zero.
+        """token_to_kv_pool: holds the slots' K and V; None without any to zero.
 
         max_step_tokens: T of the largest step that the model can run; None for any.
-        max_encoder_len: encoder tokens of a request, for which every row of the table has columns
-        in front of the tokens'; 0 in a decoder-only model.
+        max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
+        for them before its tokens. 0 for a decoder-only model.
 
-        `prefix_tree` is empty and for the caller to use: it owns slots of the allocator, and lives
-        as long.
+        `prefix_tree` starts empty and is for the caller. It owns slots of the allocator and lives
+        as long as that.
         """
         super().__init__(req_to_token_pool, allocator)
         self.token_to_kv_pool = token_to_kv_pool
@@ -57,8 +57,8 @@ class StepBuilder(RequestMemory):
         self.max_encoder_len = max_encoder_len
 
     def reset(self) -> None:
-        """Free every row and every page, whoever holds them, empty the prefix tree and zero the KV
-        pool. Requests that held rows must `forget` them."""
+        """Free all rows and pages, empty the prefix tree and zero the KV pool. Requests that held
+        rows must `forget` them."""
         self.intact = False
         self.allocator.clear()
         self.req_to_token_pool.clear()
@@ -73,7 +73,7 @@ class StepBuilder(RequestMemory):
 
     @property
     def max_context_len(self) -> int:
-        """Tokens of the longest request, its encoder's apart."""
+        """Tokens of the longest request, without its encoder's."""
         return self.req_to_token_pool.max_context_len - self.max_encoder_len
 
     def extend(
@@ -85,10 +85,10 @@ class StepBuilder(RequestMemory):
     ) -> Step:
         """A step over the next `num_new` pending tokens of each request; None means all of them.
 
-        A request's earlier tokens are its cached prefix, so a prompt may come in chunks, and a
-        request with a single pending token may be among them; where it decodes, the mode is MIXED.
+        A request's earlier tokens are its cached prefix, so that a prompt may run in chunks.
+        Decoding requests may take part with their single pending token; the mode is then MIXED.
         Raises PoolExhausted when rows or slots do not suffice, and InvalidInput for counts that
-        are not pending or do not fit into the context. Whatever it raises, it changes nothing.
+        are not pending or do not fit into the context. An exception changes nothing.
         """
         counts = [state.num_pending for state in states] if num_new is None else list(num_new)
         self._check_new(states, counts)
@@ -155,7 +155,7 @@ class StepBuilder(RequestMemory):
     def decode_batch(self, states: Sequence[SequenceState]) -> DecodeBatch:
         """For many steps over the same requests; raises InvalidInput as `decode` does.
 
-        That their contexts have room for the steps after the first is the caller's part.
+        The caller makes sure that the contexts have room for the steps after the first.
         """
         for state in states:
             if state.num_pending != 1 or state.row is None:
@@ -179,7 +179,7 @@ class StepBuilder(RequestMemory):
         self.intact = True
 
     def rewrite(self, state: SequenceState, start: int, slots: torch.Tensor) -> None:
-        """Let the request's tokens from `start` on lie at slots [n] that hold the same K and V."""
+        """Point the request's tokens from `start` on to slots [n] that hold the same K and V."""
         assert state.row is not None
         self._write(state.row, start, slots)
 
@@ -189,21 +189,21 @@ class StepBuilder(RequestMemory):
             columns[start : start + slots.shape[0]] = slots.to(columns.dtype)
 
     def slots(self, state: SequenceState, start: int, end: int) -> torch.Tensor:
-        """[end - start] int64: where the request's tokens from start to end lie."""
+        """[end - start] int64: the slots of the request's tokens from start to end."""
         return self.req_to_token_pool.req_to_token[state.row, start:end].long()
 
     def release(self, states: Sequence[SequenceState], *, zero: bool = False) -> None:
-        """Free the rows and slots of requests, all at once; those without a row are left alone.
+        """Free the rows and slots of requests. Requests without a row are skipped.
 
-        zero: their K and V may be NaN, infinite or unwritten, as after a step that failed or that
-        gave logits which are not numbers. Shared slots stay with their owner.
+        zero: overwrite their K and V, which may be NaN, infinite or unwritten after a failed step
+        or one whose logits were not numbers. Shared slots stay with their owner.
         """
         held = [(state, state.row) for state in states if state.row is not None]
         if not held:
             return
         self.intact = False
         table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
-        # What a request owns begins with a page, so that every page_size-th column is a new one.
+        # A request's own slots begin with a page, so that every page_size-th column begins another.
         firsts = [table[row, one.num_shared : one.num_columns : page_size] for one, row in held]
         pages = torch.cat(firsts).long() // page_size
         if zero and self.token_to_kv_pool is not None:
@@ -218,7 +218,7 @@ class StepBuilder(RequestMemory):
     def _extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor
     ) -> torch.Tensor:
-        """Slots for what is new of each request, written to its columns from start to stop."""
+        """Slots for the new tokens of each request, written to its columns from start to stop."""
         starts, stops = columns
         slots = self.allocator.alloc_extend(
             starts,
@@ -267,10 +267,10 @@ class StepBuilder(RequestMemory):
                 )
 
     def _rows_of(self, states: Sequence[SequenceState]) -> list[int]:
-        """The requests' rows, fresh ones for those without."""
+        """The requests' rows, with new ones for requests without."""
         fresh = iter(self.req_to_token_pool.alloc(sum(state.row is None for state in states)))
         return [next(fresh) if state.row is None else state.row for state in states]
 
     def _last_loc(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        """Slot of each request's last cached token; of no meaning where nothing is cached."""
+        """The slot of each request's last cached token; meaningless if nothing is cached."""
         return self.req_to_token_pool.req_to_token[rows, (lens - 1).clamp(min=0)]

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint: found, read and refused before and while its weights are loaded."""
+"""Hugging Face checkpoints: opening and checking them, and loading their weights."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from attnmux.transformers.layers import check_servable
 from attnmux.transformers.rotary import fixed_rotary_len
 
 ALWAYS = {"trust_remote_code": False}
-"""Code in a checkpoint is never run, and nobody is asked at a prompt whether to run it."""
+"""Code in a checkpoint never runs, and transformers does not ask whether to run it."""
 
 
 LOADING = threading.RLock()
-"""Held while a model is opened or loaded: transformers changes its registries, its logging and
-torch's default dtype meanwhile, for every thread."""
+"""Held while a model is opened or loaded. Meanwhile transformers changes its registries, its
+logging and torch's default dtype for every thread."""
 
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""How the names of tensors end that were calibrated for an 8-bit KV cache."""
+"""Endings of the names of tensors that were calibrated for an 8-bit KV cache."""
 
 CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Checkpoint:
-    """What is known of a model before its weights are loaded."""
+    """The facts about a model that need no weights."""
 
     source: str
     """A folder, or a hub id."""
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def max_context_len(self) -> int | None:
-        """Tokens that the model's positions allow; None where its config does not say."""
+        """Tokens that the model's positions allow; None if its config does not say."""
         text = self.config.get_text_config(decoder=True)
         limits = (
             getattr(text, "max_position_embeddings", None),
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Encoder tokens that an encoder-decoder model allows; None where its config says none."""
+        """Encoder tokens that an encoder-decoder model allows; None if its config does not say."""
         for name in ("max_source_positions", "max_position_embeddings"):
             limit = getattr(self.config, name, None)
             if limit is not None:
@@ -95,7 +95,7 @@ class Checkpoint:
         return torch_dtype(str(stated or "float32").removeprefix("torch."))
 
     def stop_ids(self, model: PreTrainedModel | PackedDecoder) -> frozenset[int]:
-        """Tokens that end a text: those of generation_config.json and the tokenizer's own."""
+        """Tokens that end a text: from generation_config.json and the tokenizer."""
         # Only a model that can generate has a generation_config.
         stated = getattr(model.generation_config, "eos_token_id", None)
         ids = {stated} if stated is None or isinstance(stated, int) else set(stated)
@@ -104,7 +104,7 @@ class Checkpoint:
         return frozenset(token for token in ids if token is not None)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises InvalidInput, saying why, where there is none."""
+        """The tokenizer. Without one, raises InvalidInput with the reason."""
         if self.tokenizer is None:
             raise InvalidInput(
                 "tokenizer",
@@ -169,7 +169,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
 
 
 def warn_in_python(text: str) -> None:
-    """As a UserWarning, for callers that have no channel of their own."""
+    """Issue a UserWarning, for callers without a channel of their own."""
     warnings.warn(text, stacklevel=3)
 
 
@@ -183,9 +183,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights, with attention through attnmux.
 
-    warn: told of tensors that the model has no place for.
-    Raises InvalidInput for weights that are absent, unreadable or incomplete: a missing tensor
-    would otherwise run with random values. Raises AttnmuxError when the device has no room.
+    warn: called with a sentence about tensors that the model does not read.
+    Raises InvalidInput for weights that are absent, unreadable or incomplete, since a missing
+    tensor would run with random values. Raises AttnmuxError when they do not fit on the device.
     """
     source = checkpoint.source
     _check_indices(source)
@@ -234,7 +234,7 @@ def load_model(
 
 
 def _classes(config: PreTrainedConfig) -> tuple[Any, Any]:
-    """What loads models of the config's kind, and the classes that it loads by config class."""
+    """The auto class that loads the config's kind of model, and its classes by config class."""
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
@@ -244,7 +244,7 @@ def _classes(config: PreTrainedConfig) -> tuple[Any, Any]:
 
 @contextmanager
 def quiet_transformers(*, progress: bool) -> Iterator[None]:
-    """Keep transformers and the hub to their errors, with progress bars where they are wanted."""
+    """Let transformers and the hub log errors alone, with progress bars on request."""
     verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(ERROR)

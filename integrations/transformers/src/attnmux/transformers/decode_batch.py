@@ -1,4 +1,4 @@
-"""Requests that decode together step after step, with what their steps need kept on the device."""
+"""Requests that decode together for many steps, with their batch kept on the device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from attnmux.transformers.sequence import RequestMemory, SequenceState, Step
 
 
 class DecodeBatch:
-    """The decode steps of the same requests, one after the other.
+    """Consecutive decode steps of the same requests.
 
-    Rows, lengths and last slots are read from the requests once; a step then costs a few tensor
-    operations whatever the number of requests, and the sampled tokens need not pass by the host.
-    As every request grows by one token a step, which of them open a page in which step is known
-    from the start.
-    It holds as long as its requests are in no other step: make a new one when one of them leaves,
-    joins or is extended.
+    Rows, lengths and last slots are read from the requests once. A step then costs a few tensor
+    operations for any number of requests, and sampled tokens stay on the device. Each request grows
+    by one token a step, so that the steps in which it opens a page are known from the start.
+    Make a new batch when a request leaves, joins or is extended.
     """
 
     def __init__(self, states: Sequence[SequenceState], memory: RequestMemory) -> None:
-        """states: each has a row, one pending token, and room for it in its context."""
+        """states: each has a row, one pending token, and room for that token in its context."""
         req_to_token_pool, allocator = memory.req_to_token_pool, memory.allocator
         self.states = tuple(states)
         self._memory = memory
@@ -54,7 +52,7 @@ class DecodeBatch:
         has_encoder = any(state.encoder_len for state in states)
         self._encoder_lens = encoder.to(torch.int32) if has_encoder else None
         last = self._table[self._rows, (starts - 1).clamp(min=0)].long()
-        # One tensor, so that one operation moves all of them on: position, cell of the table, slot.
+        # One tensor, so that one operation advances all three: position, cell of the table, slot.
         self._places = torch.stack([positions - 1, self._rows * width + starts - 1, last])
         self._each = torch.arange(len(states), device=allocator.device)
 
@@ -62,8 +60,8 @@ class DecodeBatch:
         """The next step, over the one pending token of each request.
 
         token_ids: [B] int64 on the device, the pending tokens; None reads them from the requests,
-        which is for the first step. Raises PoolExhausted without enough slots and InvalidInput
-        where a context is full. Whatever it raises, it changes nothing.
+        in the first step. Raises PoolExhausted without enough slots, and InvalidInput if a context
+        is full. An exception changes nothing.
         """
         if not self._steps_left:
             raise InvalidInput(
@@ -104,8 +102,8 @@ class DecodeBatch:
 
 
 def _bounds(in_page: Sequence[int], page_size: int) -> list[tuple[int, int]]:
-    """For each of page_size steps in turn, the part of the ascending `in_page` that opens a page
-    in it: step s is the first of a page for those with in_page + s = 0 modulo page_size."""
+    """For each of page_size steps, the range of the ascending `in_page` that opens a page: step s
+    is the first of a page if in_page + s = 0 modulo page_size."""
     ends = [bisect_right(in_page, place) for place in range(-1, page_size)]
     steps = range(page_size)
     return [(ends[-step % page_size], ends[-step % page_size + 1]) for step in steps]

@@ -1,4 +1,4 @@
-"""Requests: their tokens, the memory that they hold, and one pass of the model over some."""
+"""Requests with their tokens and memory, and one pass of the model over some of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class SequenceState:
     num_cached: int = 0
     """Leading tokens whose slots the row holds."""
     num_shared: int = 0
-    """Leading tokens whose slots belong to somebody else, such as a prefix tree: whole pages, which
-    the request reads and its release leaves alone."""
+    """Leading tokens, in whole pages, whose slots belong to another owner such as a prefix tree.
+    The request reads them and never frees them."""
     encoder_states: torch.Tensor | None = None
-    """[E, width] in an encoder-decoder model: what cross-attention reads."""
+    """[E, width] in an encoder-decoder model: the input of cross-attention."""
     encoder_cached: bool = False
-    """Whether the row holds the encoder's slots, in front of the tokens'."""
+    """Whether the row begins with the encoder's slots."""
 
     @property
     def encoder_len(self) -> int:
@@ -39,11 +39,11 @@ class SequenceState:
         return self.num_cached + (self.encoder_len if self.encoder_cached else 0)
 
     def columns_for(self, num_new: int) -> int:
-        """Columns that are new when `num_new` pending tokens run."""
+        """New columns when `num_new` pending tokens run."""
         return self.encoder_len + self.num_cached + num_new - self.num_columns
 
     def forget(self) -> None:
-        """Begin anew: none of its tokens has K and V in the cache."""
+        """Start over: none of its tokens has K and V in the cache."""
         self.row = None
         self.num_cached = self.num_shared = 0
         self.encoder_cached = False
@@ -64,12 +64,12 @@ class Step:
     last_indices: torch.Tensor
     """[B] int64: each request's last new token among the T."""
     encoder_states: torch.Tensor | None = None
-    """[E, width]: those of the requests whose encoder is new in this step, one behind the other."""
+    """[E, width]: those of the requests whose encoder is new in this step, one after another."""
 
 
 def check_encoder_len(encoder_len: int, max_encoder_len: int) -> None:
-    """Raise InvalidInput unless a request has an encoder's states where, and only where, the model
-    has an encoder, and no more of them than there is room for."""
+    """Raise InvalidInput unless a request has encoder states exactly if the model has an encoder,
+    and no more of them than there is room for."""
     if bool(encoder_len) != bool(max_encoder_len) or encoder_len > max_encoder_len:
         raise InvalidInput(
             "encoder_states",
@@ -81,10 +81,10 @@ def check_encoder_len(encoder_len: int, max_encoder_len: int) -> None:
 def split_encoder(
     slots: torch.Tensor, states: Sequence[SequenceState], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Of slots in which each request's lie together: (the tokens', the new encoders', the new
-    encoders' states [E, width]), one request behind the other; None where no encoder is new.
+    """Split the slots of a step: (the tokens' slots, the new encoders' slots, the new encoders'
+    states [E, width]), request by request; the last two are None if no encoder is new.
 
-    To be called before the step counts as run. counts: new tokens of each request.
+    Call it before the requests record the step. counts: new tokens of each request.
     """
     new = [
         state.encoder_states
@@ -112,8 +112,8 @@ class RequestMemory:
     def taking(self) -> Taking:
         """A block that takes rows and pages and frees none.
 
-        If the block raises, whatever it took is free again. Otherwise its caller records the new
-        owners and sets `intact`. Raises InvalidInput after an interrupted change.
+        If the block raises, the rows and pages that it took are free again. Otherwise its caller
+        records the new owners and sets `intact`. Raises InvalidInput after an interrupted change.
         """
         if not self.intact:
             got = "pools that an interrupted change left undefined"

@@ -1,4 +1,4 @@
-"""The loop: requests come and go while every step runs those that are there."""
+"""The engine: requests come and go, and each step runs those that are present."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from attnmux.transformers.sequence import SequenceState
 from attnmux.transformers.tokenization import TextStream, read_ids
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of one step: longer prompts come in chunks, which bounds the activations and the
+"""Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
 time that decoding requests wait."""
 
 
 class _Turn:
-    """A call of the engine: one thread at a time. A call that raises leaves the accounts settled.
+    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
+    settled.
 
     Not a generator: one that an interrupt leaves suspended would settle much later.
     """
@@ -57,13 +58,13 @@ class _Turn:
 
 
 class Engine:
-    """Continuous batching on one runner, which is the engine's alone.
+    """Continuous batching on one runner. The runner belongs to the engine alone.
 
-    What a request generates is what it would generate alone, up to rounding in the model, whatever
-    shares its steps. One thread at a time may use an engine; calls from others raise InvalidInput.
-    The cached prefixes belong to the runner: an engine that follows on the same runner finds them.
+    A request generates what it would generate alone, up to rounding in the model. One thread at a
+    time may use an engine; calls from others raise InvalidInput. The cached prefixes belong to the
+    runner: the next engine on the same runner finds them.
 
-    Whatever is raised in a step, no page is lost and the other requests go on. If an exception
+    An exception in a step loses no page, and the other requests go on. If an exception
     interrupts the engine's own accounts, all memory is freed at once, the cached prefixes included,
     and the requests run again from their tokens.
     """
@@ -78,11 +79,11 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache: bool = True,
     ) -> None:
-        """tokenizer: makes text of the tokens. stop_ids: end a request, unless it has its own.
+        """tokenizer: turns tokens into text. stop_ids: end every request that has none of its own.
 
-        max_running: requests in memory at a time; None as many as the runner has rows for.
-        prefill_tokens: prompt tokens of one step, beside the decoding requests' one each.
-        prefix_cache: keep what was computed, for prompts that begin alike.
+        max_running: the most requests in memory; None means one for each row of the runner.
+        prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
+        prefix_cache: keep K and V for later prompts that begin with the same tokens.
         """
         self.runner = runner
         self.tokenizer = tokenizer
@@ -107,12 +108,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether there are requests to run or outputs to return."""
         return bool(self._live or self._outputs.entries)
 
     @property
     def memory(self) -> MemoryUse:
-        """Who has the pool's pages."""
+        """The owners of the pool's pages."""
         return self._cache.memory
 
     def check(
@@ -150,8 +151,8 @@ class Engine:
         """Queue a prompt of token ids. Returns the request's id.
 
         The request ends at a stop id, at its last new token, or when its context is full.
-        on_text: called from `step` with the text as it grows. It may add and abort requests. What
-        it raises comes out of `step`, with the engine in order.
+        on_text: called from `step` with each new piece of text. It may add and abort requests. Its
+        exceptions come out of `step` and leave the engine consistent.
         encoder_states: [E, width], for an encoder-decoder model.
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
@@ -179,11 +180,11 @@ class Engine:
             return self._live.setdefault(request.id, request).id
 
     def abort(self, request_id: int) -> GenerationResult | None:
-        """End a request now. Returns what it has so far; None where it had ended before.
+        """End a request now. Returns its result so far, or None if it had ended before.
 
-        All that it holds is free when this returns or, called while the model runs, when the
-        running step ends, also where the tokenizer raises for the last of its text. Nothing more is
-        said about it. Raises InvalidInput for an unknown id.
+        Its memory is free when this returns. If the model is running, it is free when that step
+        ends. Both hold even if the tokenizer raises for the last piece of text. The request gets no
+        further output. Raises InvalidInput for an unknown id.
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
@@ -198,7 +199,7 @@ class Engine:
             return request.result()
 
     def clear_cache(self) -> None:
-        """Forget the cached prefixes that no running request reads."""
+        """Free the cached prefixes that no running request reads."""
         with _Turn(self):
             self._settle()
             self._intact = False
@@ -206,9 +207,9 @@ class Engine:
             self._intact = True
 
     def reset(self) -> None:
-        """Abort every request without a word and free the runner's memory, whoever holds it.
+        """Abort every request without output and free all of the runner's memory.
 
-        For use by any thread once none uses the engine any more.
+        Any thread may call it once no other thread uses the engine.
         """
         self._lock = threading.RLock()
         self._running = None
@@ -218,13 +219,12 @@ class Engine:
         self._settle()
 
     def step(self) -> list[TokenOutput]:
-        """Run the next step. Returns the new tokens; none where it only ran parts of prompts.
+        """Run the next step. Returns the new tokens; none if it only ran parts of prompts.
 
-        What the model raises comes out; then the step's requests have been aborted, and the others
-        go on with the next step. What the tokenizer or a listener raises comes out too; the next
-        step returns the tokens of this one as well, and nothing is lost. Raises InvalidInput when
-        called while the model runs, and PoolExhausted where others hold so much of the pool that
-        nothing can run.
+        If the model raises, the step's requests are aborted and the others continue with the next
+        step. If the tokenizer or a listener raises, no token is lost: the next step returns those
+        of this step as well. Raises InvalidInput when called while the model runs, and
+        PoolExhausted if others hold so much of the pool that nothing can run.
         """
         with _Turn(self):
             if self._running is not None:
@@ -257,7 +257,7 @@ class Engine:
         return plan
 
     def _run(self, plan: Plan, laps: Laps) -> None:
-        """Run a step. The engine is not `_intact` until it ends, well or badly."""
+        """Run a step. The engine is not `_intact` until the step ends or fails."""
         committing = False
         try:
             self._running, self._intact = plan, False
@@ -283,7 +283,7 @@ class Engine:
                 self.stats.count(plan.kind, plan.num_prompt_tokens, len(plan.sampled), laps)
 
     def _commit(self, plan: Plan, tokens: Sequence[int]) -> None:
-        """Give the tokens to their requests; those that are done end."""
+        """Append the tokens to their requests, and end the requests that are complete."""
         num_sampled = len(plan.sampled)
         for place, (request, token) in enumerate(zip(plan.requests, tokens, strict=True)):
             if request.ended:
@@ -311,7 +311,7 @@ class Engine:
         self._outputs.add(request, token, is_last)
 
     def _end(self, request: LiveRequest, reason: FinishReason) -> None:
-        """Its memory is freed by `_settle`."""
+        """Mark a request as ended; `_settle` frees its memory."""
         self._has_ended = True
         request.finish_reason = reason
 
@@ -321,7 +321,7 @@ class Engine:
         self._outputs.forget(request)
 
     def _drop(self, plan: Plan) -> None:
-        """Abort the requests of a step that broke off: it has not written what it should have."""
+        """Abort the requests of a failed step, whose K and V may be incomplete."""
         self._execution.forget()
         for request in plan.requests:
             request.is_sound = False
@@ -329,7 +329,7 @@ class Engine:
                 self._abort(request)
 
     def _settle(self) -> None:
-        """Free what the requests that have ended hold, or everything after an interrupted change.
+        """Free the memory of ended requests, or all memory after an interrupted change.
 
         Does nothing while a step runs.
         """
@@ -348,7 +348,7 @@ class Engine:
             self._intact = True
 
     def _restart(self) -> None:
-        """Free everything, whatever state it is in; the requests wait and run again."""
+        """Free everything in any state. The requests wait and run again."""
         self._intact = False
         self.runner.steps.reset()
         self._execution.forget()

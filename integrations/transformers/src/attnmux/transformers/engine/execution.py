@@ -1,4 +1,4 @@
-"""From a plan to its tokens: the batch, the model, the choice of the next tokens."""
+"""Runs a plan: builds the batch, calls the model and samples the next tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = Sampler(SamplingParams())
 
 
 class StepRunner(Protocol):
-    """What an engine needs of a model; `ModelRunner` is one."""
+    """A model as an engine uses it; `ModelRunner` is one."""
 
     @property
     def steps(self) -> StepBuilder: ...
@@ -41,14 +41,14 @@ class Execution:
         self._runner = runner
         self._decode: DecodeBatch | None = None
         self._tokens: torch.Tensor | None = None
-        """[B] int64: what `_decode`'s last step sampled."""
+        """[B] int64: the tokens sampled in the last step of `_decode`."""
 
     @torch.inference_mode()
     def run(self, plan: Plan, laps: Laps) -> list[int]:
-        """The next token of each of `plan.requests`, after waiting for the device.
+        """The next token of each of `plan.requests`. Waits for the device.
 
-        A request whose prompt goes on in the next step has no next token: its value only says
-        whether its logits are numbers.
+        For a request whose prompt continues in the next step, the value only says whether its
+        logits are numbers.
         """
         step = self._extend(plan) if plan.chunks else self._decode_step(plan)
         laps.lap("allocate")
@@ -77,5 +77,5 @@ class Execution:
         return self._runner.steps.extend(states, counts, forward_mode=mode)
 
     def forget(self) -> None:
-        """Read the requests anew in the next step, as after one that failed."""
+        """Read the requests again in the next step, as after a failure."""
         self._decode = None

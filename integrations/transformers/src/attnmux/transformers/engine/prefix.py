@@ -1,4 +1,4 @@
-"""Prefixes that requests share, and the memory that running requests and the cache divide."""
+"""Shared prefixes, and the memory of running requests and of the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnmux.transformers.engine.request import LiveRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Who has the KV pool's tokens, in whole pages. The three add up to the pool."""
+    """The owners of the KV pool's tokens, in whole pages. The three add up to the pool."""
 
     free: int
     cached: int
@@ -21,10 +21,10 @@ class MemoryUse:
 
 
 class PrefixCache:
-    """Gives requests the cached beginnings of their prompts, and keeps what they computed.
+    """Gives requests the cached prefixes of their prompts, and keeps the pages that they filled.
 
-    The tree, which is the runner's, owns whole pages; a request owns its slots from `num_shared`
-    on. A request's node is locked while it runs, so that nothing which it reads is evicted.
+    The tree belongs to the runner and owns whole pages. A request owns its slots from `num_shared`
+    on. Its node is locked while it runs, so that no page that it reads is evicted.
     """
 
     def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
@@ -35,7 +35,7 @@ class PrefixCache:
         self._tree = steps.prefix_tree
 
     def shares(self, request: LiveRequest) -> bool:
-        """Whether its prefix may be another's: what lies behind an encoder is its own."""
+        """Whether it may share a prefix. Tokens after an encoder's are never shared."""
         return self.enabled and not request.state.encoder_len
 
     def match(self, request: LiveRequest) -> PrefixMatch:
@@ -49,14 +49,14 @@ class PrefixCache:
         self._tree.unlock(match.node)
 
     def admit(self, request: LiveRequest, match: PrefixMatch) -> None:
-        """Give the request its row and the matched slots; `match` is locked and now its own."""
+        """Give the request a row and the matched slots. It takes over the lock of `match`."""
         self.steps.adopt(request.state, match.slots)
         request.node = match.node
 
     def store(self, request: LiveRequest) -> None:
-        """Hand the request's whole pages over to the tree, for others to find.
+        """Give the request's whole pages to the tree, where others find them.
 
-        Where the tree has the same tokens already, the request goes on with the tree's slots.
+        If the tree has the same tokens already, the request continues with the tree's slots.
         """
         state, before = request.state, request.node
         whole = state.num_cached // self.page_size * self.page_size
@@ -78,7 +78,7 @@ class PrefixCache:
     def release(self, request: LiveRequest) -> None:
         """Free the request's row and slots, and keep its whole pages for others if it `is_sound`.
 
-        One that holds nothing is left alone.
+        Does nothing for a request that holds nothing.
         """
         if request.node is None:
             return
@@ -99,7 +99,7 @@ class PrefixCache:
         return self._tree.evict(missing) if missing > 0 else 0
 
     def clear(self) -> None:
-        """Forget every prefix that no request reads."""
+        """Evict every prefix that no request reads."""
         self._tree.evict(self._tree.evictable_tokens)
 
     @property

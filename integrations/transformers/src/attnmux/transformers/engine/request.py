@@ -1,4 +1,4 @@
-"""A request in the engine: its checks, its state, its output."""
+"""Requests in the engine: checks, state and output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from attnmux.transformers.tokenization import TextStream, check_prompt
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 OnText = Callable[[str, bool], None]
-"""Called with the next piece of a text (whole characters, at the end perhaps none) and whether
-that was the last."""
+"""Called with the next piece of a text and whether it is the last. A piece has whole characters;
+the last may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Generated, the stop id included where there was one."""
+    """The generated tokens, with the stop id if there was one."""
     text: str | None
-    """Without the stop id; None where there is no tokenizer."""
+    """Without the stop id; None without a tokenizer."""
     finish_reason: FinishReason
     reused_tokens: int
     """Leading tokens of the prompt whose K and V were in the cache already."""
@@ -38,9 +38,9 @@ class TokenOutput(NamedTuple):
 
     request_id: int
     token_id: int
-    """NOT_A_NUMBER where the finish reason is "error"."""
+    """NOT_A_NUMBER if the finish reason is "error"."""
     result: GenerationResult | None
-    """With the last token: the whole."""
+    """The whole result, with the last token; None before."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,26 +52,26 @@ class LiveRequest:
     prompt_len: int
     state: SequenceState
     end_len: int
-    """Tokens, prompt included, at which it ends whatever they are."""
+    """The request ends at this number of tokens, prompt included."""
     stop_ids: frozenset[int]
     sampler: Sampler
     stream: TextStream | None
     on_text: OnText | None
     node: PrefixNode | None = None
-    """Of the prefix tree: locked from its admission to its release."""
+    """Its node of the prefix tree, locked from admission to release."""
     reused_tokens: int | None = None
     """None until it is admitted for the first time."""
     finish_reason: FinishReason | None = None
     is_sound: bool = True
-    """Whether what it computed since its pages were stored is of use; if not, the pages are zeroed
-    before they are freed."""
+    """Whether K and V that were computed since its pages were stored are valid. If not, the pages
+    are zeroed before they are freed."""
     pieces: list[str] = field(default_factory=list)
     num_said: int = 0
     """Tokens, prompt included, whose text is in `pieces` or waits in `stream` for more bytes."""
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that it may still generate."""
+        """The most tokens that it can still generate."""
         return self.end_len - len(self.state.token_ids)
 
     @property
@@ -79,8 +79,8 @@ class LiveRequest:
         return self.finish_reason is not None
 
     def new_text(self) -> str:
-        """The whole characters that its new tokens complete; of one that has ended all that is
-        left. A stop id is no part of it."""
+        """The whole characters that its new tokens complete; all that is left once it has ended.
+        Without the stop id."""
         if self.stream is None:
             return ""
         begin, end = self.num_said, len(self.state.token_ids) - (self.finish_reason == "stop")
@@ -94,7 +94,7 @@ class LiveRequest:
         return piece
 
     def result(self) -> GenerationResult:
-        """Of one that has ended, with the text that `new_text` has returned."""
+        """The result of an ended request, with the text that `new_text` has returned."""
         assert self.finish_reason is not None
         ids = tuple(self.state.token_ids)
         return GenerationResult(
@@ -116,11 +116,11 @@ def check_request(
     steps: StepBuilder,
 ) -> None:
     """Raise InvalidInput for a prompt that the model cannot read, and PoolExhausted for a request
-    that does not fit into the pool even when it is alone there."""
+    that does not fit into an empty pool."""
     check_positive("max_new_tokens", max_new_tokens)
     check_prompt(name, token_ids, vocabulary_size, steps.max_context_len)
     check_encoder_len(encoder_len, steps.max_encoder_len)
-    # The last token is never run, so it needs no slot.
+    # The last token never runs, so it needs no slot.
     longest = encoder_len + min(len(token_ids) + max_new_tokens - 1, steps.max_context_len)
     page_size, size = steps.allocator.page_size, steps.allocator.size
     wanted = -(-longest // page_size) * page_size

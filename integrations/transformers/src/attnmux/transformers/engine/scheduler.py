@@ -1,4 +1,4 @@
-"""What runs next: admission, chunks of prompts, and retraction when memory runs out."""
+"""The next step: admission, chunks of prompts, and retraction when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Kind
 
 GROWTH = 64
-"""Tokens that each running request is expected to grow by when room for another is sought: room
-that is gone a few steps later would only make a retraction of the one that was let in."""
+"""Tokens that each running request may still grow by, reserved before another is admitted. Without
+them, the request that was admitted would be retracted a few steps later."""
 
 WORTH_WAITING = 32
-"""Tokens of a prompt being run that a waiting one has to share (in whole pages) for it to wait
-until they are cached; fewer are sooner run again."""
+"""A request waits for a prompt that is running if it shares at least this many of its tokens, in
+whole pages. Running fewer tokens twice is faster than waiting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One step: every decoding request by a token, and chunks of prompts."""
+    """One step: one token of every decoding request, and chunks of prompts."""
 
     decoding: list[LiveRequest]
     chunks: list[tuple[LiveRequest, int]]
-    """With how many of its pending tokens each takes part; all of them but for the last request,
-    which the step may not have room for."""
+    """Requests with the number of pending tokens to run: all of them, except for the last request
+    if the step has no room for the rest."""
     sampled: list[LiveRequest]
-    """Those with a next token after the step: its first requests."""
+    """The requests that get a next token. They come first in the step."""
 
     @property
     def kind(self) -> Kind:
@@ -47,12 +47,12 @@ class Plan:
 
 
 class Scheduler:
-    """Who waits, who has its prompt run, and who decodes.
+    """Keeps the requests that wait, those whose prompts run, and those that decode.
 
     Requests are admitted in order of arrival, except that one waits while another runs a prefix
-    that both share. When the pool cannot hold the next step, cached prefixes are evicted; when
-    that is not enough, the request that arrived last gives its memory back and waits again, and
-    nobody is admitted until a running one has ended: so the oldest always gets on.
+    that both share. If the pool cannot hold the next step, cached prefixes are evicted. If that is
+    not enough, the request that arrived last gives its memory back and waits again. No request is
+    then admitted until a running one ends, so that the oldest request always makes progress.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Scheduler:
     ) -> None:
         """max_running, prefill_tokens: as in `Engine`. Raises InvalidInput for those below 1."""
         steps = cache.steps
-        # A step runs a token of every decoding request, at least.
+        # A step runs at least one token of every decoding request.
         limits = [steps.req_to_token_pool.size, max_running, steps.max_step_tokens]
         for argument, value in (("max_running", max_running), ("prefill_tokens", prefill_tokens)):
             if value is not None:
@@ -80,26 +80,26 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._max_step_tokens = steps.max_step_tokens
         self._closed = False
-        """Whether memory was too little: nobody is let in until some request has ended."""
+        """Whether memory ran out: no request is admitted until one has ended."""
 
     def add(self, request: LiveRequest) -> None:
         self.waiting.append(request)
 
     def started(self, requests: Sequence[LiveRequest]) -> None:
-        """Their prompts have been run, and their next tokens are there."""
+        """Move requests whose prompts have run, and that have a next token, to decoding."""
         for request in requests:
             self.prefilling.remove(request)
             self.decoding.append(request)
 
     def drop_ended(self) -> None:
-        """Forget the requests that have ended; their room lets others in."""
+        """Forget the requests that have ended. Others may be admitted again."""
         self.waiting = [one for one in self.waiting if not one.ended]
         self.prefilling = [one for one in self.prefilling if not one.ended]
         self.decoding = [one for one in self.decoding if not one.ended]
         self._closed = False
 
     def restart(self, requests: Iterable[LiveRequest]) -> None:
-        """Let all of them wait, in order of arrival, with nothing in memory."""
+        """Queue all requests again, in order of arrival, with nothing in memory."""
         self.waiting, self.prefilling, self.decoding = list(requests), [], []
         self._closed = False
 
@@ -108,7 +108,7 @@ class Scheduler:
         return len(self.waiting) + len(self.prefilling) + len(self.decoding)
 
     def plan(self) -> Plan | None:
-        """The next step, with room for it in the pool; None where nothing can run."""
+        """The next step, for which the pool has room; None if nothing can run."""
         while not self._make_room(chunks := self._chunks()):
             if len(self.prefilling) + len(self.decoding) < 2:
                 return None
@@ -122,7 +122,7 @@ class Scheduler:
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
     def _chunks(self) -> list[tuple[LiveRequest, int]]:
-        """The next parts of the prompts that have begun, as many as a step may run."""
+        """The next parts of the prompts that have begun, up to the limits of a step."""
         chunks: list[tuple[LiveRequest, int]] = []
         room = self._room()
         for request in self.prefilling:
@@ -139,7 +139,7 @@ class Scheduler:
         return min(self._prefill_tokens, self._max_step_tokens - len(self.decoding))
 
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
-        """Evict what the step needs. Returns whether that was enough."""
+        """Evict as much as the step needs. Returns whether that was enough."""
         page_size, free = self._page_size, self._cache.allocator.available_size
         need = sum(self._new_pages(one, count) for one, count in chunks) * page_size
         if need + len(self.decoding) * page_size <= free():
@@ -149,16 +149,16 @@ class Scheduler:
         return need <= free()
 
     def _new_pages(self, request: LiveRequest, num_new: int) -> int:
-        """Fresh pages for its next `num_new` tokens, and for its encoder's before the first."""
+        """New pages for its next `num_new` tokens, and before the first step for its encoder's."""
         state = request.state
         return self._pages(state.num_columns, state.columns_for(num_new))
 
     def _pages(self, start: int, count: int) -> int:
-        """Fresh pages for `count` slots behind the first `start`."""
+        """New pages for `count` slots after the first `start`."""
         return -(-(start + count) // self._page_size) - -(-start // self._page_size)
 
     def _retract(self) -> None:
-        """Take the memory of the request that arrived last; it runs again later."""
+        """Free the memory of the request that arrived last. It runs again later."""
         request = max(self.prefilling + self.decoding, key=lambda one: one.id)
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
         self._cache.release(request)
@@ -167,7 +167,7 @@ class Scheduler:
         self.stats.retractions += 1
 
     def _admit(self, chunks: list[tuple[LiveRequest, int]]) -> None:
-        """Let waiting requests in while rows, the step's tokens and memory suffice."""
+        """Admit waiting requests while rows, the step's tokens and memory suffice."""
         room = self._room() - sum(count for _, count in chunks)
         rows = self._max_running - len(self.prefilling) - len(self.decoding)
         idle = not self.prefilling and not self.decoding
@@ -187,11 +187,11 @@ class Scheduler:
             count = self._let_in(request, match, room)
             chunks.append((request, count))
             room, rows = room - count, rows - 1
-        # Fits, as every one admitted was checked against what all the others still need.
+        # It fits: each request was admitted only if the needs of all others left room for it.
         self._make_room(chunks)
 
     def _worth_waiting(self, request: LiveRequest, num_cached: int) -> bool:
-        """Whether a prompt that is being run begins as this one does, beyond what is cached."""
+        """Whether a prompt that is running shares more of this prompt than the cache holds."""
         if not self._cache.shares(request):
             return False
         pages = -(-WORTH_WAITING // self._page_size)
@@ -203,7 +203,7 @@ class Scheduler:
         )
 
     def _fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
-        """Whether there is memory for its whole prompt beside what the running ones still need."""
+        """Whether memory suffices for its whole prompt and the needs of the running requests."""
         need = self._new_pages(request, request.state.num_pending)
         need -= match.slots.shape[0] // self._page_size
         for one in self.prefilling:

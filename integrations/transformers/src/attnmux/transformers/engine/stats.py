@@ -1,4 +1,4 @@
-"""What an engine has done, and where the host's time went."""
+"""Counters of an engine, and the host's time by part of a step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Literal
 Part = Literal["schedule", "allocate", "metadata", "launch", "sample", "wait", "commit", "stream"]
 
 PARTS: Mapping[Part, str] = {
-    "schedule": "what runs next: admission, room, retraction",
+    "schedule": "admission, room and retraction",
     "allocate": "slots, the request table and the batch's tensors",
     "metadata": "the backend's host work before a step",
     "launch": "the model's call, or the graph's replay",
     "sample": "launching the choice of tokens",
-    "wait": "until the device has the tokens",
-    "commit": "tokens to their requests, ends, memory given back",
+    "wait": "waiting for the device",
+    "commit": "appending tokens, ending requests, freeing memory",
     "stream": "text and callbacks",
 }
-"""The parts of a step in their order. All but "wait" is time in which the host works."""
+"""The parts of a step in order. The host works in all of them but "wait"."""
 
 Kind = Literal["extend", "mixed", "decode"]
 
@@ -44,7 +44,7 @@ class StepStats:
 
     steps: int = 0
     prompt_tokens: int = 0
-    """Tokens run to fill the cache; a retracted request's count again."""
+    """Prompt tokens that ran. Those of a retracted request count again."""
     new_tokens: int = 0
     """Tokens sampled."""
     parts: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -71,9 +71,9 @@ class EngineStats:
     decode: StepStats = field(default_factory=StepStats)
     """Steps over decoding requests alone."""
     prompt_tokens: int = 0
-    """Of the prompts that were admitted."""
+    """Tokens of the admitted prompts."""
     reused_tokens: int = 0
-    """Of these, tokens whose K and V were in the cache already."""
+    """The part of them whose K and V were in the cache already."""
     finished: int = 0
     aborted: int = 0
     """By `Engine.abort`, or by a step that failed."""
