@@ -1,13 +1,13 @@
-"""Latent attention (MLA) on the latent itself: the KV cache holds what DeepSeek's models compress.
+"""Latent attention (MLA) on the latent itself, which is what the KV cache holds.
 
 A model that expands its latent with a linear `kv_b_proj` into every head's K and V runs absorbed
-instead: K's half of that matrix is multiplied into Q and V's half into the output, so that
-attention meets one latent head and the cache holds rank + rope values a token and layer, in
-DeepSeek-V3 576 where the expanded heads take 40,960 (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+instead: K's half of that matrix is multiplied into Q, and V's half into the output. Attention then
+has one latent head, and the cache holds rank + rope values a token and layer: in DeepSeek-V3 576,
+where the expanded heads take 40,960 (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-The model's own code still runs, its rotary embeddings, norms and low-rank Q included. `kv_b_proj`
-alone is given another forward, which passes the latent on in the shape of a few heads; its weight
-is read in place. Nothing is known about any model by its name.
+The model's own code still runs, with its rotary embeddings, norms and low-rank Q. Only `kv_b_proj`
+gets another forward, which passes the latent on in the shape of a few heads. Its weight is read in
+place. No model is recognised by its name.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from attnmux.transformers.attention import (
 from attnmux.transformers.probe import Probe, Recorder
 
 ABSORBED = "attnmux_absorbed"
-"""The attention implementation that transformers knows absorbed layers by; without a mask function,
-as `SERVED`."""
+"""The attention implementation of absorbed layers. Like `SERVED`, it has no mask function."""
 
 TOLERANCE = 0.02
-"""Share of the largest value by which expanded K and V may differ in the probe: far above
-rounding in any dtype, far below what another order of rows or heads would do."""
+"""The largest difference of expanded K and V in the probe, as a share of the largest value: far
+above rounding in any dtype, and far below the effect of another order of rows or heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UpProjection:
-    """The weight [H * (nope + v), rank] that makes every head's K and V from the latent."""
+    """The weight [H * (nope + v), rank] that expands the latent to every head's K and V."""
 
     weight: torch.Tensor
     num_heads: int
@@ -83,10 +82,10 @@ class UpProjection:
 def absorbed_layers(
     model: PreTrainedModel, layers: Sequence[LayerSpec]
 ) -> tuple[LayerSpec, ...] | None:
-    """The layers of `record_layers` as MLA layers; None where the model cannot run absorbed.
+    """The layers of `record_layers` as MLA layers; None if the model cannot run absorbed.
 
-    It can where every layer has a plain linear `kv_b_proj` and where a probe finds Q, K and V to
-    be what follows from the latent and this matrix. The model is left as it was.
+    It can if every layer has a plain linear `kv_b_proj`, and if Q, K and V in a probe are those
+    that the latent and this matrix give. The model is unchanged afterwards.
     """
     by_layer = _linears(model)
     if any(not _divides(by_layer.get(layer.layer_id), layer) for layer in layers):
@@ -109,7 +108,7 @@ def absorbed_layers(
 def absorb(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
     """Switch the model to absorbed attention.
 
-    layers: those of `record_layers`, which `absorbed_layers` found fit for it.
+    layers: from `record_layers`, accepted by `absorbed_layers`.
     """
     by_layer = _linears(model)
     for layer in layers:
@@ -121,7 +120,7 @@ def expand(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
     """Undo `absorb`."""
     by_layer = _linears(model)
     for layer in layers:
-        del by_layer[layer.layer_id].forward  # what the class has comes back
+        del by_layer[layer.layer_id].forward  # the class's own is back
     model.set_attn_implementation(SERVED)
 
 
@@ -148,7 +147,7 @@ def absorbed_forward(
     latent, k_rope = projection.latent_of(call)
     q_by_head = call.q.transpose(0, 1)
     q_nope = torch.bmm(q_by_head[..., : projection.nope_dim], projection.w_uk)
-    # Parts of one row: some kernels want it whole, and then it is not put together once more.
+    # Parts of one row, so that kernels that want it whole need no copy
     rows = torch.cat([q_nope.transpose(0, 1), call.q[..., projection.nope_dim :]], dim=-1)
     q, q_rope = rows[..., : projection.rank], rows[..., projection.rank :]
     if torch.compiler.is_compiling():
@@ -164,7 +163,7 @@ def absorbed_forward(
 
 
 def _linears(model: PreTrainedModel) -> dict[int, torch.nn.Linear]:
-    """`kv_b_proj` by layer, where it is a plain linear map: no quantised one, no adapter."""
+    """`kv_b_proj` by layer, if it is a plain linear map without quantisation or adapters."""
     found: dict[int, torch.nn.Linear] = {}
     for module in model.modules():
         inner, layer_id = getattr(module, "kv_b_proj", None), getattr(module, "layer_idx", None)
@@ -201,7 +200,7 @@ def _latent_layer(layer: LayerSpec, projection: UpProjection) -> LayerSpec:
 def _pass_latent(found: torch.nn.Linear, projection: UpProjection) -> None:
     """Give `kv_b_proj` a forward that returns its input, filled up to whole heads.
 
-    The model divides what it gets by head, so few heads carry the latent: two in DeepSeek-V3.
+    The model divides the result by head, so that few heads carry the latent: two in DeepSeek-V3.
     """
     fill = -projection.rank % projection.head_dim
     found.forward = partial(_filled_up, fill)  # type: ignore[method-assign]  # of this instance
@@ -219,7 +218,7 @@ def _calls(probe: Probe) -> list[ModelCall]:
 
 @dataclass(kw_only=True, slots=True)
 class _LatentRecorder(Recorder):
-    """Expands what was passed on, so that later layers see what they saw expanded."""
+    """Expands the latent that was passed on, so that later layers get the same input as before."""
 
     projections: Mapping[int, UpProjection]
 

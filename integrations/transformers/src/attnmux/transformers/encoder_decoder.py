@@ -29,21 +29,22 @@ from attnmux.transformers.layers import check_independence, layer_of
 from attnmux.transformers.probe import MaskFunction, Probe, Reach, Recorder
 
 ENCODER_DECODER = "attnmux_encoder_decoder"
-"""The attention implementation that transformers knows these models' layers by. It has no mask
-function, so that transformers makes no masks: not even those that some decoders ask for."""
+"""The attention implementation of these models' layers. It has no mask function, so that
+transformers makes no masks, not even those that some decoders ask for."""
 
 LAYER_ID = "attnmux_layer_id"
 """Attribute of a decoder's attention module. Its own `layer_idx` does not tell self- from
 cross-attention."""
 
 STAND_IN = 4
-"""Encoder states, all zero, of a step in which no request's encoder is new: a decoder layer
-without any would leave cross-attention out. Their K and V are not used. More than the tokens
-of any probe, so that it can tell cross-attention by its number of keys."""
+"""The number of zero encoder states in a step without a new encoder. A decoder layer without any
+would skip cross-attention. Their K and V are not used. No probe has as many tokens, so that the
+number of keys identifies cross-attention."""
 
 
 class PackedDecoder(torch.nn.Module):
-    """An encoder-decoder model that is called as decoder models are: tokens packed into one row."""
+    """An encoder-decoder model with the interface of a decoder model: tokens packed into one
+    row."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -65,14 +66,14 @@ class PackedDecoder(torch.nn.Module):
 
     @property
     def width(self) -> int:
-        """Dims of an encoder state, as the decoder takes it."""
+        """Dims of an encoder state at the decoder."""
         return int(self.config.get_text_config(decoder=True).hidden_size)
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The encoder's states [E, width] of one request.
 
-        inputs: what the encoder takes, with a batch dimension of 1 and without padding:
+        inputs: the encoder's arguments, with a batch dimension of 1 and without padding:
         `input_ids` [1, E], or `input_features` as the model's feature extractor makes them.
         Raises InvalidInput for other inputs.
         """
@@ -98,7 +99,7 @@ class PackedDecoder(torch.nn.Module):
         try:
             states = encoder(**given).last_hidden_state
         except ValueError as error:
-            # Such as Whisper's for sound of another length than it takes.
+            # Whisper raises it for sound of another length than it takes
             raise InvalidInput("encoder", got=str(error), expected="inputs it can read") from error
         assert isinstance(states, torch.Tensor)
         return states[0]
@@ -110,10 +111,10 @@ class PackedDecoder(torch.nn.Module):
         encoder_states: torch.Tensor | None = None,
         use_cache: bool = False,
     ) -> Seq2SeqLMOutput:
-        """What the model returns for tokens [1, T] at positions [1, T]; it has logits.
+        """The model's output, with logits, for tokens [1, T] at positions [1, T].
 
-        encoder_states: [E, width] of the requests whose encoder is new, one behind the other.
-        position_ids None: as the model counts by itself.
+        encoder_states: [E, width] of the requests whose encoder is new, one after another.
+        position_ids: None takes the model's own count.
         """
         if encoder_states is None:
             shape = (STAND_IN, self.width)
@@ -134,7 +135,7 @@ class PackedDecoder(torch.nn.Module):
     def _place(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give the decoder's embedding the positions of the row instead of the model's count."""
+        """Pass the row's positions to the decoder's embedding instead of the model's count."""
         if self._positions is None:
             return None
         counted = kwargs.get("position_ids")
@@ -148,7 +149,7 @@ class PackedDecoder(torch.nn.Module):
 
 
 def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
-    """Name the decoder's attention modules, in each of which `decoder_forward` reads its layer."""
+    """Number the decoder's attention modules; `decoder_forward` reads a module's layer there."""
     for module, layer_id in modules.items():
         setattr(module, LAYER_ID, layer_id)
 
@@ -161,10 +162,10 @@ def decoder_forward(
     attention_mask: torch.Tensor | None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of an encoder-decoder model: the decoder's on the backend of the running step.
+    """Attention of an encoder-decoder model. The decoder's runs on the backend of the running step.
 
-    K and V of cross-attention are those of the step's new encoder states, and what earlier steps
-    wrote to the pool. A module without a number is the encoder's.
+    Cross-attention reads K and V of the step's new encoder states and those that earlier steps
+    wrote to the pool. A module without a number belongs to the encoder.
     """
     layer_id = getattr(module, LAYER_ID, None)
     if layer_id is None:
@@ -205,7 +206,7 @@ class DecoderRecorder(Recorder):
         layer_id = self.modules.setdefault(module, len(self.modules))
         call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
         self.calls.append(call)
-        # Of equal keys, each query makes their common V; in self-attention see `Recorder`.
+        # All keys are equal: each query yields their common V. For self-attention see `Recorder`
         v = call.v[:1].expand(call.q.shape[0], -1, -1) if is_cross(call) else call.v
         group = call.q.shape[1] // v.shape[1]
         return v.repeat_interleave(group, dim=1).unsqueeze(0), None
@@ -213,7 +214,7 @@ class DecoderRecorder(Recorder):
     def mask(
         self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
     ) -> torch.Tensor:
-        """Some decoders make up an attention_mask themselves: ones, since none is given here."""
+        """Accepts the attention_mask of ones that some decoders make themselves."""
         given = kwargs.pop("attention_mask", None)
         if isinstance(given, torch.Tensor) and not bool(given.all()):
             raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
@@ -224,17 +225,17 @@ class DecoderRecorder(Recorder):
 
 
 def is_cross(call: ModelCall) -> bool:
-    """Whether a probe's call is cross-attention: no probe has as many tokens."""
+    """Whether a probe's call is cross-attention, by its number of keys."""
     return call.k.shape[0] == STAND_IN
 
 
 @torch.inference_mode()
 def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[LayerSpec, ...]:
-    """The decoder's self- and cross-attention layers, and their numbers given to its modules.
+    """The decoder's self- and cross-attention layers.
 
-    From here on the model's attention is `decoder_forward`.
-    Window and chunk hold for sequences of up to `max_context_len` tokens.
-    Raises InvalidInput for a model whose attention the contract cannot serve, saying why.
+    Numbers the decoder's attention modules and switches the model to `decoder_forward`.
+    Windows and chunks are valid for sequences of up to `max_context_len` tokens.
+    Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     model = decoder.model
     probe = Probe(
@@ -276,7 +277,7 @@ def _layer(call: ModelCall, recorder: DecoderRecorder, max_context_len: int) -> 
 
 
 def _check_sees_all(call: ModelCall, recorder: DecoderRecorder) -> None:
-    """Cross-attention shows every encoder token to every query."""
+    """Raise InvalidInput unless every query sees every encoder token."""
     number = -1 if call.mask is None or call.mask.numel() != 1 else int(call.mask)
     sees_all = call.mask is None
     if 0 <= number < len(recorder.masks):

@@ -16,15 +16,16 @@ from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.probe import Probe, Reach
 
 POSITION_TOLERANCE = 0.02
-"""Share of the largest value: far above rounding in any dtype, far below one position's turn."""
+"""As a share of the largest value: far above rounding in any dtype, and far below the rotation of
+one position."""
 
 
 @torch.inference_mode()
 def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[LayerSpec, ...]:
-    """The attention layers of a decoder model, by what it asks for when it runs.
+    """The attention layers of a decoder model, recorded while it runs.
 
-    Window and chunk hold for sequences of up to `max_context_len` tokens.
-    Raises InvalidInput for a model whose attention the contract cannot serve, saying why.
+    Windows and chunks are valid for sequences of up to `max_context_len` tokens.
+    Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     check_servable(type(model), model.config)
     probe = Probe.of(model)
@@ -48,7 +49,7 @@ def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[Laye
 def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     """Refuse models whose attention does not pass through transformers' attention interface.
 
-    Raises InvalidInput, saying what the class is instead.
+    Raises InvalidInput with the reason.
     """
     name = model_class.__name__
     if config.is_encoder_decoder:
@@ -68,11 +69,11 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 
 def check_independence(probe: Probe, logits: torch.Tensor, calls: list[ModelCall]) -> None:
-    """Refuse a model in which requests of one row would not be what each is alone.
+    """Refuse a model in which requests that share a row would affect each other.
 
-    logits, calls: of a run of the probe. Raises InvalidInput, saying what is wrong.
+    logits, calls: from a run of the probe. Raises InvalidInput with the reason.
     """
-    # First of all: not a number is what the check behind it looks for.
+    # First, since the next check looks for values that are not numbers
     _check_numbers(probe, [logits, *(part for call in calls for part in (call.q, call.k))])
     check_packable(probe)
     _check_positions(probe)
@@ -88,10 +89,10 @@ def _check_numbers(probe: Probe, values: list[torch.Tensor]) -> None:
 
 
 def check_packable(probe: Probe) -> None:
-    """Refuse a model in which tokens of different requests meet anywhere but in attention.
+    """Refuse a model in which tokens of different requests meet outside of attention.
 
-    Two requests of one token each share a row, the first with embeddings that are not numbers:
-    the second stays finite unless something carries from one to the other.
+    Two requests of one token each share a row. The first has embeddings that are not numbers; the
+    second stays finite unless the model mixes them.
     """
     poison = probe.embeddings.register_forward_hook(_poison_first)
     try:
@@ -107,10 +108,10 @@ def check_packable(probe: Probe) -> None:
 
 
 def _check_positions(probe: Probe) -> None:
-    """Refuse a model that does not count each request's tokens from 0 by the positions given.
+    """Refuse a model that does not count each request's tokens from 0 by the given positions.
 
-    The same token thrice: positions 0, 1, 2 must change nothing against the model's own count, and
-    position 0 for each must make them equal, as first tokens of three requests are.
+    The probe runs the same token three times. Positions 0, 1, 2 must equal the model's own count,
+    and position 0 for all must give three equal results, as for the first tokens of three requests.
     """
     own, given, first = (_attended(probe, positions) for positions in (None, [0, 1, 2], [0, 0, 0]))
     for name, tokens, expected in (
@@ -127,7 +128,7 @@ def _check_positions(probe: Probe) -> None:
 
 
 def _attended(probe: Probe, positions: list[int] | None) -> list[torch.Tensor]:
-    """[3, heads, dim] each: what the new tokens of a thrice repeated token bring to all layers."""
+    """[3, heads, dim] each: Q and K of one token, run three times, in all layers."""
     _, recorder = probe.run([0, 0, 0], positions)
     return [part.float() for call in recorder.calls for part in recorder.of_tokens(call)]
 

@@ -1,4 +1,5 @@
-"""From a checkpoint to a runner: decide, load, record, decide on what was recorded, build."""
+"""Loads a checkpoint into a runner: decides, loads, records the layers, decides again and
+builds."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ def load_runner(
 ) -> ModelRunner:
     """Load a checkpoint's weights and build its runner on the backend that fits.
 
-    The backend is chosen for the layers that the model shows when it runs; config.json is asked
-    first, so that what cannot work is refused before any weight is read. Threads load in turn.
-    warn: told, in a sentence, of what the model runs without: tensors of the checkpoint that it
-    has no place for, latent attention where it runs expanded, a backend that could not be made.
-    Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made,
-    InvalidInput for a checkpoint that cannot be used, PoolExhausted for too little memory,
-    GraphUnsupported where graphs were asked for and cannot be had.
+    The backend is chosen for the layers that were recorded while the model ran. config.json is
+    checked first, so that errors appear before any weight is read. Threads load in turn.
+    warn: called with a sentence about tensors that the model does not read, latent attention that
+    runs expanded, and backends that could not be made.
+    Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made, InvalidInput
+    for a checkpoint that cannot be used, PoolExhausted for too little memory, and GraphUnsupported
+    if graphs were asked for and are not possible.
     """
     check_rotary(checkpoint.config, options.max_context_len)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
@@ -143,7 +144,7 @@ def _load_encoder_decoder(
 
 
 def _check_lens(checkpoint: Checkpoint, options: RunnerOptions) -> None:
-    """Positions of these models are rows of tables: beyond their ends there are none."""
+    """Refuse lengths beyond the tables of positions that these models have."""
     for name, wanted, limit in (
         ("max_context_len", options.max_context_len, checkpoint.max_context_len),
         ("max_encoder_len", options.max_encoder_len, checkpoint.max_encoder_len),
@@ -153,7 +154,7 @@ def _check_lens(checkpoint: Checkpoint, options: RunnerOptions) -> None:
 
 
 def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:
-    """Have decode steps replayed. Where none was asked for, what has no graphs runs eagerly."""
+    """Capture decode steps. Without graphs they run eagerly, unless graphs are required."""
     try:
         runner.capture_graphs()
     except GraphUnsupported as error:

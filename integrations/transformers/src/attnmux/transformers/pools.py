@@ -1,4 +1,4 @@
-"""The KV pool that a model needs: its layout, its size, its memory."""
+"""The KV pool of a model: layout, size and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = "bytes as in 2GB or 512MiB, or a share of the device's free memory as
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Bytes, or a share of what is free on the device once the weights are there.
+    """Bytes, or a share of the memory that is free on the device after loading the weights.
 
     Raises InvalidInput unless it is one of the two, and positive.
     """
@@ -58,7 +58,7 @@ class MemoryBudget:
         return cls(nbytes=int(float(number) * UNITS[(unit or "").lower()]))
 
     def resolve(self, device: torch.device) -> int:
-        """Bytes on a device. Raises InvalidInput for a share where nothing tells what is free."""
+        """Bytes on a device. Raises InvalidInput for a share of an unknown amount."""
         if self.nbytes is not None:
             return self.nbytes
         free = free_memory(device)
@@ -70,7 +70,7 @@ class MemoryBudget:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on a device; None where nothing tells."""
+    """Free bytes on a device; None if unknown."""
     if device.type == "cpu":
         return free_host_memory()
     return torch.accelerator.get_memory_info(device)[0]
@@ -82,13 +82,12 @@ STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
 def make_pool(
     layers: Sequence[LayerSpec], decision: Decision, *, size: int, device: torch.device
 ) -> KVPool:
-    """Room for `size` tokens, whole pages of the decision, in its KV dtype.
+    """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    An MLA pool for latent layers, else one of K and V. Every layer has a buffer of `size` tokens,
-    so a cross-attention layer's holds room for decoder tokens that it never writes, and a
-    self-attention layer's for the encoder's.
-    Raises InvalidInput for layers that one pool cannot hold, PoolExhausted when the memory does
-    not suffice.
+    It is an MLA pool for latent layers, else one of K and V. Every layer has a buffer of `size`
+    tokens, also in an encoder-decoder model, where a layer uses only one kind of token.
+    Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
+    does not suffice.
     """
     dtype = torch_dtype(decision.kv_dtype)
     layer_ids = [layer.layer_id for layer in layers]

@@ -14,15 +14,15 @@ from attnmux.core import InvalidInput
 from attnmux.transformers.attention import ModelCall, no_mask, read_call
 
 MaskFunction = Callable[..., torch.Tensor]
-"""transformers' own: (batch, head, query position, key position) to visible or not."""
+"""As in transformers: whether (batch, head, query position, key position) is visible."""
 
 
 LONGEST_READ = 2**20
-"""Keys of a mask that are looked at: no window or chunk is longer, and a row stays small."""
+"""The most keys of a mask that are read: no window or chunk is longer, and a row stays small."""
 
 
 class Reach(NamedTuple):
-    """What a causal layer sees, in the contract's terms."""
+    """The keys that a causal layer sees, in the contract's terms."""
 
     sliding_window_size: int = -1
     attention_chunk_size: int = 0
@@ -45,11 +45,11 @@ class Reach(NamedTuple):
 def read_reach(
     mask: MaskFunction, told: Reach, *, max_context_len: int, device: torch.device
 ) -> Reach:
-    """The reach that `mask` shows for sequences of up to `max_context_len` tokens.
+    """The reach of `mask` for sequences of up to `max_context_len` tokens.
 
-    `told` is what the attention function was passed; it stands where the mask agrees with it.
-    Raises InvalidInput where the mask is none that the contract can express, or where it
-    contradicts a window that was passed.
+    `told` is the window that the attention function was passed. It is the answer if the mask
+    agrees. Raises InvalidInput for a mask that the contract cannot express, and for one that
+    contradicts `told`.
     """
     length = min(max_context_len, LONGEST_READ)
     keys = torch.arange(length, device=device)
@@ -86,15 +86,15 @@ def _row(mask: MaskFunction, keys: torch.Tensor, query: int) -> torch.Tensor:
 class Recorder:
     """Attention and mask function of one probe.
 
-    A mask is stood in for by a tensor [1, 1, 1, 1] that holds its number, so that each layer
-    shows which mask it was given. Attention of a sequence's first token is its own V: what a
-    layer returns here is right up to its sinks.
+    A tensor [1, 1, 1, 1] with the number of a mask replaces it, so that each layer shows which mask
+    it was given. Attention of a sequence's first token is its own V, so that the result here is
+    right except for sinks.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
     masks: list[MaskFunction] = field(default_factory=list)
     reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
-    """What was read off the masks: many layers share one."""
+    """The reaches of the masks, many of which are shared by layers."""
 
     def attention(
         self,
@@ -111,7 +111,7 @@ class Recorder:
         return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
     def read(self, call: ModelCall) -> ModelCall:
-        """The call as it is kept, with a V of as many dims as the layer's output."""
+        """The call to keep, with a V of as many dims as the layer's output."""
         return call
 
     def mask(
@@ -122,11 +122,11 @@ class Recorder:
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
 
     def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
-        """The parts of a call that its new tokens' positions may show in."""
+        """The parts of a call that depend on the positions of its new tokens."""
         return call.q, call.k
 
     def reach_of(self, call: ModelCall, max_context_len: int) -> Reach:
-        """What the layer of `call` sees, by what it was told and by the mask it was given."""
+        """The reach of the layer of `call`, by its window and its mask."""
         told = Reach(sliding_window_size=call.sliding_window_size)
         if call.mask is None:
             return told
@@ -146,12 +146,12 @@ class Recorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A model that a probe runs."""
+    """A model under a probe."""
 
     model: PreTrainedModel
-    """What names the attention implementation."""
+    """The model whose attention implementation is switched."""
     call: Callable[..., Any]
-    """Takes input_ids, position_ids and use_cache; what it returns has logits."""
+    """Takes input_ids, position_ids and use_cache. Its result has logits."""
     embeddings: torch.nn.Module
     """The input embedding."""
     recorder: Callable[[], Recorder] = Recorder
@@ -168,9 +168,9 @@ class Probe:
     def run(
         self, token_ids: list[int], position_ids: list[int] | None
     ) -> tuple[torch.Tensor, Recorder]:
-        """The logits [T, vocabulary] and what was recorded; None takes the model's own positions.
+        """The logits [T, vocabulary] and the recorder. position_ids: None takes the model's own.
 
-        The logits are of no use but for being numbers: see `Recorder`.
+        The logits only show whether they are numbers: see `Recorder`.
         """
         device, recorder = self.model.device, self.recorder()
         positions = None if position_ids is None else torch.tensor([position_ids], device=device)
@@ -185,7 +185,7 @@ class Probe:
 
 @contextmanager
 def recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
-    """Run the model on the recorder, under a name that no other probe uses."""
+    """Switch the model to the recorder, under a name that no other probe uses."""
     name = f"attnmux_probe_{id(recorder)}"
     before = model.config._attn_implementation
     AttentionInterface.register(name, recorder.attention)

@@ -1,4 +1,4 @@
-"""What a model does at a position, where that hangs on the other requests of a step."""
+"""Models whose positions depend on the other requests of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_rotary(config: PreTrainedConfig, max_context_len: int) -> None:
 
 
 def fixed_rotary_len(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which every position means the same in all steps; None for any number."""
+    """Up to this number of tokens, a position means the same in all steps; None for no limit."""
     text = config.get_text_config(decoder=True)
     limits = [
         rope.get("original_max_position_embeddings")
@@ -43,10 +43,11 @@ def fixed_rotary_len(config: PreTrainedConfig) -> int | None:
 
 
 def fixed_row_len(config: PreTrainedConfig) -> int | None:
-    """Tokens of a step's row up to which no token's place in it matters; None for any number.
+    """Up to this number of tokens in a step's row, a token's place does not matter; None for no
+    limit.
 
-    Llama 4 scales queries by log1p(floor((place + 1) / floor_scale)), and takes for the place that
-    in the row, since it sees no cache. `fixed_rotary_len` keeps the positions below it as well.
+    Llama 4 scales queries by log1p(floor((place + 1) / floor_scale)). Without a cache it takes the
+    place in the row. `fixed_rotary_len` keeps positions below the limit as well.
     """
     text = config.get_text_config(decoder=True)
     if not getattr(text, "attn_temperature_tuning", False):

@@ -40,10 +40,10 @@ from attnmux.transformers.tokenization import check_prompt
 
 
 class ModelRunner:
-    """Runs steps of a model whose attention is the decided backend's.
+    """Runs steps of a model on the decided backend.
 
-    It holds no requests: a caller keeps `SequenceState`s, extends them, decodes them, and
-    releases them. One step is in flight at a time.
+    It keeps no requests: a caller extends, decodes and releases its `SequenceState`s. One step is
+    in flight at a time.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ModelRunner:
 
         model: loaded with attn_implementation="attnmux", on the decision's device; an
         encoder-decoder model as a `PackedDecoder`. layers: from `record_layers` or
-        `record_decoder`. max_total_tokens: tokens of all requests together; there is
-        room for them even where each request leaves its last page part-filled. memory: what the
-        KV pool may take. Where both are given the smaller counts. max_encoder_len: encoder tokens
-        of a request, beside its `max_context_len` own; 0 in a decoder-only model. launches: as
+        `record_decoder`. max_total_tokens: tokens of all requests together; they fit even if the
+        last page of each request is partly filled. memory: the memory of the KV pool. If both are
+        given, the smaller one counts. max_encoder_len: encoder tokens of a request, in addition to
+        its `max_context_len`; 0 for a decoder-only model. launches: as
         `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
@@ -124,8 +124,8 @@ class ModelRunner:
         """Capture decode steps. Later steps replay them.
 
         batch_sizes: None takes the usual ones. devices: None takes those of the model's device.
-        Raises GraphUnsupported, leaving all steps eager, where device or backend have no graphs
-        or where the model does what no graph can.
+        Raises GraphUnsupported if the device or the backend has no graphs, or if the model does
+        something that a graph cannot hold. All steps then stay eager.
         """
         context = self.context
         sizes = graph_batch_sizes(pool_size=context.max_batch_size, chosen=batch_sizes)
@@ -142,7 +142,7 @@ class ModelRunner:
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`SequenceState.encoder_states` of a request: see `PackedDecoder.encode`.
 
-        Raises InvalidInput for a decoder-only model, and for more tokens than there is room for.
+        Raises InvalidInput for a decoder-only model, and for more tokens than fit.
         """
         if not isinstance(self.model, PackedDecoder):
             raise InvalidInput(
@@ -161,8 +161,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the next pending tokens of each request; see `StepBuilder.extend`.
 
-        Returns the logits after each request's last new token, [B, vocabulary]. Where the model
-        itself fails, the requests hold slots without K and V: release them with `zero`.
+        Returns the logits after each request's last new token, [B, vocabulary]. If the model
+        raises, the requests hold slots without K and V: release them with `zero`.
         """
         step = self.steps.extend(states, num_new)
         return self.forward(step, step.last_indices)
@@ -189,8 +189,8 @@ class ModelRunner:
         """Run a step. Returns the logits after the tokens at `indices`, [len(indices), vocabulary].
 
         indices: [n] int64 among the step's T tokens. The next step may overwrite the result, as
-        the replay of a graph does. laps: the time goes to "metadata" and "launch", a replayed
-        graph's all to "launch".
+        the replay of a graph does. laps: counts the time as "metadata" and "launch"; that of a
+        replayed graph is all "launch".
         """
         laps = laps or Laps()
         batch, inputs = step.batch, {"input_ids": step.input_ids}
@@ -214,7 +214,7 @@ class ModelRunner:
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The model's call. keep: the tokens whose logits are wanted; None for all of them."""
+        """Call the model. keep: the tokens whose logits are returned; None for all."""
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         extra = {name: inputs[name] for name in inputs if name != "input_ids"}
         logits = self.model(

@@ -18,8 +18,8 @@ NOT_A_NUMBER = -1
 class Sampler:
     """One request's parameters and its stream of random numbers.
 
-    What a request draws depends on its seed and its own logits, not on which other requests share
-    its steps. The numbers come from the host, so that every device draws alike.
+    A request's tokens depend on its seed and its own logits, and not on the other requests of its
+    steps. The random numbers come from the host, so that all devices draw the same.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -38,7 +38,8 @@ class Sampler:
             self._warp.append(TopPLogitsWarper(params.top_p))
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, vocabulary] float32: what to draw by, for requests with these parameters."""
+        """[n, vocabulary] float32: the logits to sample from, for requests with these
+        parameters."""
         warped = self._warp(None, logits)  # type: ignore[arg-type]  # these two read no input_ids
         return warped.float()
 
