@@ -112,7 +112,10 @@ def assert_same_into(name: str, buffer: torch.Tensor, *args: Any, **options: Any
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures(name):
-    assert inspect.signature(getattr(ours, name)) == inspect.signature(getattr(core, name))
+    """Core's also take a request table in the place of its tensor."""
+    mine, theirs = (inspect.signature(getattr(each, name)).parameters for each in (ours, core))
+    shown = [[(p.name, p.kind, p.default) for p in each.values()] for each in (mine, theirs)]
+    assert shown[0] == shown[1]
 
 
 @quick

@@ -143,7 +143,7 @@ class PackedDecoder(torch.nn.Module):
             raise InvalidInput(
                 type(self.model).__name__,
                 got="positions that its embedding counts by itself",
-                expected="an embedding that is told position_ids",
+                expected="an embedding that takes position_ids",
             )
         return args, {**kwargs, "position_ids": self._positions.view(counted.shape)}
 

@@ -56,7 +56,7 @@ def load_runner(
     runs expanded, and backends that could not be made.
     Raises NoBackend, UnknownBackend or InvalidInput for a choice that cannot be made, InvalidInput
     for a checkpoint that cannot be used, PoolExhausted for too little memory, and GraphUnsupported
-    if graphs were asked for and are not possible.
+    if graphs are required but unavailable.
     """
     check_rotary(checkpoint.config, options.max_context_len)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
