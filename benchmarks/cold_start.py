@@ -1,9 +1,10 @@
 """Cost of an answer of the command from a cold start, as a ratio to `python -c pass`.
 
-Every round starts every process once, so that a disturbance hits all of them; medians are printed.
+Every round starts every process once, so that a disturbance hits all of them; the medians of the
+rounds' times and ratios are printed. Measure where wheels are installed, as users install them.
 Bars: `attnmux select --json` at most 6, with 40 more plugins at most 8, the table at most 20. The
 offers of every plugin are in the cache, which the first round fills. The last rows split the time:
-the libraries alone, and the package without a verb.
+the package without a verb, the libraries alone, and parsers with as many options as `select` has.
 
     python -m benchmarks.cold_start [--rounds N] [--json FILE]
 """
@@ -32,6 +33,23 @@ COLUMNS = {"command": "", "ms": ".1f", "ratio": ".1f", "at most": "g"}
 NOTHING = "python -c pass"
 LIBRARIES = "import click, dataclasses, hashlib, json, pathlib, platformdirs"
 MANY = "attnmux select --json, 40 more plugins"
+OPTIONS = 19
+"""Of `attnmux select`."""
+CLICK = f"""
+import click
+options = [click.Option([f"--option{{n}}"]) for n in range({OPTIONS})]
+verb = click.Command("select", params=options, callback=lambda **given: click.echo("{{}}"))
+click.Group(commands=[verb])()
+"""
+ARGPARSE = f"""
+import argparse
+parser = argparse.ArgumentParser()
+verb = parser.add_subparsers().add_parser("select")
+for n in range({OPTIONS}):
+    verb.add_argument(f"--option{{n}}")
+parser.parse_args()
+print("{{}}")
+"""
 PLUGIN = """
 from attnmux.core import BackendCard, hookimpl, one_of, when
 
@@ -57,6 +75,9 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
         "attnmux --help": ([script, "--help"], None),
         "import attnmux.core": ([sys.executable, "-c", "import attnmux.core"], None),
         "the libraries alone": ([sys.executable, "-c", LIBRARIES], None),
+        "import click": ([sys.executable, "-c", "import click"], None),
+        "click with as many options": ([sys.executable, "-c", CLICK, "select"], None),
+        "argparse with as many options": ([sys.executable, "-c", ARGPARSE, "select"], None),
     }
 
 
@@ -99,10 +120,9 @@ def main(rounds: int, path: Path | None) -> None:
     about, title = facts(CPU, "attnmux-core"), f"medians of {rounds} rounds"
     with Report(COLUMNS, about, path, title=title) as report:
         for name, (_, most) in commands().items():
-            median = times.median(name)
-            ratio = median / times.median(NOTHING)
+            ratio = times.ratio(name, NOTHING)
             missed = most is not None and ratio > most
-            report.add(name, median / 1e3, ratio, most, missed=missed)
+            report.add(name, times.median(name) / 1e3, ratio, most, missed=missed)
 
 
 if __name__ == "__main__":

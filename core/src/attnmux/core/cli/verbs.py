@@ -7,7 +7,6 @@ import gc
 import importlib
 import io
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,6 +127,8 @@ class Verbs(click.Group):
             if not standalone_mode or getattr(error, "errno", None) in UNWRITABLE:
                 raise  # the caller reports an answer that cannot be written
             if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
+                import traceback  # noqa: PLC0415  # off the path without a failure
+
                 traceback.print_exc()
             sys.exit(_report(error))
         if not standalone_mode:

@@ -8,7 +8,6 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.model_config import read_model
 from attnmux.core.choosing.ask.values import PHASES, READERS
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping
@@ -179,6 +178,9 @@ class Request:
         `path` is the folder or the file; `tp` divides the heads (KV heads replicate below one).
         Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
         """
+        # Most requests are fields alone
+        from attnmux.core.choosing.ask.model_config import read_model  # noqa: PLC0415
+
         given = read_model(Path(path), tp)
         try:
             return cls(**given, origins=dict.fromkeys(given, "model"))

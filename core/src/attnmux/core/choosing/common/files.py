@@ -15,11 +15,13 @@ def read_file(path: str, most: int) -> bytes:
     more than `most` bytes."""
     # A pipe without a writer would hold up a plain open
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    # Unbuffered, and without a count: `read(most)` would first allocate as much
+    with open(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
-        content = file.read(most + 1)
-    if len(content) > most:
+        content = b"" if status.st_size > most else file.readall()
+    if max(status.st_size, len(content)) > most:
         raise OSError(f"it has more than {most} bytes")
     return content
 

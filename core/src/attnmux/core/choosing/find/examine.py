@@ -107,8 +107,7 @@ def _lines(text: str) -> str:
     return "\n".join(map(printable, text[-LONGEST_TRACEBACK:].splitlines()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Examined:
+class Examined(NamedTuple):
     """A plugin's answers, as far as it gave them."""
 
     entry: Entry

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+from attnmux.core.choosing.common.frozen import FrozenMapping
 
 Evidence = Callable[[Path], str]
 """From the root of /dev and /sys to the evidence in words; empty where there is none."""
@@ -66,8 +68,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Vendor:
+class Vendor(NamedTuple):
     """A row of the table."""
 
     name: str
@@ -83,7 +84,7 @@ class Vendor:
     """From group 1 of `arch` to numbers that compare."""
     distribution: str
     evidence: Evidence
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = FrozenMapping()
     """Other names of architectures."""
 
 

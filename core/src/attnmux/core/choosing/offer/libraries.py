@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,26 +100,26 @@ Unreadable = Sequence[tuple[str, Exception]]
 
 
 @lru_cache(maxsize=256)
-def _metadata_folders(folder: str, modified: int) -> Mapping[str, str]:
-    """Paths by canonical name. `modified` is part of the key: it changes with the content."""
-    found: dict[str, str] = {}
+def _metadata_folders(folder: str, modified: int) -> Mapping[str, Distribution]:
+    """By canonical name. `modified` is part of the key: it changes with the content."""
+    found: dict[str, Distribution] = {}
     for name in os.listdir(folder):
         if name.endswith(SUFFIXES):
             key = canonical(name.rpartition(".")[0].partition("-")[0])
-            found.setdefault(key, os.path.join(folder, name))
+            found.setdefault(key, Distribution(os.path.join(folder, name)))
     return found
 
 
-def distributions() -> dict[str, Distribution]:
+def distributions() -> Mapping[str, Distribution]:
     """Those on `sys.path` by canonical name. The first of a name hides the others."""
-    found: dict[str, Distribution] = {}
+    folders = []
     for folder in map(os.fspath, sys.path):
-        try:
+        with suppress(OSError):
             names = _metadata_folders(folder or ".", os.stat(folder or ".").st_mtime_ns)
-        except OSError:
-            continue
-        for name, path in names.items():
-            found.setdefault(name, Distribution(path))
+            folders.append(names)
+    found: dict[str, Distribution] = {}
+    for names in reversed(folders):
+        found.update(names)
     return found
 
 
