@@ -42,6 +42,7 @@ def _clause(dtype: str, **more: Condition) -> Clause:
         "deterministic": ANY,
         "graph": ANY,
         "lse": ANY,
+        "strided_kv": ANY,
     }
     return Clause(**{**everywhere, **more})
 

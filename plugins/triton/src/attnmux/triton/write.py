@@ -134,8 +134,10 @@ class KVWriter:
             {
                 "first_buffer": self.first,
                 "first_slot_stride": self.first.stride(0),
+                "first_slot_head_stride": self.first.stride(1),
                 "second_buffer": self.second,
                 "second_slot_stride": self.second.stride(0),
+                "second_slot_head_stride": self.second.stride(1),
                 "slot_map": self.slot_map,
                 "num_mapped": len(self.first if self.slot_map is None else self.slot_map),
                 "num_slots": self.first.shape[0],

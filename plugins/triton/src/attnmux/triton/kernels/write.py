@@ -32,12 +32,12 @@ def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_part(
-    rows, token_stride, head_stride, column_stride, buffer, slot_stride, token, slot, is_there,
-    column, scale,
+    rows, token_stride, head_stride, column_stride, buffer, slot_stride, slot_head_stride, token,
+    slot, is_there, column, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
     IS_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write columns of rows [T, H, D] to buffer [slots, WIDTH], WIDTH = H * D: as the bits of an
+    """Write columns of rows [T, WIDTH], WIDTH = H * D, to buffer [slots, H, D]: as the bits of an
     8-bit float where MANTISSA is above 0, else as values."""
     is_within = is_there[:, None] & (column < WIDTH)[None, :]
     head = (column // D).to(tl.int64)
@@ -47,7 +47,8 @@ def store_part(
         mask=is_within,
         other=0.0,
     )
-    places = buffer + (slot * slot_stride)[:, None] + column[None, :]
+    of_column = head * slot_head_stride + column % D
+    places = buffer + (slot * slot_stride)[:, None] + of_column[None, :]
     if MANTISSA > 0:
         values = values.to(tl.float32)
         if IS_SCALED:
@@ -61,8 +62,8 @@ def store_part(
 def write_kv(
     first, first_stride, first_head_stride, first_column_stride,
     second, second_stride, second_head_stride, second_column_stride,
-    first_buffer, first_slot_stride, second_buffer, second_slot_stride, loc, loc_stride,
-    slot_map, num_mapped, num_tokens, num_slots, first_scale, second_scale,
+    first_buffer, first_slot_stride, first_slot_head_stride,
+    second_buffer, second_slot_stride, second_slot_head_stride, loc, loc_stride, slot_map, num_mapped, num_tokens, num_slots, first_scale, second_scale,
     FIRST_D: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_D: tl.constexpr,
     SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
     IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -70,8 +71,9 @@ def write_kv(
     """Write two tensors, K and V or latent and rotary key, to the same slots.
 
     first [T, H, FIRST_D], second [T, H, SECOND_D]: of any float dtype and strides.
-    first_buffer [num_slots, FIRST_WIDTH], second_buffer [num_slots, SECOND_WIDTH]: the pool's
-    memory, uint8 where MANTISSA is above 0. A width is a slot's heads times columns.
+    first_buffer [num_slots, H, FIRST_D], second_buffer [num_slots, H, SECOND_D]: the pool's memory,
+    uint8 where MANTISSA is above 0; slots and heads may have gaps between them. A width is a slot's
+    heads times columns.
     loc [T] int64: the tokens' slots. slot_map [num_mapped] int32 or int64: the pool's slot for each
     of them; None where they are the same.
     first_scale, second_scale float32: divided by where IS_SCALED. MANTISSA, LARGEST: as
@@ -90,11 +92,11 @@ def write_kv(
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     store_part(
         first, first_stride, first_head_stride, first_column_stride, first_buffer,
-        first_slot_stride, token, slot, is_there, column, first_scale, FIRST_D, FIRST_WIDTH,
-        MANTISSA, LARGEST, IS_SCALED,
+        first_slot_stride, first_slot_head_stride, token, slot, is_there, column, first_scale,
+        FIRST_D, FIRST_WIDTH, MANTISSA, LARGEST, IS_SCALED,
     )  # fmt: skip
     store_part(
         second, second_stride, second_head_stride, second_column_stride, second_buffer,
-        second_slot_stride, token, slot, is_there, column, second_scale, SECOND_D, SECOND_WIDTH,
-        MANTISSA, LARGEST, IS_SCALED,
+        second_slot_stride, second_slot_head_stride, token, slot, is_there, column, second_scale,
+        SECOND_D, SECOND_WIDTH, MANTISSA, LARGEST, IS_SCALED,
     )  # fmt: skip
