@@ -62,8 +62,9 @@ def store_part(
 def write_kv(
     first, first_stride, first_head_stride, first_column_stride,
     second, second_stride, second_head_stride, second_column_stride,
-    first_buffer, first_slot_stride, first_slot_head_stride,
-    second_buffer, second_slot_stride, second_slot_head_stride, loc, loc_stride, slot_map, num_mapped, num_tokens, num_slots, first_scale, second_scale,
+    first_buffer, first_slot_stride, first_slot_head_stride, second_buffer, second_slot_stride,
+    second_slot_head_stride, loc, loc_stride, slot_map, num_mapped, num_tokens, num_slots,
+    first_scale, second_scale,
     FIRST_D: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_D: tl.constexpr,
     SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
     IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
