@@ -159,6 +159,23 @@ def test_rows_of_a_tile(layer, queries, rows):
     assert found.shares(queries, hides=False).block_m == rows
 
 
+@pytest.mark.parametrize(
+    ("layer", "stored", "arch", "rows"),
+    [
+        (gqa(64, 16), E4M3, "sm90", (32, 32)),
+        (gqa(128, 32), E5M2, "sm90", (32, 32)),
+        (gqa(64, 1), E4M3, "sm90", (32, 32)),
+        (gqa(96, 64), E4M3, "sm90", (128, 64)),
+        (gqa(64, 16), BF16, "sm90", (128, 64)),
+        (gqa(64, 16), E4M3, "sm80", (128, 64)),
+    ],
+)
+def test_narrow_v_of_8_bits_keeps_to_tiles_that_compile_correctly(layer, stored, arch, rows):
+    found = Dispatch(traits=traits(layer, stored=stored), arch=arch, page_size=1)
+    tiles, shares = found.tiles(hides=False), found.shares(10, hides=False)
+    assert (tiles.block_m, shares.block_m) == rows
+
+
 def test_whole_rows():
     whole = torch.randn(3, 4, 64).to(BF16)
     assert whole_rows(whole) is whole

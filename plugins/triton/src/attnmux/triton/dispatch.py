@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -17,6 +17,7 @@ from attnmux.triton.configs import (
     HOPPER,
     HOPPER_LATENT,
     PORTABLE,
+    C,
     ConfigQuery,
     ShareConfig,
     TileConfig,
@@ -32,6 +33,11 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 DIMS = (64, 128)
 """Columns of K and V that the kernels for Hopper take."""
 LATENT_DIMS = (512, 64)
+NARROW_V = 32
+"""The ptxas of Triton 3.6.0 miscompiles the portable kernels for SM90 where V has 8 bits and a tile
+of at most this many columns: results are wrong on an H200, and right with `--opt-level 0`."""
+LEAST_WARPGROUP_ROWS = 64
+"""Triton multiplies tiles with fewer rows warp by warp, which is compiled correctly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +155,18 @@ class Dispatch:
 
     def tiles(self, *, hides: bool) -> TileConfig:
         """For many new tokens a request. hides: in steps with a custom mask or items."""
-        return self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides))
+        return self._safe(self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides)))
 
     def shares(self, queries: int, *, hides: bool) -> ShareConfig:
         """For `queries` new tokens a request."""
-        return self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides))
+        return self._safe(self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides)))
+
+    def _safe(self, config: C) -> C:
+        """The configuration with tiles that are compiled correctly, see NARROW_V."""
+        traits = self.traits
+        if self.arch != "sm90" or traits.key_bits > 8 or traits.shape.dv > NARROW_V:
+            return config
+        return replace(config, block_m=min(config.block_m, LEAST_WARPGROUP_ROWS // 2))
 
     def _query(
         self, kernels: Mapping[str, AttentionKernel], queries: int, *, hides: bool
