@@ -56,6 +56,7 @@ def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator
         "deterministic": ANY,
         "graph": ANY,
         "lse": ANY,
+        "strided_kv": ANY,
     }
     causal: dict[str, Any] = {
         **everywhere,

@@ -44,6 +44,7 @@ def _clause(
         deterministic=ANY,
         graph=ANY,
         lse=ANY,
+        strided_kv=ANY,
     )
 
 

@@ -32,6 +32,7 @@ def _clause(dtype: str, **more: Condition) -> Clause:
         "dtype": one_of(dtype),
         "deterministic": ANY,
         "lse": ANY,
+        "strided_kv": ANY,
     }
     return Clause(**{**everywhere, **more})
 

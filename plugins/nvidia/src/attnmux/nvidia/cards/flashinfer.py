@@ -34,6 +34,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         "sliding_window": ANY,
         "cross_attention": ANY,
         "lse": ANY,
+        "strided_kv": ANY,
     }
     masked: dict[str, Any] = {"logit_cap": ANY, "custom_mask": ANY, "multi_item": ANY}
     every = one_of("extend", "decode", "verify", "draft", "encoder")

@@ -39,6 +39,7 @@ def _clause(dtype: str, kv_dtype: Condition, *, graph: Condition) -> Clause:
         spec_topk=one_of(1),
         graph=graph,
         lse=ANY,
+        strided_kv=ANY,
     )
 
 

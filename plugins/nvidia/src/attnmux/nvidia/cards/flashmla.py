@@ -23,6 +23,7 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
         spec_draft_tokens=drafts,
         graph=ANY,
         lse=ANY,
+        strided_kv=ANY,
     )
 
 
