@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
     from attnmux.core.choosing.measured.ranking import accuracy_by as accuracy_by
     from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
+    from attnmux.core.choosing.offer.accuracy import ErrorBound as ErrorBound
     from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
     from attnmux.core.choosing.offer.card import BackendCard as BackendCard
     from attnmux.core.choosing.offer.card import Clause as Clause
@@ -195,6 +196,7 @@ _NAMES_BY_MODULE = {
         "Measurement",
         "read_measurements",
     ),
+    "choosing.offer.accuracy": ("ErrorBound",),
     "choosing.offer.card": (
         "BackendCard",
         "Clause",

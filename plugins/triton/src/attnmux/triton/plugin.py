@@ -13,6 +13,7 @@ from attnmux.core import (
     BackendCard,
     Clause,
     Condition,
+    ErrorBound,
     Option,
     Prior,
     Verified,
@@ -107,6 +108,14 @@ TRITON = BackendCard(
     extra="triton",
     options=OPTIONS,
     tuner="attnmux.triton.tuning:tune",
+    error_bounds=(
+        ErrorBound(
+            max_error=1,
+            keys=131072,
+            kv_dtype=one_of("bfloat16", "fp8_e4m3"),
+            source="0.72 on an H200, D 128",
+        ),
+    ),
     verified_on=(
         Verified(
             on="NVIDIA H200",

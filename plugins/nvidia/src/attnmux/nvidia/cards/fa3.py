@@ -11,6 +11,7 @@ from attnmux.core import (
     BackendCard,
     Clause,
     Condition,
+    ErrorBound,
     Option,
     Prior,
     at_most,
@@ -85,6 +86,14 @@ FA3 = BackendCard(
     extra="fa3",
     # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
+    error_bounds=(
+        ErrorBound(
+            max_error=1, keys=131072, kv_dtype=one_of("bfloat16"), source="0.74 on an H200, D 128"
+        ),
+        ErrorBound(
+            max_error=16, keys=131072, kv_dtype=one_of("fp8_e4m3"), source="12.3 on an H200, D 128"
+        ),
+    ),
     options=(NUM_SPLITS,),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
     sources={
