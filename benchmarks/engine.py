@@ -1,14 +1,15 @@
-"""The engine's decode steps, replayed from graphs and run eagerly, and where the host's time goes.
+"""The engine's decode steps, eager, from graphs and compiled, and where the host's time goes.
 
     python -m benchmarks.engine [--prompts 64] [--length 240] [--new 128] [--rounds 5]
-                                [--model FOLDER] [--backend NAME] [--page-size N]
-                                [--device DEVICE] [--stream] [--json FILE]
+                                [--model FOLDER | --random 3b] [--compile] [--backend NAME]
+                                [--page-size N] [--device DEVICE] [--stream] [--json FILE]
 
-Both ways take turns on one runner: the same prompts, the same number of tokens to generate, no stop
+All ways take turns on one runner: the same prompts, the same number of tokens to generate, no stop
 id, no prefix cache. A figure is the median of the rounds, a ratio the median of the rounds' ratios.
 Without device graphs only the eager way is measured. The table is of decode steps in which all
 prompts take part; in `wait` the host waits for the device's tokens, all else is work of the host.
-`--stream` adds text to every step, by one callback a prompt.
+`--stream` adds text to every step, by one callback a prompt. `--compile` adds the compiled layers,
+in graphs where there are any, and times a prompt with and without them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from benchmarks.cases import json_option, rounds_option
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import (
@@ -40,11 +43,16 @@ from attnmux.transformers import (
     Engine,
     ModelRunner,
     RunnerOptions,
+    SequenceState,
     load_runner,
     open_checkpoint,
     recall,
 )
+from attnmux.transformers.attention import SERVED
+from attnmux.transformers.compiled import compile_layers, undo
+from attnmux.transformers.decision import decide, request_of
 from attnmux.transformers.engine import PARTS
+from attnmux.transformers.layers import record_layers
 
 BETWEEN = ("commit", "stream", "schedule", "allocate", "metadata")
 """From the tokens of one step to the launch of the next one."""
@@ -62,6 +70,21 @@ class Round:
     parts_us: dict[str, float]
     """Its parts."""
     tokens: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How decode steps run."""
+
+    graphs: GraphRunner | None = None
+    compiled: bool = False
+
+
+RANDOM = {
+    "tiny": (2, 64, 128, 4, 2),
+    "3b": (28, 3072, 8192, 24, 8),
+}
+"""Random Llamas: layers, hidden and intermediate size, query and KV heads."""
 
 
 class MetadataClock:
@@ -89,6 +112,8 @@ class MetadataClock:
 )
 @rounds_option(5)
 @click.option("--model", default=str(recall.PATH), help="A folder or a hub id.")
+@click.option("--random", "shape", type=click.Choice([*RANDOM]), help="A random Llama instead.")
+@click.option("--compile", "compiled", is_flag=True)
 @click.option("--backend", default=None)
 @click.option("--device", default=None)
 @click.option("--page-size", type=int, default=None)
@@ -100,27 +125,58 @@ def main(
     new: int,
     rounds: int,
     model: str,
+    shape: str | None,
+    compiled: bool,
     backend: str | None,
     device: str | None,
     page_size: int | None,
     stream: bool,
     path: Path | None,
 ) -> None:
-    """Print the parts of a decode step, eager and from graphs, and the ratio of both."""
+    """Print the parts of a decode step in each way, and the ratios to the eager one."""
+    options = RunnerOptions(
+        max_batch_size=num_prompts,
+        max_context_len=length + new,
+        max_total_tokens=num_prompts * (length + new),
+        page_size=page_size,
+        device=device,
+        graph=False,
+        policy=Policy(backend=backend),
+    )
     checkpoint = open_checkpoint(model)
-    runner = load(checkpoint, num_prompts, length + new, backend, device, page_size)
-    prompts = make_prompts(checkpoint, num_prompts, length)
+    runner = load(checkpoint, options) if shape is None else make_random(shape, options)
+    prompts = make_prompts(runner, num_prompts, length)
     clock = MetadataClock(runner)
     graphs, reason = capture(runner)
-    ways: dict[str, GraphRunner | None] = {"eager": None}
+    ways = {"eager": Way()}
     if graphs is not None:
-        ways["graphs"] = graphs
+        ways["graphs"] = Way(graphs=graphs)
+    compile_seconds = 0.0
+    if compiled:
+        began = time.perf_counter()
+        runner.compile()
+        compile_seconds = time.perf_counter() - began
+        ways["compiled"] = Way(compiled=True, graphs=capture(runner)[0])
     found: dict[str, list[Round]] = {way: [] for way in ways}
 
+    def take(way: str) -> None:
+        if runner.is_compiled != ways[way].compiled:
+            (compile_layers if ways[way].compiled else undo)(runner.model)
+        runner.graphs, runner.is_compiled = ways[way].graphs, ways[way].compiled
+
     def measure(way: str) -> float:
-        runner.graphs = ways[way]
+        take(way)
         found[way].append(run(runner, checkpoint, prompts, new, clock, stream=stream))
         return found[way][-1].step_us
+
+    def prefill(way: str) -> float:
+        take(way)
+        state = SequenceState(token_ids=prompts[0])
+        began = time.perf_counter()
+        runner.extend([state])[0, 0].item()
+        spent = time.perf_counter() - began
+        runner.release([state])
+        return spent * 1e6
 
     times = interleave({way: partial(measure, way) for way in ways}, rounds, warm_up=1)
     measured = {way: taken[1:] for way, taken in found.items()}
@@ -132,6 +188,9 @@ def main(
         prompt_tokens=length,
         new_tokens=new,
     )
+    fills = interleave(
+        {way: partial(prefill, way) for way in ways if way != "graphs"}, rounds, warm_up=2
+    )
     title = (
         f"{runner.decision.summary()}\n{num_prompts} prompts of {length} tokens, {new} new ones "
         f"each; us of a decode step, medians of {rounds} rounds"
@@ -141,36 +200,59 @@ def main(
         add_parts(report, {way: summary(taken) for way, taken in measured.items()})
     if graphs is None:
         report.note(f"no graphs: {reason}")
-    else:
-        report.save(**compare(report, times, measured))
+    for way in [*ways][1:]:
+        report.save(**{way: compare(report, times, measured, way)})
+    if compiled:
+        ratio = fills.ratio("eager", "compiled")
+        report.save(compile_seconds=compile_seconds, prefill_us=fills.us, prefill_ratio=ratio)
+        report.note(
+            f"compiled in {compile_seconds:.1f} s; a prompt of {length} tokens alone: "
+            f"{statistics.median(fills.us['eager']) / 1e3:.2f} ms eager, "
+            f"{statistics.median(fills.us['compiled']) / 1e3:.2f} ms compiled, ratio {ratio:.2f}"
+        )
 
 
-def load(
-    checkpoint: Checkpoint,
-    num_prompts: int,
-    context: int,
-    backend: str | None,
-    device: str | None,
-    page_size: int | None,
-) -> ModelRunner:
+def load(checkpoint: Checkpoint, options: RunnerOptions) -> ModelRunner:
     """The runner, eager so far, with room for all prompts at a time."""
     plugins = load_plugins()
-    options = RunnerOptions(
-        max_batch_size=num_prompts,
-        max_context_len=context,
-        max_total_tokens=num_prompts * context,
-        page_size=page_size,
-        device=device,
-        graph=False,
-        policy=Policy(backend=backend),
+    platform = pick_platform(detect(plugins))
+    return load_runner(checkpoint, platform, plugins.offers(), options)
+
+
+def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
+    """A runner of a Llama with random weights, in bfloat16 on the device."""
+    num_layers, hidden, intermediate, q_heads, kv_heads = RANDOM[shape]
+    config = LlamaConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=32000,
+        max_position_embeddings=131072,
     )
-    return load_runner(checkpoint, pick_platform(detect(plugins)), plugins.offers(), options)
+    plugins = load_plugins()
+    platform = pick_platform(detect(plugins))
+    with torch.device(options.device or platform.device_type):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=SERVED
+        ).eval()
+    layers = record_layers(model, max_context_len=options.max_context_len)
+    decision = decide(request_of(layers, torch.bfloat16), platform, plugins.offers(), options)
+    return ModelRunner(
+        model,
+        layers,
+        decision,
+        max_batch_size=options.max_batch_size,
+        max_context_len=options.max_context_len,
+        max_total_tokens=options.max_total_tokens,
+    )
 
 
-def make_prompts(checkpoint: Checkpoint, num_prompts: int, length: int) -> list[list[int]]:
+def make_prompts(runner: ModelRunner, num_prompts: int, length: int) -> list[list[int]]:
     """Random ids. The special ones, at the vocabulary's end, are left out."""
     rng = random.Random(0)
-    top = min(checkpoint.vocabulary_size, 256)
+    top = min(runner.vocabulary_size, 256)
     return [[rng.randrange(1, top) for _ in range(length)] for _ in range(num_prompts)]
 
 
@@ -248,21 +330,23 @@ def add_parts(report: Report, ways: Mapping[str, Mapping[str, float]]) -> None:
         report.add(name, *(figures[name] for figures in ways.values()), meanings.get(name, ""))
 
 
-def compare(report: Report, times: Times, measured: dict[str, list[Round]]) -> dict[str, Any]:
-    """Print the ratios of eager to graphs, and how often both generate the same tokens."""
-    whole = Times(us={way: [one.seconds * 1e6 for one in taken] for way, taken in measured.items()})
-    pairs = zip(measured["eager"], measured["graphs"], strict=True)
+def compare(
+    report: Report, times: Times, measured: dict[str, list[Round]], way: str
+) -> dict[str, Any]:
+    """Print the ratios of eager to a way, and how often both generate the same tokens."""
+    whole = Times(us={name: [one.seconds * 1e6 for one in took] for name, took in measured.items()})
+    pairs = zip(measured["eager"], measured[way], strict=True)
     answer = {
-        "decode_ratio": times.ratio("eager", "graphs"),
-        "whole_ratio": whole.ratio("eager", "graphs"),
+        "decode_ratio": times.ratio("eager", way),
+        "whole_ratio": whole.ratio("eager", way),
         "same_tokens": statistics.mean(
             ours == theirs
-            for eager, graph in pairs
-            for ours, theirs in zip(eager.tokens, graph.tokens, strict=True)
+            for eager, other in pairs
+            for ours, theirs in zip(eager.tokens, other.tokens, strict=True)
         ),
     }
     report.note(
-        f"eager / graphs: decode steps {answer['decode_ratio']:.2f}, "
+        f"eager / {way}: decode steps {answer['decode_ratio']:.2f}, "
         f"prefill and decode {answer['whole_ratio']:.2f}\n"
         f"prompts with the same tokens both ways: {answer['same_tokens']:.1%}"
     )

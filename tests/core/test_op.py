@@ -209,7 +209,15 @@ def test_the_op_writes_out_and_lse() -> None:
     lse = torch.full(given.q.shape[:2], torch.nan)
     with forward_context(backend, step.batch):
         nothing = attention_with_output(
-            given.q, given.k, given.v, None, None, out, lse, given.layer.layer_id, True
+            given.q,
+            given.k,
+            given.v,
+            None,
+            None,
+            out,
+            lse,
+            torch.tensor(given.layer.layer_id),
+            True,
         )
         expected = backend.forward(given.q, None, None, given.layer, step.batch)
     assert nothing is None
@@ -247,7 +255,9 @@ def test_padding_behind_the_tokens_attends_to_nothing(lengths, settings) -> None
         out = torch.full((num_tokens + padding, *expected.shape[1:]), torch.nan, dtype=q.dtype)
         lse = torch.full(out.shape[:2], torch.nan)
         with forward_context(backend, step.batch):
-            attention_with_output(q, k, v, q_rope, k_rope, out, lse, layer.layer_id, True)
+            attention_with_output(
+                q, k, v, q_rope, k_rope, out, lse, torch.tensor(layer.layer_id), True
+            )
         assert torch.equal(out[:num_tokens], expected)
         assert not out[num_tokens:].any()
         assert bool(torch.isneginf(lse[num_tokens:]).all())
@@ -263,7 +273,9 @@ def test_the_op_stays_outside_of_device_graphs() -> None:
 def test_the_op_runs_on_fake_tensors_without_a_step() -> None:
     with FakeTensorMode():
         q = torch.empty(3, 8, 128)
-        attention_with_output(q, None, None, None, None, torch.empty_like(q), None, 1, True)
+        attention_with_output(
+            q, None, None, None, None, torch.empty_like(q), None, torch.tensor(1), True
+        )
 
 
 def test_attention_outside_a_step_says_what_to_do() -> None:

@@ -1,11 +1,24 @@
-"""torch.compile passes over the op: one graph, one op a layer, the same logits."""
+"""Compiled models: attention is one op a layer, and text and logits are the same."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 
-from attnmux.transformers import SequenceState
+from attnmux.core import Offer
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
+from attnmux.transformers import (
+    Engine,
+    ModelRunner,
+    RunnerOptions,
+    SequenceState,
+    load_runner,
+    open_checkpoint,
+)
 
 OP = torch.ops.attnmux.attention_with_output
 
@@ -58,3 +71,89 @@ def test_through_aot_autograd(tiny, run_on):
     runner.model = torch.compile(runner.model, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(prefill_and_decode(runner), plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+ENGINE_STEPS = {"max_batch_size": 4, "debug": False, "graph": False}
+
+
+def generated(runner, new=12):
+    """Greedy answers under continuous batching, with chunks of prompts and reused prefixes."""
+    engine = Engine(runner, max_running=3, prefill_tokens=11)
+    shared = prompts()[2][:9]
+    wanted = [engine.add([*shared, *ids], max_new_tokens=new) for ids in prompts()]
+    answers = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.result is not None:
+                answers[output.request_id] = output.result.token_ids
+    engine.clear_cache()
+    return [answers[each] for each in wanted]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "page_size"),
+    [("llama", 1), ("gemma2", 16), ("gpt-oss", 16), ("deepseek-v2", 1)],
+)
+def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size):
+    folder = tiny(architecture)[1]
+    plain = generated(run_on(folder, page_size=page_size, **ENGINE_STEPS))
+    runner = run_on(folder, page_size=page_size, **ENGINE_STEPS)
+    runner.compile(backend="aot_eager")
+    made = counters["stats"]["unique_graphs"]
+    assert generated(runner) == plain
+    assert runner.is_compiled
+    # The trial has compiled everything: one token and more, for each kind of layer.
+    assert counters["stats"]["unique_graphs"] == made
+    assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
+
+
+def test_one_layer_s_code_serves_all_that_are_alike(tiny, run_on):
+    runner = run_on(tiny("llama")[1], page_size=16, **ENGINE_STEPS)
+    counters.clear()
+    runner.compile(backend="eager")
+    assert counters["stats"]["unique_graphs"] == 2  # one token, and more
+
+
+def test_compiled_layers_in_graphs(tiny, run_on):
+    folder = tiny("llama")[1]
+    plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    options = RunnerOptions(page_size=16, max_context_len=64, max_total_tokens=192, **ENGINE_STEPS)
+    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+    runner.compile(backend="aot_eager")
+    runner.capture_graphs(devices=RecordingGraphs())
+    assert generated(runner) == plain
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor(tiny, run_on):
+    folder = tiny("llama")[1]
+    plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
+    runner = run_on(folder, page_size=16, compile=True, **ENGINE_STEPS)
+    assert runner.is_compiled
+    assert generated(runner) == plain
+
+
+def test_a_compiler_that_fails_leaves_the_model_as_it_was(tiny, run_on):
+    folder = tiny("llama")[1]
+    plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
+
+    def broken(graph, inputs):
+        raise RuntimeError("no such instruction\npages of more")
+
+    runner = run_on(folder, page_size=16, **ENGINE_STEPS)
+    with pytest.raises(BackendCompilerFailed, match="no such instruction"):
+        runner.compile(backend=broken)
+    assert not runner.is_compiled
+    assert generated(runner) == plain
+    assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
+
+
+def test_a_failed_compilation_is_a_warning(tiny, run_on, monkeypatch):
+    def fail(runner, backend="inductor"):
+        raise RuntimeError("no such instruction\npages of more")
+
+    monkeypatch.setattr(ModelRunner, "compile", fail)
+    with pytest.warns(UserWarning, match="runs uncompiled: RuntimeError: no such instruction$"):
+        runner = run_on(tiny("llama")[1], page_size=16, compile=True, **ENGINE_STEPS)
+    assert not runner.is_compiled

@@ -67,13 +67,13 @@ def _attention_with_output(
     k_rope: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    layer_id: int,
+    layer_id: torch.Tensor,
     save_kv_cache: bool,
     topk_indices: torch.Tensor | None = None,
 ) -> None:
     context = current_forward_context()
     backend, batch = context.backend, context.batch
-    layer = backend.context.layer(layer_id)
+    layer = backend.context.layer(int(layer_id))
     num_tokens = batch.num_tokens
     if topk_indices is not None:
         # A compiler may move the write to the batch after the op, so the argument counts
@@ -104,7 +104,7 @@ def _no_output(*_: object) -> None:
 _library = Library("attnmux", "DEF")  # type: ignore[no-untyped-call]  # as above
 _library.define(  # type: ignore[no-untyped-call]  # as above
     "attention_with_output(Tensor q, Tensor? k, Tensor? v, Tensor? q_rope, Tensor? k_rope, "
-    "Tensor(a!) out, Tensor(b!)? lse, int layer_id, bool save_kv_cache, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor layer_id, bool save_kv_cache, "
     "Tensor? topk_indices=None) -> ()",
     # A backend may plan on the host or choose kernels by length, so that Inductor's graph partition
     # must keep the op out of CUDA graphs
@@ -117,5 +117,6 @@ register_fake("attnmux::attention_with_output", _no_output, lib=_library)
 
 attention_with_output = torch.ops.attnmux.attention_with_output
 """`(q, k?, v?, q_rope?, k_rope?, out!, lse!?, layer_id, save_kv_cache, topk_indices?)`: attention
-of the layer in the running step, written to `out` and, if given, `lse`. `topk_indices` replaces the
-batch's, which an indexer in the same compiled model may write too late for the op."""
+of the layer in the running step, written to `out` and, if given, `lse`. `layer_id` is [] int64 on
+the CPU: a compiler makes other code for each int, and the same code for all tensors. `topk_indices`
+replaces the batch's, which an indexer in the same compiled model may write too late for the op."""

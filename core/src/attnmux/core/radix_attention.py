@@ -24,6 +24,7 @@ class RadixAttention(torch.nn.Module):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
+        self._layer_id = torch.tensor(spec.layer_id)
 
     def forward(
         self,
@@ -53,7 +54,16 @@ class RadixAttention(torch.nn.Module):
         if torch.compiler.is_compiling():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
             attention_with_output(
-                q, k, v, q_rope, k_rope, out, None, spec.layer_id, save_kv_cache, batch.topk_indices
+                q,
+                k,
+                v,
+                q_rope,
+                k_rope,
+                out,
+                None,
+                self._layer_id,
+                save_kv_cache,
+                batch.topk_indices,
             )
             return out
         context = current_forward_context()

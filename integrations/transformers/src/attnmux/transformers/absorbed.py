@@ -27,6 +27,7 @@ from attnmux.transformers.attention import (
     check_recorded,
     read_call,
     refuse_mask,
+    traced_layer_id,
 )
 from attnmux.transformers.probe import Probe, Recorder
 
@@ -152,7 +153,8 @@ def absorbed_forward(
     q, q_rope = rows[..., : projection.rank], rows[..., projection.rank :]
     if torch.compiler.is_compiling():
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attention_with_output(q, latent, None, q_rope, k_rope, out, None, call.layer_id, True)
+        layer_id = traced_layer_id(module)
+        attention_with_output(q, latent, None, q_rope, k_rope, out, None, layer_id, True)
     else:
         step = current_forward_context()
         layer = step.backend.context.layer(call.layer_id)

@@ -21,6 +21,9 @@ SERVED = "attnmux_served"
 """The attention implementation of a model that a runner calls. It has no mask function: before it
 asks for a mask, transformers reads positions on the host, and so waits for the device."""
 
+LAYER_ID = "_attnmux_layer_id"
+"""The attribute of a marked attention module: its number as a tensor."""
+
 NOT_ATTENTION = frozenset(
     {
         "cache_position",
@@ -72,6 +75,7 @@ def read_call(
     query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
     contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`.
     """
+    layer_id = layer_id_of(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
@@ -83,7 +87,7 @@ def read_call(
             expected="[1, heads, T, dim] both: the tokens of all requests in one row, no cache "
             "of transformers (use_cache=False)",
         )
-    return read_arguments(query, key, value, attention_mask, layer_id=layer_id_of(module), **kwargs)
+    return read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
 
 
 def read_arguments(
@@ -147,7 +151,12 @@ def read_rows(
 
 
 def layer_id_of(module: torch.nn.Module) -> int:
-    """The number of a decoder's layer. Raises InvalidInput where it has none."""
+    """The number of a decoder's layer. Raises InvalidInput where it has none.
+
+    -1 while a compiler traces a marked layer, see `traced_layer_id`.
+    """
+    if torch.compiler.is_compiling() and hasattr(module, LAYER_ID):
+        return -1
     layer_id = getattr(module, "layer_idx", None)
     if not isinstance(layer_id, int):
         raise InvalidInput(
@@ -156,6 +165,18 @@ def layer_id_of(module: torch.nn.Module) -> int:
             expected="the layer's number: only a decoder's layers have a place in the KV cache",
         )
     return layer_id
+
+
+def mark_layer(module: torch.nn.Module, layer_id: int) -> None:
+    """Let compiled code of this layer serve all layers that are alike."""
+    setattr(module, LAYER_ID, torch.tensor(layer_id))
+
+
+def traced_layer_id(module: torch.nn.Module) -> torch.Tensor:
+    """The layer's number for the op, [] int64. A compiler that reads `layer_idx` makes code for
+    that layer alone; the tensor of `mark_layer` is an input of the code."""
+    found = getattr(module, LAYER_ID, None)
+    return torch.tensor(layer_id_of(module)) if found is None else found
 
 
 def window_of(sliding_window: int | None) -> int:
@@ -191,7 +212,8 @@ def attention_forward(
     refuse_mask(call)
     if torch.compiler.is_compiling():
         out = call.q.new_empty((*call.q.shape[:2], call.v.shape[-1]))
-        attention_with_output(call.q, call.k, call.v, None, None, out, None, call.layer_id, True)
+        layer_id = traced_layer_id(module)
+        attention_with_output(call.q, call.k, call.v, None, None, out, None, layer_id, True)
         return out.unsqueeze(0), None
     step = current_forward_context()
     layer = step.backend.context.layer(call.layer_id)

@@ -85,6 +85,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     default=None,
     help="Replay decode steps from device graphs. Default: if device and backend support them.",
 )
+@click.option(
+    "--compile",
+    is_flag=True,
+    help="Compile the model's layers with torch.compile: faster steps, after up to a minute at the "
+    "first start.",
+)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",

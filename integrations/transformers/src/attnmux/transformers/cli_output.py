@@ -93,6 +93,7 @@ def as_dict(
         },
         "retractions": stats.retractions,
         "kv_pool_tokens": runner.context.token_to_kv_pool.size,
+        "compiled": runner.is_compiled,
         "graph_batch_sizes": [] if runner.graphs is None else list(runner.graphs.batch_sizes),
         "decision": _decided(runner.decision),
     }
@@ -129,12 +130,12 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
     }
     for each in runner.decision.decode_sizes:
         served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
-    graphs = "" if runner.graphs is None else " in graphs"
+    ways = [*["compiled"] * runner.is_compiled, *["in graphs"] * (runner.graphs is not None)]
     parts = [
         f"prefill: {timings.prefill_tokens} tokens, "
         f"{timings.prefill_tokens_per_second:.1f} tokens/s, {served['extend']}",
         f"decode: {timings.decode_tokens} tokens, "
-        f"{timings.decode_tokens_per_second:.1f} tokens/s, {served['decode']}{graphs}",
+        f"{timings.decode_tokens_per_second:.1f} tokens/s, {', '.join([served['decode'], *ways])}",
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
     ]
     if stats.retractions:

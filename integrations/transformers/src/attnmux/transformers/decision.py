@@ -49,6 +49,9 @@ class RunnerOptions:
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
+    compile: bool = False
+    """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
+    first start. Where they cannot be, they run as they are, with a warning."""
     dtype: str | None = None
     kv_dtype: str | None = None
     mla: Literal["absorbed", "expanded"] | None = None

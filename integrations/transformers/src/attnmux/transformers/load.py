@@ -16,6 +16,7 @@ from attnmux.core import (
     Offer,
     Platform,
     dtype_name,
+    in_brief,
     make_first,
 )
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
@@ -62,6 +63,8 @@ def load_runner(
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
+        if options.compile:
+            _compile(runner, warn)
         if options.graph is not False:
             _capture_graphs(runner, warn, required=options.graph is True)
     return runner
@@ -151,6 +154,13 @@ def _check_lens(checkpoint: Checkpoint, options: RunnerOptions) -> None:
     ):
         if wanted is not None and limit is not None and wanted > limit:
             raise InvalidInput(name, got=wanted, expected=f"at most the model's limit, {limit}")
+
+
+def _compile(runner: ModelRunner, warn: Callable[[str], None]) -> None:
+    try:
+        runner.compile()
+    except Exception as error:  # a compiler may raise anything
+        warn(f"the model runs uncompiled: {in_brief(error)}")
 
 
 def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:

@@ -31,12 +31,16 @@ from attnmux.core import (
     tokens_in_budget,
 )
 from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.compiled import compile_layers, undo
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.pools import MemoryBudget, bytes_per_token, make_pool
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
+
+TRIAL_TOKENS = 19
+"""Prompt tokens of the steps that compile a model."""
 
 
 class ModelRunner:
@@ -113,7 +117,45 @@ class ModelRunner:
             max_encoder_len=max_encoder_len,
         )
         self.graphs: GraphRunner | None = None
+        self.is_compiled = False
+        """Whether the model's layers run as compiled code."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the model's layers, and run a few steps so that their code is made now.
+
+        Call it before `capture_graphs`: graphs then hold the compiled code. backend: as
+        `torch.compile` takes it. Raises InvalidInput for an encoder-decoder model and one without a
+        list of layers, and whatever the compiler raises; the layers then run as before.
+        """
+        if isinstance(self.model, PackedDecoder) or not compile_layers(self.model, backend):
+            raise InvalidInput(
+                "compile", got=type(self.model).__name__, expected="a model with a list of layers"
+            )
+        self.is_compiled = True
+        try:
+            self._try_steps()
+        except BaseException:
+            undo(self.model)
+            self.is_compiled = False
+            raise
+
+    def _try_steps(self) -> None:
+        """Run a prompt, then one decode step of two requests and one of one. A compiler makes other
+        code for a single token than for more."""
+        states: list[SequenceState] = []
+        try:
+            for _ in range(min(2, self.context.max_batch_size)):
+                prompt_len = max(min(TRIAL_TOKENS, self.context.max_context_len - 2), 1)
+                states.append(SequenceState(token_ids=[0] * prompt_len))
+                self.extend(states[-1:])
+                states[-1].token_ids.append(0)
+            self.decode(states)
+            for state in states:
+                state.token_ids.append(0)
+            self.decode(states[:1])
+        finally:
+            self.release(states)
 
     def capture_graphs(
         self,
@@ -217,13 +259,17 @@ class ModelRunner:
         """Call the model. keep: the tokens whose logits are returned; None for all."""
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         extra = {name: inputs[name] for name in inputs if name != "input_ids"}
-        logits = self.model(
-            input_ids=inputs["input_ids"].unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            **extra,
-            **keeps,
-        ).logits[0]
+        # Compiled code is made anew for tensors of inference mode, which captures cannot have, and
+        # for tensors that begin elsewhere in their memory.
+        with torch.inference_mode(False), torch.no_grad():
+            positions = batch.positions.clone() if self.is_compiled else batch.positions
+            logits = self.model(
+                input_ids=inputs["input_ids"].unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                **extra,
+                **keeps,
+            ).logits[0]
         if keep is not None and not keeps:
             logits = logits[keep]
         assert isinstance(logits, torch.Tensor)

@@ -1,0 +1,50 @@
+"""Compiles a model's layers with torch.compile: the code of one layer serves all that are alike.
+
+Attention stays one opaque op, so that any backend serves compiled layers, eagerly and in device
+graphs. Embeddings, the last norm and the output head run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attnmux.transformers.attention import mark_layer
+
+
+def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
+    """Have each decoder layer compiled when it is next called. Returns the number of layers.
+
+    backend: as `torch.compile` takes it.
+    """
+    layers = list(decoder_layers(model))
+    for layer, attention, layer_id in layers:
+        mark_layer(attention, layer_id)
+        # Steps have any number of tokens.
+        layer.compile(dynamic=True, backend=backend)
+    return len(layers)
+
+
+def undo(model: torch.nn.Module) -> None:
+    """Run the layers as before `compile_layers`."""
+    for layer, _, _ in decoder_layers(model):
+        layer._compiled_call_impl = None
+
+
+def decoder_layers(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, int]]:
+    """Each layer of the model's lists of layers, with its attention module and number."""
+    for modules in model.modules():
+        if not isinstance(modules, torch.nn.ModuleList):
+            continue
+        for layer in modules:
+            numbered = {
+                number: each
+                for each in layer.modules()
+                if isinstance(number := getattr(each, "layer_idx", None), int)
+            }
+            if len(numbered) == 1:
+                ((number, attention),) = numbered.items()
+                yield layer, attention, number
