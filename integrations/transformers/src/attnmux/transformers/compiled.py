@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from attnmux.transformers.attention import mark_layer
+from attnmux.transformers.merged import ShareProducts, merge, split
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
@@ -19,10 +20,12 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
     backend: as `torch.compile` takes it.
     """
     layers = list(decoder_layers(model))
+    options = {"post_grad_custom_pre_pass": ShareProducts()} if backend == "inductor" else None
     for layer, attention, layer_id in layers:
         mark_layer(attention, layer_id)
+        merge(layer)
         # Steps have any number of tokens.
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=True, backend=backend, options=options)
     return len(layers)
 
 
@@ -30,6 +33,7 @@ def undo(model: torch.nn.Module) -> None:
     """Run the layers as before `compile_layers`."""
     for layer, _, _ in decoder_layers(model):
         layer._compiled_call_impl = None
+        split(layer)
 
 
 def decoder_layers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -31,7 +32,6 @@ from attnmux.core import (
     tokens_in_budget,
 )
 from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.compiled import compile_layers, undo
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.pools import MemoryBudget, bytes_per_token, make_pool
@@ -128,7 +128,11 @@ class ModelRunner:
         `torch.compile` takes it. Raises InvalidInput for an encoder-decoder model and one without a
         list of layers, and whatever the compiler raises; the layers then run as before.
         """
-        if isinstance(self.model, PackedDecoder) or not compile_layers(self.model, backend):
+        # By name: the import loads a compiler, which takes seconds.
+        compiled = pkgutil.resolve_name("attnmux.transformers.compiled")
+        if isinstance(self.model, PackedDecoder) or not compiled.compile_layers(
+            self.model, backend
+        ):
             raise InvalidInput(
                 "compile", got=type(self.model).__name__, expected="a model with a list of layers"
             )
@@ -136,7 +140,7 @@ class ModelRunner:
         try:
             self._try_steps()
         except BaseException:
-            undo(self.model)
+            compiled.undo(self.model)
             self.is_compiled = False
             raise
 
@@ -226,7 +230,9 @@ class ModelRunner:
     def vocabulary_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    @torch.inference_mode()
+    # Not inference mode: captures cannot have its tensors, and compiled code would be made twice.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """Run a step. Returns the logits after the tokens at `indices`, [len(indices), vocabulary].
 
@@ -259,17 +265,15 @@ class ModelRunner:
         """Call the model. keep: the tokens whose logits are returned; None for all."""
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         extra = {name: inputs[name] for name in inputs if name != "input_ids"}
-        # Compiled code is made anew for tensors of inference mode, which captures cannot have, and
-        # for tensors that begin elsewhere in their memory.
-        with torch.inference_mode(False), torch.no_grad():
-            positions = batch.positions.clone() if self.is_compiled else batch.positions
-            logits = self.model(
-                input_ids=inputs["input_ids"].unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                **extra,
-                **keeps,
-            ).logits[0]
+        # A compiler makes other code for tensors that begin elsewhere in their memory.
+        positions = batch.positions.clone() if self.is_compiled else batch.positions
+        logits = self.model(
+            input_ids=inputs["input_ids"].unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            **extra,
+            **keeps,
+        ).logits[0]
         if keep is not None and not keeps:
             logits = logits[keep]
         assert isinstance(logits, torch.Tensor)

@@ -43,7 +43,8 @@ class Execution:
         self._tokens: torch.Tensor | None = None
         """[B] int64: the tokens sampled in the last step of `_decode`."""
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run(self, plan: Plan, laps: Laps) -> list[int]:
         """The next token of each of `plan.requests`. Waits for the device.
 

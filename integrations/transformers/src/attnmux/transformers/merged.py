@@ -1,0 +1,114 @@
+"""Projections of one input as one product, for compiled layers.
+
+Each projection computes the product with all weights and takes its own columns. `ShareProducts`
+has a compiler compute it once; run eagerly, it would be computed for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from hashlib import sha256
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of projections that Hugging Face's models apply to one input."""
+
+
+SHARED = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.sym_size.int,
+)
+
+
+class ShareProducts(CustomGraphPass):  # type: ignore[misc]  # torch's is not annotated
+    """A pass of Inductor that computes equal products once, which it does in training alone."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        first: dict[object, torch.fx.Node] = {}
+        for node in [*graph.nodes]:
+            if node.op == "call_function" and node.target in SHARED:
+                key = (node.target, str(node.args), str(node.kwargs))
+                if key in first:
+                    node.replace_all_uses_with(first[key])
+                    graph.erase_node(node)
+                else:
+                    first[key] = node
+
+    def uuid(self) -> bytes:
+        """Changes with this class, so that compiled code of other passes is not taken for its."""
+        return sha256(inspect.getsource(type(self)).encode()).digest()
+
+
+class MergedLinear(torch.nn.Module):
+    """The columns from `start` to `stop` of a product that other projections share."""
+
+    def __init__(
+        self,
+        original: torch.nn.Linear,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        start: int,
+    ) -> None:
+        """weight [sum of the outputs, inputs], bias [sum of the outputs]: of all of them."""
+        super().__init__()
+        self.original = original
+        self.all_weights, self.all_biases = weight, bias
+        self.start, self.stop = start, start + original.out_features
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        every = torch.nn.functional.linear(rows, self.all_weights, self.all_biases)
+        return every[..., self.start : self.stop]
+
+
+def merge(layer: torch.nn.Module) -> None:
+    """Merge the projections of a layer where they are plain linear maps. Takes no memory: the
+    original weights become parts of the merged ones."""
+    for module in [*layer.modules()]:
+        for names in TOGETHER:
+            found = [getattr(module, name, None) for name in names]
+            linears = [each for each in found if type(each) is torch.nn.Linear]
+            if len(linears) == len(names) and _alike(linears):
+                _merge(module, dict(zip(names, linears, strict=True)))
+
+
+def split(layer: torch.nn.Module) -> None:
+    """Undo `merge`."""
+    for module in [*layer.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, MergedLinear):
+                setattr(module, name, child.original)
+
+
+def _alike(linears: list[torch.nn.Linear]) -> bool:
+    kinds = {
+        (each.in_features, each.weight.dtype, each.weight.device, each.bias is None)
+        for each in linears
+    }
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in linears)
+    return len(kinds) == 1 and not hooked
+
+
+def _merge(module: torch.nn.Module, linears: dict[str, torch.nn.Linear]) -> None:
+    sizes = [each.out_features for each in linears.values()]
+    starts = [0, *itertools.accumulate(sizes)]
+    weight = _joined([each.weight for each in linears.values()])
+    biases = [each.bias for each in linears.values() if each.bias is not None]
+    bias = _joined(biases) if biases else None
+    for start, (name, linear) in zip(starts, linears.items(), strict=False):
+        setattr(module, name, MergedLinear(linear, weight, bias, start))
+
+
+def _joined(parts: list[torch.nn.Parameter]) -> torch.nn.Parameter:
+    """The rows of all parts, of which each part becomes a view."""
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return torch.nn.Parameter(whole, requires_grad=False)
