@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.offer.verified import Verified as Verified
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
+    from attnmux.core.chunked_prefix import expanded_context as expanded_context
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
@@ -124,6 +126,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
     from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
+    from attnmux.core.latent import UpProjection as UpProjection
     from attnmux.core.layer import LayerSpec as LayerSpec
     from attnmux.core.library import KernelLibrary as KernelLibrary
     from attnmux.core.library import LibraryBackend as LibraryBackend
@@ -222,6 +225,10 @@ _NAMES_BY_MODULE = {
     "choosing.offer.verified": ("Verified",),
     "choosing.solver": ("solve",),
     "choosing.tell.decision": ("Decision",),
+    "chunked_prefix": (
+        "ChunkedPrefixBackend",
+        "expanded_context",
+    ),
     "composites": (
         "BatchSizeAttnBackend",
         "HybridAttnBackend",
@@ -316,6 +323,7 @@ _NAMES_BY_MODULE = {
         "MHATokenToKVPool",
         "MLATokenToKVPool",
     ),
+    "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
     "library": (
         "KernelLibrary",
