@@ -90,6 +90,11 @@ class ChunkedPrefixBackend(DispatchingBackend):
         self._parts: tuple[Part, ...] = ()
         self._prepared: list[Part | None] = [None] * len(self.expanded)
 
+    @property
+    def runs_expanded(self) -> bool:
+        """Whether the prepared step does."""
+        return bool(self._parts)
+
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         """`absorbed`, for all calls but `forward_latent`."""
         return self.absorbed

@@ -1,0 +1,81 @@
+"""Long MLA prompts with the heads of the expanded latent on FlashAttention 3, emulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnmux.core import (
+    ChunkedPrefixBackend,
+    Platform,
+    Policy,
+    Request,
+    UpProjection,
+    expanded_context,
+    imported,
+    load_plugins,
+    solve,
+)
+from attnmux.nvidia.fa3 import FA3Backend
+from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3_mla import make as make_fa3_mla
+from attnmux.testing import extend
+from attnmux.testing.adapters import LATENT, AdapterWorld
+
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
+FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+DEEPSEEK = Request.parse(
+    "kind=mla,dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
+    "kv_lora_rank=512,qk_rope_head_dim=64,chunked_prefix=true"
+)
+SETTINGS = {**LATENT, "num_q_heads": 4, "max_context_len": 1024, "page_size": 16}
+WORLD = AdapterWorld(library=make_fa3_mla, kernels=FA3, platform=HOPPER, settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        extend((600, 190), (0, 7), (300, 200)),
+        extend((0, 200), (0, 3)),
+        extend((400, 250), padding=2, trailing=3),
+    ],
+)
+def test_the_answer_is_that_of_absorbed_attention(step) -> None:
+    world = WORLD.world(step)
+    absorbed, expanded = WORLD.backend(world.context), expanded_context(world.context)
+    ours = ChunkedPrefixBackend(
+        absorbed=absorbed,
+        expanded=[FA3Backend(expanded, {"num_splits": 0}, FA3) for _ in range(3)],
+        chunk_bytes=128 * 4 * (192 + 128) * 2,
+    )
+    prepared = WORLD.prepare(world, step)
+    projection = UpProjection(
+        weight=world.random(4 * 256, 512) / 512**0.5, num_heads=4, v_head_dim=128
+    )
+    for given in prepared.inputs:
+        q = world.random(prepared.batch.num_tokens, 4, 192)
+        answers = []
+        for backend in (absorbed, ours):
+            backend.init_forward_metadata(prepared.batch)
+            answers.append(
+                backend.forward_latent(
+                    q, given.k, given.k_rope, given.layer, prepared.batch, projection
+                )[: prepared.num_real_tokens]
+            )
+        assert ours.runs_expanded
+        torch.testing.assert_close(answers[1], answers[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("named", [None, "flashmla", "flashinfer_mla", "triton"])
+def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
+    policy = Policy(hypothetical=True, backend=named)
+    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
+    assert decision.expanded is not None
+    assert decision.expanded.address == "nvidia/fa3"
+
+
+@pytest.mark.parametrize("changes", [{"chunked_prefix": False}, {"kind": "nsa"}])
+def test_other_requests_have_no_expanded_prompts(changes) -> None:
+    policy = Policy(hypothetical=True)
+    decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers(), policy)
+    assert decision.expanded is None
