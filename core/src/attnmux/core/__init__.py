@@ -142,6 +142,8 @@ if TYPE_CHECKING:
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
     from attnmux.core.spec import SpecInput as SpecInput
+    from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
+    from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
 
 _NAMES_BY_MODULE = {
@@ -345,6 +347,10 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "spec": ("SpecInput",),
+    "two_batches": (
+        "TboAttnBackend",
+        "with_halves",
+    ),
     "workspace": ("Workspace",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

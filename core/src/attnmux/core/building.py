@@ -20,6 +20,7 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
+from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
@@ -36,7 +37,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
 
     It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
     `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
-    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts.
+    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
+    `TboAttnBackend` over three of all these where the request asks for two batches.
     A context with an encoder's layers gets the backend of the phase "encoder".
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
@@ -56,6 +58,17 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     differences = _differences(context.request, decision.request)
     if differences:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
+    made = _assemble(decision, context, serving)
+    if not decision.request.two_batches:
+        return made
+    first, second = (_assemble(decision, context, serving) for _ in range(2))
+    return TboAttnBackend(made, (first, second))
+
+
+def _assemble(
+    decision: Decision, context: BackendContext, serving: Mapping[str, Choice]
+) -> AttentionBackend:
+    """The backends of a decision as one. serving: the choices of the context's phases."""
     leaves: dict[str, AttentionBackend] = {}
 
     def leaf(choice: Choice) -> AttentionBackend:

@@ -129,7 +129,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         batch: ForwardBatch,
         projection: UpProjection,
     ) -> torch.Tensor:
-        if not self._parts:
+        if not self._parts or batch.forward_mode is ForwardMode.IDLE:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.absorbed.save_kv(latent, None, layer, batch, k_rope=k_rope)
         own, *chunks = self._parts
@@ -272,7 +272,7 @@ def expanded_context(context: BackendContext) -> BackendContext:
             got, expected = f"layer {layer.layer_id}", "MLA without windows, chunks or sinks"
             raise InvalidInput("layers", got=got, expected=expected)
     number = max(context.token_to_kv_pool.layer_ids) + 1
-    layers = []
+    layers: list[LayerSpec] = []
     for heads, scaling, logit_cap in dict.fromkeys(map(_spec, context.layers)):
         own = LayerSpec(
             layer_id=number + len(layers),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from attnmux.core.choosing.ask.policy import NAMING, Policy
+from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
@@ -76,8 +76,22 @@ def solve(
     decision = _decision(problem, best, given, candidates)
     if not request.chunked_prefix or "extend" not in decision.phases:
         return decision
-    by = {"libraries": libraries, "ranking": ranking, "accuracy": accuracy}
-    alone = replace(policy, **dict.fromkeys(NAMING), origins=FrozenMapping())
+    unnamed = replace(
+        policy,
+        backend=None,
+        prefill_backend=None,
+        decode_backend=None,
+        mm_backend=None,
+        origins=FrozenMapping(),
+    )
+    again = partial(
+        solve,
+        offers=offers,
+        policy=unnamed,
+        libraries=libraries,
+        ranking=ranking,
+        accuracy=accuracy,
+    )
 
     def rank(one: Decision) -> int:
         asked = Question(
@@ -88,7 +102,7 @@ def solve(
         )
         return ranking(by_address[one.phases["extend"].address], asked).value
 
-    return _with_expanded(decision, partial(solve, offers=offers, policy=alone, **by), rank)
+    return _with_expanded(decision, again, rank)
 
 
 def _with_expanded(
