@@ -58,13 +58,13 @@ COLUMNS = {
 }
 
 
-def measure(case: Case, backend: str, chunk_bytes: int, rounds: int, report: Report) -> None:
+def measure(
+    case: Case, platform: Platform, backend: str, chunk_bytes: int, rounds: int, report: Report
+) -> None:
     """One row. Raises NoBackend where the machine has no backend for either side."""
-    plugins = load_plugins()
-    platform = _here(plugins)
     device = torch.device(platform.device_type)
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    decision = solve(asked, platform, plugins.offers(), Policy(backend=backend or None))
+    decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
     made = build(decision, step.context(platform, decision.request))
     if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
@@ -105,10 +105,6 @@ def measure(case: Case, backend: str, chunk_bytes: int, rounds: int, report: Rep
     )
 
 
-def _here(plugins: object) -> Platform:
-    return pick_platform(detect(plugins), "cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _calls(step: Step, case: Case) -> Callable[[AttentionBackend], Callable[[], torch.Tensor]]:
     """A layer's call with random weights and queries."""
     heads, rank, k_rope = case.q_heads, step.k.shape[-1], step.k_rope
@@ -143,7 +139,7 @@ def main(
     backend: str, chunk_bytes: int, rounds: int, only: str, path: Path | None, dry_run: bool
 ) -> None:
     """Print the time of long prompts with expanded heads and absorbed."""
-    platform = _here(load_plugins())
+    platform = pick_platform(detect(load_plugins()), "cpu" if dry_run else None)
     device = torch.device(platform.device_type)
     if dry_run:
         chunk_bytes = min(chunk_bytes, 1 << 18)
@@ -152,7 +148,7 @@ def main(
     with Report(COLUMNS, about, path, title=title) as report, torch.inference_mode():
         for case in TINY if dry_run else CASES:
             if only in str(case):
-                measure(case, backend, chunk_bytes, rounds, report)
+                measure(case, platform, backend, chunk_bytes, rounds, report)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ChunkedPrefixBackend,
     InvalidInput,
+    TboAttnBackend,
     UpProjection,
     build,
     expanded_context,
     load_plugins,
     solve,
+    with_halves,
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
@@ -313,6 +315,37 @@ def test_backends_of_another_context_are_refused() -> None:
         ChunkedPrefixBackend(
             absorbed=absorbed, expanded=[Noting(expanded_context(context))], chunk_bytes=0
         )
+
+
+def test_halves_of_a_step_run_expanded_too() -> None:
+    """One half may be expanded and the other absorbed or empty."""
+    for steps in (
+        extend((0, 30), (16, 20), (5, 3)),
+        extend((60, 2), (3, 30)),
+        extend((3, 30)),
+    ):
+        world = world_of(case_of(steps), chunk_tokens=9)
+        context = world.backend.context
+        backend = TboAttnBackend(world.backend, (prompts_on(context), prompts_on(context)))
+        batch = with_halves(world.step.batch)
+        backend.init_forward_metadata(batch)
+        expected = world.run(world.absorbed)
+        middle = batch.tbo_children[0].num_tokens
+        for q, each, whole in zip(world.q, world.step.inputs, expected, strict=True):
+            for half, rows in zip(
+                batch.tbo_children, (slice(0, middle), slice(middle, None)), strict=True
+            ):
+                ours = backend.forward_latent(
+                    q[rows], each.k[rows], each.k_rope[rows], each.layer, half, world.projection
+                )
+                torch.testing.assert_close(ours, whole[rows], rtol=2e-5, atol=2e-5)
+        assert any(count(child.expanded) for child in backend.children)
+
+
+def prompts_on(context) -> ChunkedPrefixBackend:
+    return ChunkedPrefixBackend(
+        absorbed=Noting(context), expanded=[Noting(expanded_context(context)) for _ in range(2)]
+    )
 
 
 def test_a_decision_names_the_backend_and_build_makes_it() -> None:

@@ -74,7 +74,9 @@ def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     assert decision.expanded.address == "nvidia/fa3"
 
 
-@pytest.mark.parametrize("changes", [{"chunked_prefix": False}, {"kind": "nsa"}])
+@pytest.mark.parametrize(
+    "changes", [{"chunked_prefix": False}, {"kind": "nsa"}, {"deterministic": True}]
+)
 def test_other_requests_have_no_expanded_prompts(changes) -> None:
     policy = Policy(hypothetical=True)
     decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers(), policy)

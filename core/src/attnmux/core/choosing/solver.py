@@ -112,11 +112,13 @@ def _with_expanded(
 
     again: solves for another request. rank: of the backend that serves extend. Only plain MLA has
     expanded prompts: a part of the keys can be merged by LSE, but not a part of a window, or a sink
-    that each part would count.
+    that each part would count. Chunks depend on the other requests of a step, so that a
+    deterministic request has none.
     """
     request = decision.request
     unmerged = (request.sliding_window, request.attention_chunk, request.sinks, request.custom_mask)
-    if request.kind != "mla" or any(unmerged) or not request.dtype or not request.head_dim:
+    unfit = request.kind != "mla" or any(unmerged) or request.deterministic
+    if unfit or not request.dtype or not request.head_dim:
         return decision
     try:
         found = again(request.expanded_prompts(), decision.platform)
