@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import pairwise
 
 import pytest
@@ -15,17 +16,21 @@ from attnmux.core import (
     ChunkedPrefixBackend,
     InvalidInput,
     TboAttnBackend,
+    TunedLaunch,
     UpProjection,
     build,
     expanded_context,
+    installed_version,
     load_plugins,
     solve,
     with_halves,
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.chunked_prefix import merge_into, prefix_chunks
-from attnmux.core.latent import expansion_pays
+from attnmux.core.choosing.measured.records import Device
+from attnmux.core.chunked_prefix import crossing_subject, merge_into
+from attnmux.core.expanded_parts import prefix_chunks
+from attnmux.core.latent import crossing_by_operations, expansion_pays
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify
 
@@ -268,17 +273,17 @@ def test_random_steps(requests, chunk_tokens) -> None:
 
 
 def test_where_expanding_takes_fewer_operations() -> None:
-    dims = {"rank": 512, "nope": 128, "v": 128}
-
-    def pays(new: int, cached: int) -> bool:
-        return expansion_pays(new, cached, new * cached + new * (new + 1) // 2, **dims)
-
-    assert pays(1, 0)
-    assert not pays(0, 5)
-    assert not pays(0, 0)
-    assert not pays(170, 1 << 20)
-    assert pays(171, 1 << 20)
-    assert not expansion_pays(9, 0, 45, rank=8, nope=8, v=8)
+    crossing = crossing_by_operations(rank=512, nope=128, v=128)
+    assert crossing == pytest.approx(512 / 3)
+    assert expansion_pays([1], [0], crossing)
+    assert not expansion_pays([0], [5], crossing)
+    assert not expansion_pays([0], [0], crossing)
+    assert not expansion_pays([170], [1 << 20], crossing)
+    assert expansion_pays([171], [1 << 20], crossing)
+    assert not expansion_pays([171, 1], [1 << 20, 1 << 20], crossing)
+    never = crossing_by_operations(rank=8, nope=8, v=8)
+    assert not expansion_pays([9], [0], never)
+    assert not expansion_pays([9], [9], never)
 
 
 def test_merging_adds_keys_by_their_weight() -> None:
@@ -361,7 +366,23 @@ def test_a_decision_names_the_backend_and_build_makes_it() -> None:
     assert again.expanded == decision.expanded
     again.check(setup.context.platform, offers)
     assert decision.hash != solve(case.request, setup.context.platform, offers).hash
-    backend = build(decision, replace(setup.context, request=decision.request))
+    context = replace(setup.context, request=decision.request)
+    backend = build(decision, context)
     assert isinstance(backend, ChunkedPrefixBackend)
-    step = prepare_step(setup, case.steps[0])
-    assert step.inputs
+    assert backend.crossing == crossing_by_operations(rank=32, nope=4, v=4)
+    kept = TunedLaunch(
+        backend="cpu/torch_native",
+        device=Device.of(context.platform),
+        versions={"attnmux-core": installed_version("attnmux-core")},
+        subject=crossing_subject("cpu/torch_native", decision.request),
+        values={"crossing": 70},
+        median_us=10.0,
+        date=datetime.now(tz=UTC),
+    )
+    for changes, expected in (
+        ({}, 70.0),
+        ({"versions": {"attnmux-core": "0.0.1"}}, backend.crossing),
+        ({"subject": {**kept.subject, "num_q_heads": 99}}, backend.crossing),
+    ):
+        launches = (replace(kept, **changes),)
+        assert build(decision, replace(context, launches=launches)).crossing == expected

@@ -14,7 +14,12 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.chunked_prefix import MOST_LANES, ChunkedPrefixBackend, expanded_context
+from attnmux.core.chunked_prefix import (
+    MOST_LANES,
+    ChunkedPrefixBackend,
+    expanded_context,
+    measured_crossing,
+)
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
@@ -89,7 +94,9 @@ def _assemble(
         return made
     of_prompts = expanded_context(context)
     lanes = [_make(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
-    return ChunkedPrefixBackend(absorbed=made, expanded=lanes)
+    addresses = decision.expanded.address, serving["extend"].address
+    crossing = measured_crossing(*addresses, context)
+    return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
 
 
 def _check(decision: Decision) -> None:

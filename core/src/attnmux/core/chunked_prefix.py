@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +11,16 @@ import torch
 from attnmux.core.arguments import check_positive
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.choosing.measured.launches import current_launches
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices.keys import kv_indices
-from attnmux.core.indices.ragged import cu_seqlens
-from attnmux.core.latent import expansion_pays
+from attnmux.core.expanded_parts import Part, parts_of
+from attnmux.core.latent import crossing_by_operations
 from attnmux.core.layer import LayerSpec
 
 if TYPE_CHECKING:
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.measured.launches import Value
     from attnmux.core.context import BackendContext
     from attnmux.core.latent import UpProjection
 
@@ -26,23 +28,15 @@ CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,
 enough for merging to take less than a twentieth of the attention."""
 
+SHAPE = (
+    *("num_q_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *("dtype", "kv_dtype"),
+)
+"""Fields of a request that a measured crossing holds for."""
+
 MOST_LANES = 4
 """Expanded backends. Each keeps its part of a step prepared for all layers; the last one prepares
 the chunks that are left over in every layer again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
-    """Keys of a step that are expanded at once, and the new tokens that see them."""
-
-    batch: ForwardBatch
-    """Of the requests that have such keys."""
-    tokens: slice
-    """Their new tokens' rows in the step."""
-    slots: torch.Tensor
-    """[n] int64: the keys, in the order of the requests."""
-    is_prefix: bool
-    """Whether every new token of a request sees all of its keys."""
 
 
 class ChunkedPrefixBackend(DispatchingBackend):
@@ -60,8 +54,11 @@ class ChunkedPrefixBackend(DispatchingBackend):
         absorbed: AttentionBackend,
         expanded: Sequence[AttentionBackend],
         chunk_bytes: int = CHUNK_BYTES,
+        crossing: float | None = None,
     ) -> None:
         """expanded: one or more backends of `expanded_context`, all alike; see `MOST_LANES`.
+        crossing: new tokens on a long prefix from which a step runs expanded; None: as
+        `crossing_by_operations` says.
 
         Raises InvalidInput for a backend of another context, and for no memory.
         """
@@ -87,6 +84,13 @@ class ChunkedPrefixBackend(DispatchingBackend):
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
         self.chunk_tokens = max(chunk_bytes // (row * itemsize), 1)
         """Cached tokens that are expanded at once."""
+        layer, nope = (
+            self.context.layers[0],
+            own.qk_head_dim - self.context.layers[0].qk_rope_head_dim,
+        )
+        if crossing is None:
+            crossing = crossing_by_operations(rank=layer.v_head_dim, nope=nope, v=own.v_head_dim)
+        self.crossing = crossing
         self._parts: tuple[Part, ...] = ()
         self._prepared: list[Part | None] = [None] * len(self.expanded)
 
@@ -110,7 +114,9 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        self._parts = tuple(self._plan(batch))
+        table = self.context.req_to_token_pool
+        parts = parts_of(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
+        self._parts = tuple(parts)
         self._prepared = [None] * len(self.expanded)
 
     def init_forward_metadata_out_graph(
@@ -186,71 +192,6 @@ class ChunkedPrefixBackend(DispatchingBackend):
         projection.expand(rows, k, v)
         return k, v
 
-    def _plan(self, batch: ForwardBatch) -> Iterator[Part]:
-        """The parts of a step that runs expanded, the new tokens' own first; none of others."""
-        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-        if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
-            return
-        if new is None or cached is None or batch.encoder_lens is not None:
-            return
-        if any(each is not None for each in (batch.spec_info, batch.multi_item)):
-            return
-        new_lens = _host_lens(new, batch.extend_seq_lens_cpu)
-        cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
-        if not self._pays(new_lens, cached_lens):
-            return
-        own = replace(
-            batch,
-            seq_lens=new,
-            seq_lens_cpu=torch.tensor(new_lens, dtype=torch.int32),
-            seq_lens_sum=sum(new_lens),
-            extend_prefix_lens=torch.zeros_like(new),
-            extend_prefix_lens_cpu=torch.zeros(len(new_lens), dtype=torch.int32),
-            encoder_lens=torch.zeros_like(new),
-            encoder_out_cache_loc=batch.out_cache_loc[:0],
-            tbo_children=(),
-        )
-        tokens = slice(0, batch.num_tokens)
-        yield Part(batch=own, tokens=tokens, slots=batch.out_cache_loc, is_prefix=False)
-        for first, starts, lens in prefix_chunks(cached_lens, self.chunk_tokens):
-            yield self._chunk(own, new_lens, first, starts, lens)
-
-    def _pays(self, new: Sequence[int], cached: Sequence[int]) -> bool:
-        _, qk_dim, v_dim = self._dims
-        layer = self.context.layers[0]
-        pairs = sum(n * p + n * (n + 1) // 2 for n, p in zip(new, cached, strict=True))
-        return expansion_pays(
-            sum(new),
-            sum(cached),
-            pairs,
-            rank=layer.v_head_dim,
-            nope=qk_dim - layer.qk_rope_head_dim,
-            v=v_dim,
-        )
-
-    def _chunk(
-        self,
-        own: ForwardBatch,
-        new: Sequence[int],
-        first: int,
-        starts: Sequence[int],
-        lens: Sequence[int],
-    ) -> Part:
-        last, before = first + len(lens), sum(new[:first])
-        tokens = slice(before, before + sum(new[first:last]))
-        batch = own.slice(first, last, first_token=tokens.start, last_token=tokens.stop)
-        device = self.context.device
-        of_chunk = torch.tensor([starts, lens], dtype=torch.int32, device=device)
-        slots = kv_indices(
-            self.context.req_to_token_pool,
-            batch.req_pool_indices,
-            cu_seqlens(of_chunk[1]),
-            kv_start=of_chunk[0],
-            total=sum(lens),
-        ).long()
-        batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
-        return Part(batch=batch, tokens=tokens, slots=slots, is_prefix=True)
-
     def _specs(self) -> tuple[tuple[int, float, float], ...]:
         return tuple(dict.fromkeys(map(_spec, self.context.layers)))
 
@@ -290,32 +231,26 @@ def expanded_context(context: BackendContext) -> BackendContext:
     return replace(context, request=request, layers=tuple(layers), debug=False)
 
 
-def prefix_chunks(
-    cached: Sequence[int], most: int
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut all requests' prefixes, one after another, into chunks of up to `most` tokens.
+def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:
+    """The subject of a `TunedLaunch` of the expanded backend that holds a measured `crossing`.
 
-    Yields the first request of a chunk, and for it and those after it the first place and the
-    number of their tokens in the chunk.
+    absorbed: `plugin/name` of the other backend. Its values are {"crossing": new tokens}.
     """
-    first, starts, lens = 0, list[int](), list[int]()
-    for request, total in enumerate(cached):
-        place = 0
-        while place < total:
-            if not lens:
-                first = request
-            taken = min(total - place, most - sum(lens))
-            starts.append(place)
-            lens.append(taken)
-            place += taken
-            if sum(lens) == most:
-                yield first, tuple(starts), tuple(lens)
-                starts, lens = [], []
-        if lens and not total:
-            starts.append(0)
-            lens.append(0)
-    if lens:
-        yield first, tuple(starts), tuple(lens)
+    asked = {name: getattr(request, name) for name in SHAPE}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return {"kernel": "expanded prompts", "absorbed": absorbed, **given}
+
+
+def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> float | None:
+    """The crossing that was measured on this machine with the versions that are installed, if any.
+
+    expanded, absorbed: `plugin/name` of both backends.
+    """
+    subject = crossing_subject(absorbed, context.request)
+    for each in current_launches(context.launches, expanded, context.platform):
+        if dict(each.subject) == subject:
+            return float(each.values["crossing"])
+    return None
 
 
 def merge_into(
@@ -334,8 +269,3 @@ def merge_into(
 def _spec(layer: LayerSpec) -> tuple[int, float, float]:
     """How the expanded layers of MLA layers may differ."""
     return layer.tp_q_head_num, layer.scaling, layer.logit_cap
-
-
-def _host_lens(lens: torch.Tensor, mirror: torch.Tensor | None) -> list[int]:
-    found: list[int] = (lens if mirror is None else mirror).tolist()
-    return found
