@@ -28,6 +28,7 @@ import torch
 from benchmarks.cases import Case, dry_run_option, extend, json_option, only_option, rounds_option
 
 from attnmux.bench import Report, Step, device_meter, facts, interleave
+from attnmux.bench.timing import Run
 from attnmux.core import (
     AttentionBackend,
     ChunkedPrefixBackend,
@@ -102,8 +103,9 @@ def measure(
     )
     ours.init_forward_metadata(step.batch)
     calls = _calls(step, case)
-    sides = {"absorbed": calls(made.absorbed), "expanded": calls(ours)}
-    absorbed, expanded = (call().float() for call in sides.values())
+    answers = {"absorbed": calls(made.absorbed), "expanded": calls(ours)}
+    absorbed, expanded = (call().float() for call in answers.values())
+    sides: dict[str, Run] = {**answers}
     sides["metadata"] = partial(ours.init_forward_metadata, step.batch)
     meters = {name: device_meter(call, device, 1) for name, call in sides.items()}
     times = interleave(meters, rounds)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attnmux.core import (
     ChunkedPrefixBackend,
@@ -81,3 +87,41 @@ def test_other_requests_have_no_expanded_prompts(changes) -> None:
     policy = Policy(hypothetical=True)
     decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers(), policy)
     assert decision.expanded is None
+
+
+@pytest.fixture
+def benchmark(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    return importlib.import_module("benchmarks.long_prompts")
+
+
+def test_the_benchmark_runs_on_a_cpu(benchmark, tmp_path) -> None:
+    path = tmp_path / "figures.json"
+    given = ["--dry-run", "--rounds", "1", "--json", str(path)]
+    result = CliRunner().invoke(benchmark.main, given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == len(benchmark.TINY)
+
+
+@pytest.mark.parametrize(
+    ("gains", "crossing"),
+    [
+        ((0.5, 0.8, 1.25, 2.0), 90.5),
+        ((1.1, 1.5, 2.0, 2.5), 32.0),
+        ((0.5, 0.6, 0.7, 0.8), None),
+    ],
+)
+def test_a_crossing_lies_between_the_measured_lengths(benchmark, gains, crossing) -> None:
+    policy = Policy(hypothetical=True)
+    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
+    rows = [
+        benchmark.Row(
+            case=benchmark.extend(1, new, benchmark.LONG, kind="mla", q_heads=16),
+            decision=decision,
+            gain=gain,
+            expanded_us=9.0,
+        )
+        for new, gain in zip((32, 64, 128, 256), gains, strict=True)
+    ]
+    found = [dict(each.values) for each in benchmark.crossings(rows)]
+    assert found == ([] if crossing is None else [{"crossing": crossing}])
