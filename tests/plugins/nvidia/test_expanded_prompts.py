@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from attnmux.core import (
     Policy,
     Request,
     UpProjection,
+    build,
     expanded_context,
     imported,
     load_plugins,
@@ -25,7 +27,7 @@ from attnmux.core import (
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import make as make_fa3_mla
-from attnmux.testing import extend
+from attnmux.testing import Case, extend, make_setup
 from attnmux.testing.adapters import LATENT, AdapterWorld
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
@@ -70,6 +72,18 @@ def test_the_answer_is_that_of_absorbed_attention(step) -> None:
             )
         assert ours.runs_expanded
         torch.testing.assert_close(answers[1], answers[0], atol=2e-2, rtol=2e-2)
+
+
+def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
+    """With the libraries' own loaders, as on a GPU."""
+    request = {**SETTINGS, "v_head_dim": 128}
+    world = make_setup(Case(name="prompts", steps=(extend((9, 4)),), **request), HOPPER, "cpu")
+    asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
+    decision = solve(asked, HOPPER, load_plugins().offers(), Policy(hypothetical=True))
+    with importlib.import_module("benchmarks.emulated").emulated_libraries():
+        backend = build(decision, replace(world.context, request=decision.request))
+    assert isinstance(backend, ChunkedPrefixBackend)
+    assert {type(each).__name__ for each in backend.expanded} == {"FA3Backend"}
 
 
 @pytest.mark.parametrize("named", [None, "flashmla", "flashinfer_mla", "triton"])
