@@ -250,15 +250,12 @@ RULES: dict[str, list[Row]] = {
         Row("nvidia:sm100", "mla", "page_size=64", backend="cutlass_mla", refused="page_size=128"),
         Row("nvidia:sm100", "mla", backend="cutlass_mla", decode="cutlass_mla", page=128),
     ],
-    "chunked prefix: not implemented here": [
-        Row("nvidia:sm90", "mla", "chunked_prefix=1",
-            backend=backend, refused="chunked_prefix=none")
+    "chunked prefix: refuses no backend": [
+        Row("nvidia:sm90", "mla", "chunked_prefix=1", backend=backend, both=backend)
         for backend in ("flashinfer_mla", "triton")
     ] + [
-        Row("nvidia:sm100", "mla", "chunked_prefix=1",
-            prefill_backend="fa4", refused="chunked_prefix=none"),
-        Row("ascend:910b", "mla", "chunked_prefix=1",
-            backend="ascend", refused="chunked_prefix=none"),
+        Row("nvidia:sm100", "mla", "chunked_prefix=1", prefill_backend="fa4", extend="fa4"),
+        Row("ascend:910b", "mla", "chunked_prefix=1", backend="ascend", both="ascend"),
     ],
     "aiter: no RDNA": [
         Row("amd:gfx1100", "gqa", backend="aiter", refused="arch"),

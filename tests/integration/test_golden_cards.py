@@ -115,12 +115,6 @@ def test_a_pool_stores_every_kv_dtype_that_a_card_admits(address) -> None:
     assert {torch_dtype(dtype) for dtype in admitted} <= set(STORABLE_DTYPES)
 
 
-@pytest.mark.parametrize("address", CARDS)
-def test_no_card_claims_a_cache_of_chunked_prefixes(address) -> None:
-    """No adapter has one; an extend step reads its prefix from the pool."""
-    assert not any(clause.chunked_prefix.admits(True) for clause in CARDS[address].card.clauses)
-
-
 @pytest.mark.parametrize("address", [a for a, offer in CARDS.items() if offer.card.extra])
 def test_an_extra_brings_what_the_card_requires(address) -> None:
     offer = CARDS[address]

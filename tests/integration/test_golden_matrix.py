@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import ANY, BackendCard, Clause, load_plugins
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    NoBackend,
+    Platform,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+)
 from attnmux.core.choosing.offer.conditions import Emulated
 
 FOLDER = Path(__file__).parent / "golden"
@@ -24,8 +34,12 @@ FEATURES = {
     "topk1": ("spec_topk", 1),
     "sliding_window": ("sliding_window", 127),
     "multimodal": ("phase", "encoder"),
-    "chunked_prefix_cache": ("chunked_prefix", True),
 }
+MACHINES = ("nvidia:sm90", "nvidia:sm100", "ascend:910b")
+DEEPSEEK = Request.parse(
+    "kind=mla,dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
+    "kv_lora_rank=512,qk_rope_head_dim=64,chunked_prefix=true"
+)
 OWN_KINDS = {"dual_chunk_flash_attn": "dual_chunk"}
 """Backends whose attention is a kind of its own here, and one of MHA in the manual."""
 CELLS = [
@@ -64,12 +78,24 @@ def trees(clauses: list[Clause]) -> bool | str:
     return True if any(clause.page_size.admits(64) for clause in taking) else "page_size=1 only"
 
 
+def expands_prompts(backend: str, machine: str) -> bool:
+    """Whether a decision with the backend has another one for prompts with expanded heads."""
+    policy = Policy(hypothetical=True, backend=backend)
+    try:
+        decision = solve(DEEPSEEK, Platform.parse(machine), load_plugins().offers(), policy)
+    except NoBackend:
+        return False
+    return decision.expanded is not None
+
+
 def said(kind: str, backend: str, column: str) -> bool | str:
     clauses = clauses_of(kind, backend)
     if column == "page_native":
         return native_pages(clauses)
     if column == "topk_gt1":
         return trees(clauses)
+    if column == "chunked_prefix_cache":
+        return any(expands_prompts(backend, machine) for machine in MACHINES)
     field, value = FEATURES[column]
     return any(getattr(clause, field).admits(value) for clause in clauses)
 

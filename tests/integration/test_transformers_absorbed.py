@@ -22,6 +22,7 @@ from attnmux.core import (
     one_of,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.chunked_prefix import merge_into
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,
@@ -181,6 +182,27 @@ def test_chunks_and_decode_give_the_expanded_models_logits(
         assert_same(runner.decode(states), torch.stack(expected))
     runner.release(states)
     assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["v2", "v3-yarn", "v3-whole-heads"])
+def test_a_long_prompt_runs_expanded_after_its_cached_prefix(
+    made, run_on, name, page_size, monkeypatch
+):
+    model, folder = made(name)
+    runner = run_on(folder, page_size=page_size, mla="absorbed", max_context_len=120)
+    assert runner.decision.expanded is not None
+    merged = []
+    monkeypatch.setattr(
+        "attnmux.core.chunked_prefix.merge_into", lambda *given: merged.append(merge_into(*given))
+    )
+    ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(2)).tolist()
+    (theirs,) = eager_logits(model, [ids])
+    state = SequenceState(token_ids=ids)
+    for first, last in ((0, 40), (40, 100)):
+        step = runner.steps.extend([state], (last - first,))
+        assert_same(runner.forward(step, torch.arange(last - first)), theirs[first:last])
+        assert len(merged) == (3 if first else 0)
 
 
 def greedy(runner, prompts, max_new_tokens):

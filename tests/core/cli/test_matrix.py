@@ -301,7 +301,6 @@ MACHINES = tuple(
 ASKED_IN = {
     "custom_mask": ("extend", "verify"),
     "multi_item": ("extend",),
-    "chunked_prefix": ("extend",),
     "graph": ("decode", "verify", "draft"),
 }
 

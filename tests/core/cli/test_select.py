@@ -47,6 +47,7 @@ def test_json_form(call) -> None:
         "hash",
         "phases",
         "decode_sizes",
+        "expanded",
         "coercions",
         "notes",
         "candidates",

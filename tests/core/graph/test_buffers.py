@@ -254,6 +254,34 @@ def test_refuses_what_no_graph_is_captured_for(settings, argument) -> None:
     assert refused.value.argument == argument
 
 
+def test_halves_have_their_own_masks() -> None:
+    settings = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": DRAFT}
+    buffers = make(custom_mask=True, two_batches=True, host_lens=True, **settings)
+    template, _ = buffers.views(4)
+    batch = verify_batch(3, 4, 2)
+    batch = replace(batch, seq_lens_cpu=batch.seq_lens.clone())
+    padded = buffers.load(batch, {}, template)
+    whole = batch.spec_info
+    middle = int(whole.mask_indptr[2])
+    for half, expected in zip(
+        padded.tbo_children,
+        (whole.custom_mask[:middle], whole.custom_mask[middle:]),
+        strict=True,
+    ):
+        spec = half.spec_info
+        assert spec.mask_indptr.shape == (3,)
+        assert int(spec.mask_indptr[0]) == 0
+        assert torch.equal(spec.custom_mask[: len(expected)], expected)
+    last = padded.tbo_children[1].spec_info
+    assert bool(last.custom_mask[int(last.mask_indptr[1]) : int(last.mask_indptr[2])].all())
+    addresses_before = [half.spec_info.custom_mask.data_ptr() for half in template.tbo_children]
+    assert addresses_before == [
+        half.spec_info.custom_mask.data_ptr() for half in padded.tbo_children
+    ]
+    buffers.clear()
+    assert last.mask_indptr.tolist() == [0, DRAFT * (1 + DRAFT), 2 * DRAFT * (1 + DRAFT)]
+
+
 def test_an_indexer_has_a_buffer_that_no_step_loads() -> None:
     """The captured model writes it; a step needs to bring none."""
     settings = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": DRAFT}

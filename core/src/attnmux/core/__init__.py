@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.offer.verified import Verified as Verified
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
+    from attnmux.core.chunked_prefix import expanded_context as expanded_context
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
     from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
+    from attnmux.core.latent import UpProjection as UpProjection
     from attnmux.core.layer import LayerSpec as LayerSpec
     from attnmux.core.library import KernelLibrary as KernelLibrary
     from attnmux.core.library import LibraryBackend as LibraryBackend
@@ -140,6 +143,8 @@ if TYPE_CHECKING:
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
     from attnmux.core.spec import SpecInput as SpecInput
+    from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
+    from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
 
 _NAMES_BY_MODULE = {
@@ -224,6 +229,10 @@ _NAMES_BY_MODULE = {
     "choosing.offer.verified": ("Verified",),
     "choosing.solver": ("solve",),
     "choosing.tell.decision": ("Decision",),
+    "chunked_prefix": (
+        "ChunkedPrefixBackend",
+        "expanded_context",
+    ),
     "composites": (
         "BatchSizeAttnBackend",
         "HybridAttnBackend",
@@ -318,6 +327,7 @@ _NAMES_BY_MODULE = {
         "MHATokenToKVPool",
         "MLATokenToKVPool",
     ),
+    "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
     "library": (
         "KernelLibrary",
@@ -339,6 +349,10 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "spec": ("SpecInput",),
+    "two_batches": (
+        "TboAttnBackend",
+        "with_halves",
+    ),
     "workspace": ("Workspace",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -28,6 +28,7 @@ from attnmux.core.errors import GraphUnsupported, InvalidInput
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.context import BackendContext
+    from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
@@ -147,6 +148,24 @@ class AttentionBackend(ABC):
             check_result(result, call, type(self).__name__)
             out.copy_(result)
         return out
+
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        projection: UpProjection,
+    ) -> torch.Tensor:
+        """Attention of one MLA layer, absorbed, from the heads' own queries to their own outputs.
+
+        q: [T, Hq, nope + rope]. latent, k_rope: [T, 1, rank] and [T, 1, rope] of the new tokens,
+        which are written to the pool. Returns [T, Hq, v]. Raises what `forward` raises.
+        """
+        nope, rope = projection.absorbed_queries(q)
+        out = self.forward(nope, latent, None, layer, batch, q_rope=rope, k_rope=k_rope)
+        return projection.outputs(out)
 
     @abstractmethod
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

@@ -111,7 +111,7 @@ class ForwardBatch:
     actual_forward_mode: ForwardMode | None = None
     """The mode before a composite or a graph runner substituted `forward_mode`."""
     tbo_children: tuple[ForwardBatch, ...] = ()
-    """The two halves of a step, whose communication and compute overlap."""
+    """The two halves of a step, whose communication and compute overlap; see `with_halves`."""
 
     @property
     def num_tokens(self) -> int:
@@ -125,7 +125,12 @@ class ForwardBatch:
 
         Its tensors are views. `spec_info`, `multi_item` and `encoder_out_cache_loc` describe the
         whole step and stay as they are; `seq_lens_sum` needs the host mirror of the lengths.
+        Without requests it is IDLE, and `actual_forward_mode` has the step's mode.
         """
+        modes: dict[str, ForwardMode] = {}
+        if first == last:
+            actual = self.actual_forward_mode or self.forward_mode
+            modes = {"forward_mode": ForwardMode.IDLE, "actual_forward_mode": actual}
 
         def of_requests(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[first:last]
@@ -151,4 +156,5 @@ class ForwardBatch:
             encoder_lens=of_requests(self.encoder_lens),
             topk_indices=None if self.topk_indices is None else of_tokens(self.topk_indices),
             tbo_children=(),
+            **modes,  # type: ignore[arg-type]  # fields by name
         )

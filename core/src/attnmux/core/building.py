@@ -14,11 +14,18 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
+from attnmux.core.chunked_prefix import (
+    MOST_LANES,
+    ChunkedPrefixBackend,
+    expanded_context,
+    measured_crossing,
+)
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
+from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
@@ -34,7 +41,9 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     """Make the backend of a decision.
 
     It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
-    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps.
+    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
+    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
+    `TboAttnBackend` over three of all these where the request asks for two batches.
     A context with an encoder's layers gets the backend of the phase "encoder".
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
@@ -54,6 +63,17 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     differences = _differences(context.request, decision.request)
     if differences:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
+    made = _assemble(decision, context, serving)
+    if not decision.request.two_batches:
+        return made
+    first, second = (_assemble(decision, context, serving) for _ in range(2))
+    return TboAttnBackend(made, (first, second))
+
+
+def _assemble(
+    decision: Decision, context: BackendContext, serving: Mapping[str, Choice]
+) -> AttentionBackend:
+    """The backends of a decision as one. serving: the choices of the context's phases."""
     leaves: dict[str, AttentionBackend] = {}
 
     def leaf(choice: Choice) -> AttentionBackend:
@@ -68,9 +88,15 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         )
     else:
         made = next(iter(leaves.values()))
-    if "decode" not in serving or not decision.decode_sizes:
+    if "decode" in serving and decision.decode_sizes:
+        made = _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+    if decision.expanded is None or "extend" not in serving:
         return made
-    return _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+    of_prompts = expanded_context(context)
+    lanes = [_make(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
+    addresses = decision.expanded.address, serving["extend"].address
+    crossing = measured_crossing(*addresses, context)
+    return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
 
 
 def _check(decision: Decision) -> None:

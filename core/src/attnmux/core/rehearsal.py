@@ -135,13 +135,14 @@ def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) ->
     dtype = torch_dtype(context.request.dtype or "bfloat16")
     rows, rope = batch.num_tokens, layer.qk_rope_head_dim
 
-    def zeros(heads: int, dim: int) -> torch.Tensor:
+    def zeros(heads: int, dim: int, rows: int = rows) -> torch.Tensor:
         return torch.zeros((rows, heads, dim), dtype=dtype, device=context.device)
 
     q, k, v, k_rope = zeros(layer.tp_q_head_num, layer.query_dim), None, None, None
-    if not layer.is_cross_attention:
-        k = zeros(layer.tp_k_head_num, layer.qk_head_dim - rope)
-        v = None if rope else zeros(layer.tp_v_head_num, layer.v_head_dim)
+    if brings_keys or not layer.is_cross_attention:
+        keys = batch.batch_size if layer.is_cross_attention else rows  # an encoder token each
+        k = zeros(layer.tp_k_head_num, layer.qk_head_dim - rope, keys)
+        v = None if rope else zeros(layer.tp_v_head_num, layer.v_head_dim, keys)
         k_rope = zeros(1, rope) if rope else None
     q_rope = zeros(layer.tp_q_head_num, rope) if rope else None
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=context.device)

@@ -37,7 +37,6 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "sinks": (True,),
     "custom_mask": (True,),
     "multi_item": (True,),
-    "chunked_prefix": (True,),
     "deterministic": (True,),
     "graph": (True,),
     "lse": (True,),

@@ -55,7 +55,6 @@ def fake_card(**changes: Condition) -> BackendCard:
             "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
             "dtype": _DTYPES,
             "kv_dtype": _KV_DTYPES,
-            "chunked_prefix": NONE,
             "graph": NONE,
             **changes,
         }

@@ -35,6 +35,9 @@ def mla_cases(page: int) -> Iterator[Case]:
     yield case_of(
         "mla-expanded-prefill", page, extend((0, 30), (0, 7)), save_kv_cache=False, **expanded
     )
+    # A chunk of a prefix, in the place of an encoder's tokens
+    chunk = extend((0, 30), (0, 7), (0, 3), encoder=(40, 0, 11))
+    yield case_of("mla-expanded-chunk", page, chunk, save_kv_cache=False, lse=True, **expanded)
 
 
 def nsa_cases(page: int) -> Iterator[Case]:

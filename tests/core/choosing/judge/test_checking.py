@@ -82,8 +82,6 @@ def test_each_axis_refuses_undeclared_values(
     [
         ("extend", "graph=true", False),
         ("decode", "graph=true", True),
-        ("extend", "chunked_prefix=true", True),
-        ("decode", "chunked_prefix=true", False),
         ("extend", "multi_item=true", True),
         ("decode", "multi_item=true", False),
         ("extend", "custom_mask=true", True),

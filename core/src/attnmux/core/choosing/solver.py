@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,6 +13,7 @@ from attnmux.core.choosing.ask.values import PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
+from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
@@ -24,7 +25,7 @@ from attnmux.core.choosing.search.problem import Problem, groups_of, opposed
 from attnmux.core.choosing.tell.choice import choice_of
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import InvalidInput, NoBackend
 
 
 def solve(
@@ -72,7 +73,60 @@ def solve(
     if best is None:
         raise refusal(platform, problem.groups, verdicts(problem, variants, None))
     candidates = Deferred(partial(verdicts, problem, variants, best))
-    return _decision(problem, best, given, candidates)
+    decision = _decision(problem, best, given, candidates)
+    if not request.chunked_prefix or "extend" not in decision.phases:
+        return decision
+    unnamed = replace(
+        policy,
+        backend=None,
+        prefill_backend=None,
+        decode_backend=None,
+        mm_backend=None,
+        origins=FrozenMapping(),
+    )
+    again = partial(
+        solve,
+        offers=offers,
+        policy=unnamed,
+        libraries=libraries,
+        ranking=ranking,
+        accuracy=accuracy,
+    )
+
+    def rank(one: Decision) -> int:
+        asked = Question(
+            request=one.request,
+            platform=platform,
+            phase="extend",
+            hypothetical=policy.hypothetical,
+        )
+        return ranking(by_address[one.phases["extend"].address], asked).value
+
+    return _with_expanded(decision, again, rank)
+
+
+def _with_expanded(
+    decision: Decision, again: Callable[..., Decision], rank: Callable[[Decision], int]
+) -> Decision:
+    """The decision, with a backend for expanded prompts where one ranks as high as the absorbed.
+
+    again: solves for another request. rank: of the backend that serves extend. Only plain MLA has
+    expanded prompts: a part of the keys can be merged by LSE, but not a part of a window, or a sink
+    that each part would count. Chunks depend on the other requests of a step, so that a
+    deterministic request has none.
+    """
+    request = decision.request
+    unmerged = (request.sliding_window, request.attention_chunk, request.sinks, request.custom_mask)
+    unfit = request.kind != "mla" or any(unmerged) or request.deterministic
+    if unfit or not request.dtype or not request.head_dim:
+        return decision
+    try:
+        found = again(request.expanded_prompts(), decision.platform)
+    except NoBackend:
+        return decision
+    if rank(found) > rank(decision):
+        return decision
+    return replace(decision, expanded=found.phases["extend"])
 
 
 def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:

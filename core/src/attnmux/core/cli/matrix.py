@@ -27,8 +27,7 @@ under which a cell holds. A planned backend can be asked about for any machine a
 none of it: the vendor's functions in plain torch.
 
 Not implemented here, though other engines list it: 4-bit KV (triton, trtllm_mha, fa4 and
-flashinfer_mla), since no pool stores it; chunked prefixes with a cache of their own
-(fa3, flashinfer_mla, flashmla, cutlass_mla and trtllm_mla over MLA)."""
+flashinfer_mla), since no pool stores it."""
 
 TITLES = {
     "mha": "MHA and GQA",

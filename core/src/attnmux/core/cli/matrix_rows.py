@@ -46,7 +46,6 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="custom mask", axis="custom_mask", values=(True,)),
     Column(title="multi-item", axis="multi_item", values=(True,)),
     Column(title="encoder", axis="phase", values=("encoder",)),
-    Column(title="chunked prefix", axis="chunked_prefix", values=(True,)),
     Column(title="deterministic", axis="deterministic", values=(True,)),
     Column(title="graphs", axis="graph", values=(True,)),
     Column(title="LSE", axis="lse", values=(True,)),

@@ -234,6 +234,7 @@ def _answered(answer: Decision | NoBackend, request: Request, device: Platform) 
         "hash": None,
         "phases": {},
         "decode_sizes": [],
+        "expanded": None,
         "coercions": [],
         "notes": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],

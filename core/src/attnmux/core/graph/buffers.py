@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -15,6 +16,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
+from attnmux.core.two_batches import half_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,10 +65,18 @@ class FixedBuffers:
             fields.sort(key=_device_and_dtype)
             self._fields = tuple(fields)
             self._masks = None
+            self._masks_of_halves: tuple[MaskBuffers, ...] = ()
             if config.custom_mask:
-                self._masks = MaskBuffers(
-                    config, seq_len_fill=seq_len_fill, max_len=max_context_len, device=device
+                masks = partial(
+                    MaskBuffers,
+                    config,
+                    seq_len_fill=seq_len_fill,
+                    max_len=max_context_len,
+                    device=device,
                 )
+                self._masks = masks(max_bs)
+                if config.two_batches:
+                    self._masks_of_halves = (masks(max_bs // 2), masks(max_bs - max_bs // 2))
             # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:
@@ -133,6 +143,7 @@ class FixedBuffers:
                 raise InvalidInput(field.name, got=described(source), expected=described(target))
         if self._masks is not None:
             self._masks.load(batch, padded.batch_size)
+            self._load_masks_of_halves(batch, padded)
         # Before the copies: if they are interrupted, the next load makes these rows padding
         self._used = max(self._used, size)
         for first, last in self._groups:
@@ -144,7 +155,8 @@ class FixedBuffers:
         """Make every row padding."""
         self._pad_after(0)
         if self._masks is not None:
-            self._masks.clear()
+            for masks in (self._masks, *self._masks_of_halves):
+                masks.clear()
 
     def _pad_after(self, size: int) -> None:
         """Make the rows after `size` padding. Those after the previous batch already are."""
@@ -165,12 +177,23 @@ class FixedBuffers:
         """With `tbo_children`, if the config asks for them. A half of a single row is empty."""
         if not self._config.two_batches:
             return batch
-        tokens, middle = self._config.tokens_per_request, batch.batch_size // 2
-        halves = tuple(
-            batch.slice(first, last, first_token=first * tokens, last_token=last * tokens)
-            for first, last in ((0, middle), (middle, batch.batch_size))
-        )
-        return replace(batch, tbo_children=halves)
+        tokens, spec = self._config.tokens_per_request, batch.spec_info
+        halves = []
+        for number, (first, last) in enumerate(_halves(batch.batch_size)):
+            half = batch.slice(first, last, first_token=first * tokens, last_token=last * tokens)
+            if self._masks_of_halves and spec is not None:
+                mask, indptr = self._masks_of_halves[number].views(last - first)
+                half = replace(half, spec_info=replace(spec, custom_mask=mask, mask_indptr=indptr))
+            halves.append(half)
+        return replace(batch, tbo_children=tuple(halves))
+
+    def _load_masks_of_halves(self, batch: ForwardBatch, padded: ForwardBatch) -> None:
+        tokens, size = self._config.tokens_per_request, batch.batch_size
+        bounds = _halves(padded.batch_size)
+        for masks, (first, last) in zip(self._masks_of_halves, bounds, strict=False):
+            start, stop = min(first, size), min(last, size)
+            half = half_of(batch, start, stop, start * tokens, stop * tokens)
+            masks.load(half, last - first)
 
     def _sources(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]
@@ -197,6 +220,11 @@ class FixedBuffers:
             custom_mask=mask,
             mask_indptr=indptr,
         )
+
+
+def _halves(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rows of both halves of a padded batch."""
+    return (0, size // 2), (size // 2, size)
 
 
 def _batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> Iterator[_Field]:

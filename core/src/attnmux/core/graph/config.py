@@ -78,7 +78,8 @@ class GraphConfig:
     """Keys that an indexer picks for each token. Above 0 the runner owns a buffer for
     `ForwardBatch.topk_indices`, which the captured model writes before each layer's call."""
     two_batches: bool = False
-    """Whether batches have `tbo_children`: the first half of the rows and the others."""
+    """Whether batches have `tbo_children`: the first half of the rows and the others. The runner
+    makes them, also for batches without."""
     compile: Callable[[Forward], Forward] | None = None
     """A compiler such as torch.compile, for the model's call of batch sizes up to
     `compile_max_batch_size`."""
@@ -97,8 +98,8 @@ class GraphConfig:
             raise InvalidInput("tokens_per_request", got=self.tokens_per_request, expected=expected)
         if self.index_topk < 0:
             raise InvalidInput("index_topk", got=self.index_topk, expected="at least 0")
-        if self.custom_mask and (self.two_batches or not is_verify):
-            expected = "False, except in TARGET_VERIFY without two_batches"
+        if self.custom_mask and not is_verify:
+            expected = "False, except in TARGET_VERIFY"
             raise InvalidInput("custom_mask", got=True, expected=expected)
 
     @property

@@ -18,9 +18,15 @@ class MaskBuffers:
     """
 
     def __init__(
-        self, config: GraphConfig, *, seq_len_fill: int, max_len: int, device: torch.device
+        self,
+        config: GraphConfig,
+        max_bs: int,
+        *,
+        seq_len_fill: int,
+        max_len: int,
+        device: torch.device,
     ) -> None:
-        draft, max_bs = config.tokens_per_request, config.max_batch_size
+        draft = config.tokens_per_request
         self._padding_width = draft * (seq_len_fill + draft)
         self._width = max(draft * max_len, self._padding_width)
         self._mask = torch.ones(max_bs * self._width, dtype=torch.bool, device=device)

@@ -3,7 +3,8 @@
 A model that expands its latent with a linear `kv_b_proj` into every head's K and V runs absorbed
 instead: K's half of that matrix is multiplied into Q, and V's half into the output. Attention then
 has one latent head, and the cache holds rank + rope values a token and layer: in DeepSeek-V3 576,
-where the expanded heads take 40,960 (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+where the expanded heads take 40,960 (DeepSeek-V2, arXiv:2405.04434, section 2.1). A backend may
+still expand the latent of long prompts (`ChunkedPrefixBackend`).
 
 The model's own code still runs, with its rotary embeddings, norms and low-rank Q. Only `kv_b_proj`
 gets another forward, which passes the latent on in the shape of a few heads. Its weight is read in
@@ -20,7 +21,12 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import LayerSpec, attention_with_output, current_forward_context
+from attnmux.core import (
+    LayerSpec,
+    UpProjection,
+    attention_with_output,
+    current_forward_context,
+)
 from attnmux.transformers.attention import (
     SERVED,
     ModelCall,
@@ -39,44 +45,10 @@ TOLERANCE = 0.02
 above rounding in any dtype, and far below the effect of another order of rows or heads."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class UpProjection:
-    """The weight [H * (nope + v), rank] that expands the latent to every head's K and V."""
-
-    weight: torch.Tensor
-    num_heads: int
-    v_head_dim: int
-
-    @property
-    def head_dim(self) -> int:
-        """Rows of a head: its K without the rotary part, then its V."""
-        return self.weight.shape[0] // self.num_heads
-
-    @property
-    def nope_dim(self) -> int:
-        return self.head_dim - self.v_head_dim
-
-    @property
-    def rank(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def w_uk(self) -> torch.Tensor:
-        """[H, nope, rank], a view of the weight."""
-        return self._by_head()[:, : self.nope_dim]
-
-    @property
-    def w_uv(self) -> torch.Tensor:
-        """[H, v, rank], a view of the weight."""
-        return self._by_head()[:, self.nope_dim :]
-
-    def latent_of(self, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """(latent [T, 1, rank], rotary K [T, 1, rope]) of a call whose latent was passed on."""
-        rows = torch.cat([call.k[..., : self.nope_dim], call.v], dim=-1).flatten(1)
-        return rows[:, None, : self.rank], call.k[:, :1, self.nope_dim :]
-
-    def _by_head(self) -> torch.Tensor:
-        return self.weight.view(self.num_heads, self.head_dim, self.rank)
+def latent_of(call: ModelCall, projection: UpProjection) -> tuple[torch.Tensor, torch.Tensor]:
+    """(latent [T, 1, rank], rotary K [T, 1, rope]) of a call whose latent was passed on."""
+    rows = torch.cat([call.k[..., : projection.nope_dim], call.v], dim=-1).flatten(1)
+    return rows[:, None, : projection.rank], call.k[:, :1, projection.nope_dim :]
 
 
 @torch.inference_mode()
@@ -145,23 +117,18 @@ def absorbed_forward(
         num_heads=call.q.shape[1],
         v_head_dim=call.v.shape[2],
     )
-    latent, k_rope = projection.latent_of(call)
-    q_by_head = call.q.transpose(0, 1)
-    q_nope = torch.bmm(q_by_head[..., : projection.nope_dim], projection.w_uk)
-    # Parts of one row, so that kernels that want it whole need no copy
-    rows = torch.cat([q_nope.transpose(0, 1), call.q[..., projection.nope_dim :]], dim=-1)
-    q, q_rope = rows[..., : projection.rank], rows[..., projection.rank :]
+    latent, k_rope = latent_of(call, projection)
     if torch.compiler.is_compiling():
+        q, q_rope = projection.absorbed_queries(call.q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         layer_id = traced_layer_id(module)
         attention_with_output(q, latent, None, q_rope, k_rope, out, None, layer_id, True)
-    else:
-        step = current_forward_context()
-        layer = step.backend.context.layer(call.layer_id)
-        check_recorded(call, layer)
-        out = step.backend.forward(q, latent, None, layer, step.batch, q_rope=q_rope, k_rope=k_rope)
-    expanded = torch.bmm(out.transpose(0, 1), projection.w_uv.transpose(1, 2))
-    return expanded.transpose(0, 1).unsqueeze(0), None
+        return projection.outputs(out).unsqueeze(0), None
+    step = current_forward_context()
+    layer = step.backend.context.layer(call.layer_id)
+    check_recorded(call, layer)
+    out = step.backend.forward_latent(call.q, latent, k_rope, layer, step.batch, projection)
+    return out.unsqueeze(0), None
 
 
 def _linears(model: PreTrainedModel) -> dict[int, torch.nn.Linear]:
@@ -226,7 +193,7 @@ class _LatentRecorder(Recorder):
 
     def read(self, call: ModelCall) -> ModelCall:
         projection = self.projections[call.layer_id]
-        latent, k_rope = projection.latent_of(call)
+        latent, k_rope = latent_of(call, projection)
         heads = linear(latent.squeeze(1), projection.weight)
         heads = heads.view(-1, projection.num_heads, projection.head_dim)
         k_nope, v = heads.tensor_split([projection.nope_dim], dim=-1)

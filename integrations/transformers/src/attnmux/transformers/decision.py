@@ -182,6 +182,8 @@ def decide(
             request = request.replace(origin="user", **{name: value})
     # Text alone runs here, whatever else the model can read.
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
+    if request.kind == "mla":
+        request = request.replace(origin="model", chunked_prefix=True)
     return solve_measured(
         request, platform, offers, options.policy, measurements=options.measurements
     )

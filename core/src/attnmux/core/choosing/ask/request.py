@@ -65,6 +65,11 @@ class Request:
     multi_item: bool = False
     multimodal: bool = False
     chunked_prefix: bool = False
+    """The engine calls MLA layers by `forward_latent`, so that another backend may run long prompts
+    with expanded heads. It demands nothing; see `Decision.expanded`."""
+    two_batches: bool = False
+    """Steps come as two halves, `ForwardBatch.tbo_children`, whose layers the engine runs in turn.
+    It demands nothing: each half has a backend of its own."""
     deterministic: bool = False
     graph: bool = False
     lse: bool = False
@@ -144,6 +149,25 @@ class Request:
             num_kv_heads=self.num_q_heads,
             kv_lora_rank=None,
             qk_rope_head_dim=None,
+            chunked_prefix=False,
+        )
+
+    def expanded_prompts(self) -> Request:
+        """The attention of an MLA model's prompts over expanded K and V of the call.
+
+        Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
+        """
+        nothing = dict.fromkeys(("spec_topk", "spec_draft_tokens"))
+        return self.expanded().replace(
+            origin="model",
+            kv_dtype=self.dtype,
+            phases=("extend",),
+            cross_attention=True,
+            lse=True,
+            graph=False,
+            strided_kv=False,
+            two_batches=False,
+            **nothing,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -147,6 +147,7 @@ READERS: Mapping[str, Reader] = {
     "multi_item": _flag,
     "multimodal": _flag,
     "chunked_prefix": _flag,
+    "two_batches": _flag,
     "deterministic": _flag,
     "graph": _flag,
     "lse": _flag,

@@ -192,12 +192,6 @@ AXES: tuple[Axis, ...] = (
     Axis(name="spec_draft_tokens", wanted=_drafting("spec_draft_tokens"), settable=True),
     Axis(name="custom_mask", wanted=_in_phases("custom_mask", "extend", "verify"), settable=True),
     Axis(name="multi_item", wanted=_in_phases("multi_item", "extend"), settable=True),
-    Axis(
-        name="chunked_prefix",
-        wanted=_in_phases("chunked_prefix", "extend"),
-        settable=True,
-        droppable=True,
-    ),
     Axis(name="deterministic", wanted=lambda q: q.request.deterministic, settable=True),
     Axis(
         name="graph",

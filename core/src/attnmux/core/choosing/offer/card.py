@@ -150,7 +150,6 @@ class Clause:
     logit_cap: Condition = NONE
     custom_mask: Condition = NONE
     multi_item: Condition = NONE
-    chunked_prefix: Condition = NONE
     deterministic: Condition = NONE
     graph: Condition = NONE
     lse: Condition = NONE

@@ -61,7 +61,6 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "spec_draft_tokens": "It does not verify that many draft tokens a request.",
     "custom_mask": "It does not take a mask of the user or of a draft tree.",
     "multi_item": "It does not score several items after one shared prefix.",
-    "chunked_prefix": "It does not attend to a long prefix chunk by chunk.",
     "deterministic": "Its results may depend on the other requests of the batch.",
     "graph": "Its steps cannot be captured in a device graph.",
     "lse": "It does not return the log-sum-exp of the logits.",

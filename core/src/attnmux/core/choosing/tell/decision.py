@@ -33,6 +33,9 @@ class Decision:
     decode_sizes: tuple[SizeRange, ...] = ()
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
+    expanded: Choice | None = None
+    """For MLA with `chunked_prefix`: the backend of prompts that take fewer operations with
+    expanded heads. None where none ranks as high as the one of `phases`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -61,8 +64,8 @@ class Decision:
         """SHA-256 of the decision: processes with the same hash run the same backends.
 
         It covers the kind of device, the request's values, page size, KV dtype, and every backend
-        of `phases` and `decode_sizes` with its options and its plugin's version. It leaves out the
-        origins of values, the product's name, and the losers.
+        of `phases`, `decode_sizes` and `expanded` with its options and its plugin's version. It
+        leaves out the origins of values, the product's name, and the losers.
         """
         asked = self.request.to_dict()
         del asked["origins"]
@@ -77,6 +80,8 @@ class Decision:
             decided["decode_sizes"] = [
                 [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
             ]
+        if self.expanded is not None:
+            decided["expanded"] = self.expanded.identity()
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -95,11 +100,11 @@ class Decision:
         Raises InvalidInput with every difference, where this process would compute another hash, or
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
-        found = tuple(
-            disagreements(
-                self.choices, self.request, self.platform, platform, offers, libraries, accuracy
-            )
-        )
+        here = (self.platform, platform, tuple(offers), libraries, accuracy)
+        found = [*disagreements(self.choices, self.request, *here)]
+        if self.expanded is not None:
+            prompts = self.request.expanded_prompts()
+            found += disagreements([("extend", self.expanded)], prompts, *here)
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
@@ -114,6 +119,7 @@ class Decision:
             "hash": self.hash,
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
+            "expanded": None if self.expanded is None else self.expanded.to_dict(),
             "coercions": [asdict(coercion) for coercion in self.coercions],
             "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
@@ -143,6 +149,7 @@ class Decision:
                     {phase: Choice.from_dict(choice) for phase, choice in data["phases"].items()}
                 ),
                 decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
+                expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
@@ -177,6 +184,11 @@ class Decision:
             f"saving at least {each.gain:.0%} of the time (measured)"
             for each in self.decode_sizes
         ]
+        if self.expanded is not None:
+            said.append(
+                f"{self.expanded.backend} ({self.expanded.plugin}) serves prompts with expanded "
+                "heads, where that takes fewer operations"
+            )
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
         noted = "".join(f"; note: {note}" for note in self.notes)

@@ -1,0 +1,123 @@
+"""The parts of a step that runs MLA with expanded heads: its new tokens, and chunks of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.indices.keys import kv_indices
+from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core.latent import expansion_pays
+
+if TYPE_CHECKING:
+    from attnmux.core.kv.request_table import RequestTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """Keys of a step that are expanded at once, and the new tokens that see them."""
+
+    batch: ForwardBatch
+    """Of the requests that have such keys."""
+    tokens: slice
+    """Their new tokens' rows in the step."""
+    slots: torch.Tensor
+    """[n] int64: the keys, in the order of the requests."""
+    is_prefix: bool
+    """Whether every new token of a request sees all of its keys."""
+
+
+def parts_of(
+    batch: ForwardBatch, table: RequestTable, *, crossing: float, chunk_tokens: int
+) -> Iterator[Part]:
+    """The parts of a step that runs expanded, the new tokens' own first; none of another step.
+
+    crossing: see `expansion_pays`. chunk_tokens: cached tokens of a part at most. Lengths without a
+    host mirror are read from the device.
+    """
+    new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        return
+    if new is None or cached is None or batch.encoder_lens is not None:
+        return
+    if batch.spec_info is not None or batch.multi_item is not None:
+        return
+    new_lens = _host_lens(new, batch.extend_seq_lens_cpu)
+    cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
+    if not expansion_pays(new_lens, cached_lens, crossing):
+        return
+    own = replace(
+        batch,
+        seq_lens=new,
+        seq_lens_cpu=torch.tensor(new_lens, dtype=torch.int32),
+        seq_lens_sum=sum(new_lens),
+        extend_prefix_lens=torch.zeros_like(new),
+        extend_prefix_lens_cpu=torch.zeros(len(new_lens), dtype=torch.int32),
+        encoder_lens=torch.zeros_like(new),
+        encoder_out_cache_loc=batch.out_cache_loc[:0],
+        tbo_children=(),
+    )
+    tokens = slice(0, batch.num_tokens)
+    yield Part(batch=own, tokens=tokens, slots=batch.out_cache_loc, is_prefix=False)
+    for first, starts, lens in prefix_chunks(cached_lens, chunk_tokens):
+        yield _chunk(own, table, new_lens, first, starts, lens)
+
+
+def _chunk(
+    own: ForwardBatch,
+    table: RequestTable,
+    new: Sequence[int],
+    first: int,
+    starts: Sequence[int],
+    lens: Sequence[int],
+) -> Part:
+    last, before = first + len(lens), sum(new[:first])
+    tokens = slice(before, before + sum(new[first:last]))
+    batch = own.slice(first, last, first_token=tokens.start, last_token=tokens.stop)
+    of_chunk = torch.tensor([starts, lens], dtype=torch.int32, device=own.seq_lens.device)
+    slots = kv_indices(
+        table,
+        batch.req_pool_indices,
+        cu_seqlens(of_chunk[1]),
+        kv_start=of_chunk[0],
+        total=sum(lens),
+    ).long()
+    batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
+    return Part(batch=batch, tokens=tokens, slots=slots, is_prefix=True)
+
+
+def prefix_chunks(
+    cached: Sequence[int], most: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut all requests' prefixes, one after another, into chunks of up to `most` tokens.
+
+    Yields the first request of a chunk, and for it and those after it the first place and the
+    number of their tokens in the chunk.
+    """
+    first, starts, lens = 0, list[int](), list[int]()
+    for request, total in enumerate(cached):
+        place = 0
+        while place < total:
+            if not lens:
+                first = request
+            taken = min(total - place, most - sum(lens))
+            starts.append(place)
+            lens.append(taken)
+            place += taken
+            if sum(lens) == most:
+                yield first, tuple(starts), tuple(lens)
+                starts, lens = [], []
+        if lens and not total:
+            starts.append(0)
+            lens.append(0)
+    if lens:
+        yield first, tuple(starts), tuple(lens)
+
+
+def _host_lens(lens: torch.Tensor, mirror: torch.Tensor | None) -> list[int]:
+    found: list[int] = (lens if mirror is None else mirror).tolist()
+    return found
