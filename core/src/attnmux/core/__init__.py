@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from attnmux.core.library import filled as filled
     from attnmux.core.library import imported as imported
     from attnmux.core.library import trying as trying
+    from attnmux.core.ngram import NgramIndex as NgramIndex
     from attnmux.core.op import attention_with_output as attention_with_output
     from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
@@ -139,6 +140,10 @@ if TYPE_CHECKING:
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
     from attnmux.core.spec import SpecInput as SpecInput
+    from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
+    from attnmux.core.speculation import DraftTree as DraftTree
+    from attnmux.core.speculation import organize_draft_results as organize_draft_results
+    from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.workspace import Workspace as Workspace
 
 _NAMES_BY_MODULE = {
@@ -324,6 +329,7 @@ _NAMES_BY_MODULE = {
         "imported",
         "trying",
     ),
+    "ngram": ("NgramIndex",),
     "op": (
         "attention_with_output",
         "current_forward_context",
@@ -337,6 +343,12 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "spec": ("SpecInput",),
+    "speculation": (
+        "AcceptedDrafts",
+        "DraftTree",
+        "organize_draft_results",
+        "verify_tree_greedy",
+    ),
     "workspace": ("Workspace",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

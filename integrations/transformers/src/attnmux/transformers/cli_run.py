@@ -35,7 +35,7 @@ from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_t
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.decision import RunnerOptions
-from attnmux.transformers.engine import Engine
+from attnmux.transformers.engine import Engine, NgramProposer, Proposer
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_runner
 from attnmux.transformers.pools import MemoryBudget
@@ -87,6 +87,10 @@ def run_command(
     memory: str | None,
     max_running: int,
     prefill_tokens: int,
+    draft: str | None,
+    draft_tokens: int,
+    topk: int,
+    steps: int | None,
     graph: bool | None,
     device: str | None,
     canary: float,
@@ -115,6 +119,8 @@ def run_command(
             max_context_len=context,
             max_total_tokens=_most_tokens(wanted, context, max_running) if budget is None else None,
             memory=budget,
+            draft_tokens=None if draft is None else draft_tokens,
+            draft_topk=topk,
             graph=graph,
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -143,6 +149,7 @@ def run_command(
             tokenizer=checkpoint.require_tokenizer(),
             stop_ids=checkpoint.stop_ids(runner.model),
             prefill_tokens=prefill_tokens,
+            drafts=_proposer(draft, draft_tokens, topk, steps),
         )
         generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
     if as_json:
@@ -222,6 +229,12 @@ def _prompt(
     own = dict(asked.overrides)
     most = own.pop("max_new_tokens", max_new_tokens)
     return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+
+
+def _proposer(draft: str | None, draft_tokens: int, topk: int, steps: int | None) -> Proposer | None:
+    if draft is None:
+        return None
+    return NgramProposer(draft_token_num=draft_tokens, topk=topk, steps=steps)
 
 
 def _most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> int:

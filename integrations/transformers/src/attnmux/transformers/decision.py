@@ -46,6 +46,10 @@ class RunnerOptions:
     memory: MemoryBudget | None = None
     """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
     counts."""
+    draft_tokens: int | None = None
+    """Nodes of a request's draft tree, the root included; None without speculative decoding."""
+    draft_topk: int = 1
+    """Branches of a draft tree; 1 for chains."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
@@ -179,6 +183,13 @@ def decide(
             request = request.replace(origin="user", **{name: value})
     # Text alone runs here, whatever else the model can read.
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
+    if options.draft_tokens is not None:
+        request = request.replace(
+            origin="user",
+            phases=("extend", "decode", "verify"),
+            spec_topk=options.draft_topk,
+            spec_draft_tokens=options.draft_tokens,
+        )
     return solve_measured(
         request, platform, offers, options.policy, measurements=options.measurements
     )
