@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def check_links(tree: DraftTree, parents: list[list[int]]) -> None:
         for node in range(size):
             below = [*children(links, node), -1]
             assert tree.retrieve_next_token[row, node] == below[0]
-            for child, after in zip(below, below[1:], strict=False):
+            for child, after in pairwise(below):
                 assert tree.retrieve_next_sibling[row, child] == after
         assert tree.retrieve_next_sibling[row, 0] == -1
 
@@ -107,9 +108,7 @@ def test_a_wrong_link_is_found(link: str) -> None:
     with pytest.raises(AssertionError):
         check_links(replace(tree, **{link: wrong}), [TREE])
     with pytest.raises(AssertionError):
-        check(
-            verify_tree_greedy(replace(tree, **{link: wrong}), torch.tensor([predict])), forest
-        )
+        check(verify_tree_greedy(replace(tree, **{link: wrong}), torch.tensor([predict])), forest)
 
 
 def test_the_step_of_a_tree_has_its_mask_and_that_of_a_chain_has_none() -> None:

@@ -101,7 +101,9 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Guesses for each prompt that a step verifies as a tree, with --draft.",
 )
 @click.option(
-    "--steps", type=AT_LEAST_1, help="Longest guess, with --draft. Default: as --draft-tokens allow."
+    "--steps",
+    type=AT_LEAST_1,
+    help="Longest guess, with --draft. Default: as --draft-tokens allow.",
 )
 @click.option(
     "--graph/--no-graph",

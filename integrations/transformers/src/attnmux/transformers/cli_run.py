@@ -231,7 +231,9 @@ def _prompt(
     return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
 
 
-def _proposer(draft: str | None, draft_tokens: int, topk: int, steps: int | None) -> Proposer | None:
+def _proposer(
+    draft: str | None, draft_tokens: int, topk: int, steps: int | None
+) -> Proposer | None:
     if draft is None:
         return None
     return NgramProposer(draft_token_num=draft_tokens, topk=topk, steps=steps)

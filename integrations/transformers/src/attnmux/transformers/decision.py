@@ -184,6 +184,7 @@ def decide(
     # Text alone runs here, whatever else the model can read.
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
     if options.draft_tokens is not None:
+        _check_windows(request, options)
         request = request.replace(
             origin="user",
             phases=("extend", "decode", "verify"),
@@ -193,6 +194,21 @@ def decide(
     return solve_measured(
         request, platform, offers, options.policy, measurements=options.measurements
     )
+
+
+def _check_windows(request: Request, options: RunnerOptions) -> None:
+    """Refuse draft trees for windows and chunks that the context exceeds.
+
+    Attention counts both in columns of the request's row, where the nodes of a tree lie one after
+    another, so that a node would see too few tokens before it.
+    """
+    for name, reach in (
+        ("sliding window", request.sliding_window),
+        ("attention chunk", request.attention_chunk),
+    ):
+        if options.draft_topk > 1 and reach is not None and reach < options.max_context_len:
+            got = f"{options.draft_topk}, for a model with a {name} of {reach} tokens"
+            raise InvalidInput("draft_topk", got=got, expected="1: chains of drafts")
 
 
 def stated_request(checkpoint: Checkpoint) -> Request | None:

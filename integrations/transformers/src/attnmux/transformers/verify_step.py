@@ -18,7 +18,9 @@ class VerifyStep:
     requests count all of these columns as cached, so that releasing a request frees them.
     """
 
-    def __init__(self, states: Sequence[SequenceState], tree: DraftTree, steps: StepBuilder) -> None:
+    def __init__(
+        self, states: Sequence[SequenceState], tree: DraftTree, steps: StepBuilder
+    ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for d
         tokens in its context. Raises PoolExhausted, changing nothing, without enough slots, and
         InvalidInput for other requests.

@@ -85,9 +85,7 @@ class NgramProposer:
         for state, (tokens, parents) in zip(states, found, strict=True):
             row = [state.token_ids[-1], *tokens]
             missing = longest + 1 - len(row)
-            links.append(
-                [-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)]
-            )
+            links.append([-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)])
             rows.append(row + [row[-1]] * missing)
         if self.topk == 1:
             return DraftTree.chains(torch.tensor(rows).to(device))
