@@ -11,6 +11,7 @@ from attnmux.core import DraftTree, InvalidInput, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
+    ModelProposer,
     NgramProposer,
     Prompt,
     RunnerOptions,
@@ -155,3 +156,35 @@ def test_other_backends(tiny, run_on, backend, topk, page_size):
     engine = Engine(runner, drafts=HalfRight(expected, topk))
     assert texts_of(engine, prompts) == expected
     assert engine.stats.drafts.accepted_tokens > 5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", ["qwen3", "llama"])
+def test_a_second_model_drafts(tiny, run_on, draft, page_size):
+    """By a model that knows nothing of the target, and by the target itself."""
+    model, folder = tiny("llama")
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = run_on(folder, page_size=page_size, draft_tokens=4, max_total_tokens=128)
+    drafter = run_on(tiny(draft)[1], page_size=page_size, max_total_tokens=192)
+    drafts = ModelProposer(drafter, vocabulary_size=97)
+    for options in ({}, {"prefill_tokens": 5}):
+        engine = Engine(runner, drafts=drafts, **options)
+        assert texts_of(engine, prompts) == expected
+        stats = engine.stats.drafts
+        assert stats.requests > 0
+        if draft == "llama":  # its guesses are right
+            assert stats.accepted_tokens == stats.draft_tokens
+        allocator = drafter.steps.allocator
+        assert allocator.available_size() == allocator.size
+
+
+def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
+    model, folder = tiny("llama")
+    prompts = some_prompts()[:3]
+    runner = run_on(folder, draft_tokens=4)
+    drafter = run_on(folder, max_total_tokens=24)
+    engine = Engine(runner, drafts=ModelProposer(drafter, vocabulary_size=97))
+    assert texts_of(engine, prompts) == alone(model, prompts)
+    with pytest.raises(InvalidInput, match="vocabulary of 98"):
+        ModelProposer(drafter, vocabulary_size=98)

@@ -82,9 +82,10 @@ AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option(
     "--draft",
-    type=click.Choice(["ngram"]),
+    metavar="ngram|MODEL",
     help="Guess tokens and verify many in one step. ngram guesses what followed the last tokens "
-    "where they occurred before. The text stays the same.",
+    "where they occurred before. MODEL, a folder or a hub id, is a smaller model of the same "
+    "vocabulary that guesses. The text stays the same.",
 )
 @click.option(
     "--draft-tokens",
@@ -98,7 +99,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     type=AT_LEAST_1,
     default=1,
     show_default=True,
-    help="Guesses for each prompt that a step verifies as a tree, with --draft.",
+    help="Guesses for each prompt that a step verifies as a tree, with --draft ngram.",
 )
 @click.option(
     "--steps",

@@ -75,39 +75,27 @@ class VerifyStep:
 
         paths: nodes from the root on; empty for a request that keeps none. K and V of nodes that
         are not where the row expects them are copied, all of them at once. zero: whether to
-        overwrite the K and V of a request's rejected nodes, which may be no numbers. The requests
-        that were released since then must not be given: call it before.
+        overwrite the K and V of a request's rejected nodes, which may be no numbers. Call it
+        before any of the requests is released.
         """
         steps, pool = self._steps, self._steps.token_to_kv_pool
-        page_size = steps.allocator.page_size
         moved: list[tuple[int, int, int]] = []
         zeroed: list[tuple[int, int]] = []
-        freed: list[tuple[int, int]] = []
         for place, (state, path) in enumerate(zip(self.states, paths, strict=True)):
             row, start = state.row, self._starts[place]
             assert row is not None
-            end, stop = start + len(path), start + self._num_drafts
             moved += [(row, start + node, start + to) for to, node in enumerate(path) if node != to]
             if zero and zero[place]:
-                zeroed += [(row, column) for column in range(end, stop)]
-            first = -(-end // page_size) * page_size
-            freed += [(row, column) for column in range(first, stop, page_size)]
+                stop = start + self._num_drafts
+                zeroed += [(row, column) for column in range(start + len(path), stop)]
         steps.intact = False
         if moved and pool is not None:
             rows, sources, targets = zip(*moved, strict=True)
-            pool.move(self._slots(rows, sources), self._slots(rows, targets))
+            pool.move(_slots(steps, rows, sources), _slots(steps, rows, targets))
         if zeroed and pool is not None:
-            pool.zero(self._slots(*zip(*zeroed, strict=True)))
-        if freed:
-            steps.allocator.free_pages(self._slots(*zip(*freed, strict=True)) // page_size)
-        for state, prefix, path in zip(self.states, self.prefixes, paths, strict=True):
-            state.num_cached = prefix + len(path)
-        steps.intact = True
-
-    def _slots(self, rows: Sequence[int], columns: Sequence[int]) -> torch.Tensor:
-        """[n] int64: the slots of cells of the request table."""
-        cells = torch.tensor([rows, columns]).to(self._steps.device)
-        return self._steps.req_to_token_pool.req_to_token[cells[0], cells[1]].long()
+            pool.zero(_slots(steps, *zip(*zeroed, strict=True)))
+        lens = [prefix + len(path) for prefix, path in zip(self.prefixes, paths, strict=True)]
+        truncate(steps, self.states, lens)
 
     def _check(self) -> None:
         longest = self._steps.max_context_len
@@ -118,3 +106,27 @@ class VerifyStep:
             if prefix + self._num_drafts > longest:
                 got = f"{self._num_drafts} draft tokens after {prefix}"
                 raise InvalidInput("tree", got=got, expected=f"a context of at most {longest}")
+
+
+def truncate(steps: StepBuilder, states: Sequence[SequenceState], lens: Sequence[int]) -> None:
+    """Forget the cached tokens of each request after the first `lens`, which it owns itself, and
+    free the pages that are then empty."""
+    page_size = steps.allocator.page_size
+    freed: list[tuple[int, int]] = []
+    for state, length in zip(states, lens, strict=True):
+        assert state.row is not None
+        end, stop = state.num_columns - (state.num_cached - length), state.num_columns
+        first = -(-end // page_size) * page_size
+        freed += [(state.row, column) for column in range(first, stop, page_size)]
+    steps.intact = False
+    if freed:
+        steps.allocator.free_pages(_slots(steps, *zip(*freed, strict=True)) // page_size)
+    for state, length in zip(states, lens, strict=True):
+        state.num_cached = length
+    steps.intact = True
+
+
+def _slots(steps: StepBuilder, rows: Sequence[int], columns: Sequence[int]) -> torch.Tensor:
+    """[n] int64: the slots of cells of the request table."""
+    cells = torch.tensor([rows, columns]).to(steps.device)
+    return steps.req_to_token_pool.req_to_token[cells[0], cells[1]].long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnmux.transformers.engine.draft_model import ModelProposer
 from attnmux.transformers.engine.engine import PREFILL_TOKENS, Engine
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse
@@ -18,6 +19,7 @@ __all__ = [
     "FinishReason",
     "GenerationResult",
     "MemoryUse",
+    "ModelProposer",
     "NgramProposer",
     "OnText",
     "Proposer",

@@ -400,4 +400,6 @@ class Engine:
 
     def _forget_ended(self) -> None:
         self._live = {one.id: one for one in self._live.values() if not one.ended}
+        if self._speculation is not None:
+            self._speculation.keep_only(self._live.values())
         self._has_ended = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,9 @@ class Proposer(Protocol):
 
         The root of each tree is the request's one pending token. The trees are on `device`.
         """
+
+    def keep_only(self, states: Collection[SequenceState]) -> None:
+        """Free what is held for all other requests: they have ended or wait for memory."""
 
 
 class NgramProposer:
@@ -91,6 +94,9 @@ class NgramProposer:
             return DraftTree.chains(torch.tensor(rows).to(device))
         draft_tokens, parents = torch.tensor([rows, links]).to(device)
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
+
+    def keep_only(self, states: Collection[SequenceState]) -> None:
+        """Nothing to do: what was found in a request's text goes with the request."""
 
     def _tree(self, state: SequenceState, most: int) -> tuple[list[int], list[int]]:
         index = self._indices.get(state)
@@ -176,6 +182,10 @@ class Speculation:
     def forget(self) -> None:
         """Drop a step that failed."""
         self._step = None
+
+    def keep_only(self, requests: Iterable[LiveRequest]) -> None:
+        """Free what drafting holds for requests that have ended."""
+        self._proposer.keep_only([request.state for request in requests])
 
     def _most(self, requests: Sequence[LiveRequest]) -> int:
         """Nodes for which every context, the model's longest row and the pool have room."""
