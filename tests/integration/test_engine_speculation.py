@@ -17,12 +17,14 @@ from attnmux.core import (
     MHATokenToKVPool,
     PagedAllocator,
     ReqToTokenPool,
+    verify_tree_greedy,
 )
 from attnmux.core.spec import tree_visibility
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine import speculation as speculation_module
+from attnmux.transformers.sampling import Sampler, Upcoming, sample
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -479,3 +481,33 @@ def test_bad_proposers():
     for changes in ({"topk": 0}, {"draft_token_num": 1}, {"steps": 0}, {"min_ngram": 0}):
         with pytest.raises(InvalidInput):
             NgramProposer(**changes)
+
+
+def test_drawn_tokens_have_the_distribution_of_the_model():
+    """Chi-square of 100,000 requests' first two tokens over a toy vocabulary, for a good draft tree
+    and for one whose drafts are unlikely."""
+    num, size = 100_000, 5
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(size + 1, size, generator=generator)  # after the root, after each token
+    first, second = logits[0].softmax(-1), logits[1:].softmax(-1)
+    order = first.argsort(descending=True)
+    samplers = [Sampler(SamplingParams(temperature=1.0, seed=seed)) for seed in range(num)]
+    for drafts in (order[:3].tolist(), order[-2:].tolist()):
+        tokens = torch.tensor([[0, *drafts]]).expand(num, -1)
+        parents = torch.tensor([[-1, *[0] * len(drafts)]]).expand(num, -1)
+        after = torch.tensor([0, *(token + 1 for token in drafts)])
+        draws = [Upcoming(each, min(node, 1)) for each in samplers for node in range(len(after))]
+        predict = sample(logits[after].repeat(num, 1), draws).view(num, -1)
+        found = verify_tree_greedy(DraftTree.of(tokens, parents, topk=3), predict)
+        check_distribution(found.predict[:, 0].bincount(minlength=size), first)
+        accepted = found.accept_token_num == 1
+        assert torch.equal(accepted, torch.isin(found.predict[:, 0], torch.tensor(drafts)))
+        for token in drafts:
+            rows = found.predict[accepted & (found.predict[:, 0] == token), 1]
+            check_distribution(rows.bincount(minlength=size), second[token])
+
+
+def check_distribution(counts, probabilities):
+    """99.9% of chi-square with 4 degrees of freedom lies below 18.5."""
+    expected = probabilities * counts.sum()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 18.5
