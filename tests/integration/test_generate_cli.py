@@ -412,3 +412,30 @@ def test_an_interrupt_ends_cleanly():
     assert (begun + rest).endswith(b"\n")
     assert b"interrupted" in errors
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("draft", [["ngram"], ["ngram", "--topk", 3], [recall.PATH, "--steps", 3]])
+def test_drafts_leave_the_text_alone(draft):
+    ask = ["--prompts", "-", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
+    lines = "k417, x90 k417, x90 ?k\nx90 x90 x9 ?x\n"
+    plain, drafted = (
+        json.loads(attnmux(*ask, *more, stdin=lines).stdout) for more in ([], ["--draft", *draft])
+    )
+    assert [one["text"] for one in drafted["results"]] == [one["text"] for one in plain["results"]]
+    assert plain["drafts"]["requests"] == 0
+    assert drafted["drafts"]["accepted_tokens"] > 0
+    assert drafted["drafts"]["accepted_per_step"] > 0
+
+
+def test_drafts_of_another_vocabulary_or_shape_are_refused(copy):
+    assert refused(attnmux(*ASK, "--draft", copy, "--topk", 2), "--topk", "chains")
+    assert refused(attnmux(*ASK, "--draft-tokens", 1), "--draft-tokens")
+    file = copy / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+    result = attnmux(*ASK, "--draft", copy)
+    assert "the vocabulary of" in result.stderr
+    assert result.exit_code == 2

@@ -273,3 +273,23 @@ def test_a_latent_is_a_small_part_of_its_expanded_keys_and_values():
     assert round(100 * (1 - latent / expanded), 2) == 98.24
     pool = mla(dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_ids=[0])
     assert pool.nbytes == latent * pool.num_slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("make", [mha, mla])
+def test_slots_move_as_if_all_were_read_first(make, dtype) -> None:
+    pool = make(dtype=dtype)
+    for layer_id in pool.layer_ids:
+        buffer = pool.get_key_buffer(layer_id)
+        buffer.copy_(torch.randn(buffer.shape).to(dtype))
+        if make is mha:
+            buffer = pool.get_value_buffer(layer_id)
+            buffer.copy_(torch.randn(buffer.shape).to(dtype))
+    before = {one: [each.clone() for each in pool.get_kv_buffer(one)] for one in pool.layer_ids}
+    source, target = torch.tensor([7, 9, 20, 5]), torch.tensor([5, 7, 9, 30])
+    pool.move(source, target)
+    for layer_id in pool.layer_ids:
+        for old, new in zip(before[layer_id], pool.get_kv_buffer(layer_id), strict=True):
+            expected = old.view(torch.uint8).clone()
+            expected[target] = old.view(torch.uint8)[source]
+            assert torch.equal(new.view(torch.uint8), expected)

@@ -134,6 +134,7 @@ if TYPE_CHECKING:
     from attnmux.core.library import filled as filled
     from attnmux.core.library import imported as imported
     from attnmux.core.library import trying as trying
+    from attnmux.core.ngram import NgramIndex as NgramIndex
     from attnmux.core.op import attention_with_output as attention_with_output
     from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
@@ -143,6 +144,10 @@ if TYPE_CHECKING:
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
     from attnmux.core.spec import SpecInput as SpecInput
+    from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
+    from attnmux.core.speculation import DraftTree as DraftTree
+    from attnmux.core.speculation import organize_draft_results as organize_draft_results
+    from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
     from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
@@ -336,6 +341,7 @@ _NAMES_BY_MODULE = {
         "imported",
         "trying",
     ),
+    "ngram": ("NgramIndex",),
     "op": (
         "attention_with_output",
         "current_forward_context",
@@ -349,6 +355,12 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "spec": ("SpecInput",),
+    "speculation": (
+        "AcceptedDrafts",
+        "DraftTree",
+        "organize_draft_results",
+        "verify_tree_greedy",
+    ),
     "two_batches": (
         "TboAttnBackend",
         "with_halves",

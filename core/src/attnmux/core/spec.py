@@ -28,13 +28,13 @@ def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
 
     parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
     Returns [B, d, d] bool; row i has the tokens that i sees.
-    Raises InvalidInput for a parent that does not precede its child.
+    Raises InvalidInput, on a CPU, for a parent that does not precede its child.
     """
     if parents.dim() != 2:
         raise InvalidInput("parents", got=f"shape {tuple(parents.shape)}", expected="[B, d]")
     batch_size, num_tokens = parents.shape
     order = torch.arange(num_tokens, device=parents.device)
-    if bool((parents >= order).any()):
+    if parents.is_cpu and bool((parents >= order).any()):
         raise InvalidInput(
             "parents", got="a parent at or after its child", expected="parents in draft order"
         )
@@ -48,17 +48,22 @@ def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def tree_mask(parents: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+def tree_mask(
+    parents: torch.Tensor, seq_lens: torch.Tensor, *, total: int | None = None
+) -> torch.Tensor:
     """The flat custom mask of TARGET_VERIFY: the whole prefix, then the token's ancestors.
 
     parents: [B, d] int, see `tree_visibility`. seq_lens: [B] int, prefix lengths.
-    Returns flat bool of d * (seq + d) values a request. Synchronises on the total length.
+    total: the number of values; without it the device is asked, which synchronises.
+    Returns flat bool of d * (seq + d) values a request.
     """
     visible = tree_visibility(parents)
     batch_size, num_tokens, _ = visible.shape
-    widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens)
+    rows = batch_size * num_tokens
+    widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens, output_size=rows)
     row_ends = widths.cumsum(0)
-    total = int(row_ends[-1]) if batch_size and num_tokens else 0
+    if total is None:
+        total = int(row_ends[-1]) if rows else 0
     mask = torch.ones(total, dtype=torch.bool, device=parents.device)
     if total:
         columns = torch.arange(num_tokens, device=parents.device) - num_tokens

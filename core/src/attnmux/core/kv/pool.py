@@ -127,6 +127,20 @@ class KVPool(ABC):
                 else:  # as bytes, since index_fill_ does not support 8-bit floats
                     buffer.view(torch.uint8).index_fill_(0, loc, 0)
 
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy K and V from slots source [n] int64 to slots target [n] int64 in every layer.
+
+        All are read before one is written, so that the two may overlap. No slot is written twice.
+        Does not synchronise.
+        """
+        for layer_id in self.layer_ids:
+            read, write = self.translate(source, layer_id), self.translate(target, layer_id)
+            # As bytes, since 8-bit floats cannot be indexed; both first, since V may be part of K
+            buffers = [each.view(torch.uint8) for each in self.get_kv_buffer(layer_id)]
+            rows = [each.index_select(0, read) for each in buffers]
+            for buffer, values in zip(buffers, rows, strict=True):
+                buffer.index_copy_(0, write, values)
+
     def set_mla_kv_buffer(
         self,
         layer: HasLayerId,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from attnmux.transformers.engine import Engine as Engine
     from attnmux.transformers.engine import EngineStats as EngineStats
     from attnmux.transformers.engine import GenerationResult as GenerationResult
+    from attnmux.transformers.engine import ModelProposer as ModelProposer
+    from attnmux.transformers.engine import NgramProposer as NgramProposer
     from attnmux.transformers.engine import TokenOutput as TokenOutput
     from attnmux.transformers.generate import Generation as Generation
     from attnmux.transformers.generate import Prompt as Prompt
@@ -41,7 +43,14 @@ _NAMES_BY_MODULE = {
     "batching": ("StepBuilder",),
     "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
     "decision": ("RunnerOptions", "request_of"),
-    "engine": ("Engine", "EngineStats", "GenerationResult", "TokenOutput"),
+    "engine": (
+        "Engine",
+        "EngineStats",
+        "GenerationResult",
+        "ModelProposer",
+        "NgramProposer",
+        "TokenOutput",
+    ),
     "generate": ("Generation", "Prompt", "Timings", "run_prompts"),
     "layers": ("record_layers",),
     "load": ("load_runner",),

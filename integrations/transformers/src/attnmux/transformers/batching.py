@@ -116,7 +116,7 @@ class StepBuilder(RequestMemory):
         encoder = [state.encoder_len for state in states]
         host = torch.tensor([in_rows, prefixes, ends, starts, stops, encoder])
         rows, prefix_lens, seq_lens, *columns, encoder_lens = host.to(self.device).unbind()
-        slots = self._extend_rows(rows, columns, host[3:5])
+        slots = self.extend_rows(rows, columns, host[3:5])
         extend_lens = seq_lens - prefix_lens
         input_ids, positions = self._tokens(states, prefixes, ends)
         slots, encoder_slots, encoder_states = split_encoder(slots, states, counts)
@@ -215,10 +215,14 @@ class StepBuilder(RequestMemory):
             state.forget()
         self.intact = True
 
-    def _extend_rows(
+    def extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor
     ) -> torch.Tensor:
-        """Slots for the new tokens of each request, written to its columns from start to stop."""
+        """Slots for the new tokens of each request, written to its columns from start to stop.
+
+        rows: [B] int64. columns: starts and stops, [B] int64 each; columns_cpu: both on the host.
+        Call it while `taking`.
+        """
         starts, stops = columns
         slots = self.allocator.alloc_extend(
             starts,

@@ -81,6 +81,32 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Prompt tokens per step. Longer prompts are split into chunks.",
 )
 @click.option(
+    "--draft",
+    metavar="ngram|MODEL",
+    help="Guess tokens and verify many in one step. ngram guesses what followed the last tokens "
+    "where they occurred before. MODEL, a folder or a hub id, is a smaller model of the same "
+    "vocabulary that guesses. The text stays the same.",
+)
+@click.option(
+    "--draft-tokens",
+    type=click.IntRange(min=2),
+    default=8,
+    show_default=True,
+    help="Tokens that a step verifies for each prompt, with --draft.",
+)
+@click.option(
+    "--topk",
+    type=AT_LEAST_1,
+    default=1,
+    show_default=True,
+    help="Guesses for each prompt that a step verifies as a tree, with --draft ngram.",
+)
+@click.option(
+    "--steps",
+    type=AT_LEAST_1,
+    help="Longest guess, with --draft. Default: as --draft-tokens allow.",
+)
+@click.option(
     "--graph/--no-graph",
     default=None,
     help="Replay decode steps from device graphs. Default: if device and backend support them.",

@@ -91,6 +91,7 @@ def as_dict(
             "reused_tokens": stats.reused_tokens,
             "evicted_tokens": stats.evicted_tokens,
         },
+        "drafts": {**asdict(stats.drafts), "accepted_per_step": stats.drafts.accepted_per_step},
         "retractions": stats.retractions,
         "kv_pool_tokens": runner.context.token_to_kv_pool.size,
         "compiled": runner.is_compiled,
@@ -121,8 +122,8 @@ def _decided(decision: Decision) -> dict[str, Any]:
 
 
 def closing_line(generation: Generation, runner: ModelRunner) -> str:
-    """Speed of both phases and by what, prompt tokens that were reused, requests that had to wait
-    for memory."""
+    """Speed of both phases and by what, prompt tokens that were reused, drafts that were accepted,
+    requests that had to wait for memory."""
     timings, stats = generation.timings, generation.stats
     served = {
         phase: f"{choice.backend} ({choice.plugin})"
@@ -138,6 +139,11 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         f"{timings.decode_tokens_per_second:.1f} tokens/s, {', '.join([served['decode'], *ways])}",
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
     ]
+    if stats.drafts.requests:
+        parts.append(
+            f"drafts: {stats.drafts.accepted_tokens} of {stats.drafts.draft_tokens} accepted, "
+            f"{stats.drafts.accepted_per_step:.2f} a step of a prompt"
+        )
     if stats.retractions:
         times = "once" if stats.retractions == 1 else f"{stats.retractions} times"
         parts.append(f"memory ran out {times}: requests waited and ran again")

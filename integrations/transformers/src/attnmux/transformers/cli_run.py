@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from attnmux.core.cli.run import Run, echo_json
 from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.decision import RunnerOptions
@@ -87,6 +89,10 @@ def run_command(
     memory: str | None,
     max_running: int,
     prefill_tokens: int,
+    draft: str | None,
+    draft_tokens: int,
+    topk: int,
+    steps: int | None,
     graph: bool | None,
     compile: bool,
     device: str | None,
@@ -98,6 +104,7 @@ def run_command(
 ) -> None:
     """Generate for the prompts. The other arguments are the options of `cli.generate`."""
     budget = None if memory is None else MemoryBudget.parse(memory)
+    drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
     with _quiet(run.debug):
         began = time.perf_counter()
         source = recall.PATH if model is None else model
@@ -111,11 +118,14 @@ def run_command(
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, device)
         measurements, launches = run.measurements(settings), run.launches(settings)
+        most = _most_tokens(wanted, context, max_running)
         options = RunnerOptions(
             max_batch_size=min(len(wanted), max_running),
             max_context_len=context,
-            max_total_tokens=_most_tokens(wanted, context, max_running) if budget is None else None,
+            max_total_tokens=most if budget is None else None,
             memory=budget,
+            draft_tokens=drafting.draft_token_num,
+            draft_topk=topk,
             graph=graph,
             compile=compile,
             dtype=dtype,
@@ -137,7 +147,9 @@ def run_command(
             ),
             wrap=_wrapper(run, canary, keep_failures, keep_values),
         )
-        runner = _load(run, checkpoint, platform, plugins, options)
+        load = partial(_load, run, platform, plugins)
+        runner = load(checkpoint, options)
+        drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most)
         load_seconds = time.perf_counter() - began
         click.echo(runner.decision.summary(), err=True)
         engine = Engine(
@@ -145,6 +157,7 @@ def run_command(
             tokenizer=checkpoint.require_tokenizer(),
             stop_ids=checkpoint.stop_ids(runner.model),
             prefill_tokens=prefill_tokens,
+            drafts=drafts,
         )
         generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
     if as_json:
@@ -257,7 +270,7 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
 
 
 def _load(
-    run: Run, checkpoint: Checkpoint, platform: Platform, plugins: Plugins, options: RunnerOptions
+    run: Run, platform: Platform, plugins: Plugins, checkpoint: Checkpoint, options: RunnerOptions
 ) -> ModelRunner:
     offers = plugins.offers()
     progress = sys.stderr.isatty()

@@ -46,6 +46,10 @@ class RunnerOptions:
     memory: MemoryBudget | None = None
     """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
     counts."""
+    draft_tokens: int | None = None
+    """Nodes of a request's draft tree, the root included; None without speculative decoding."""
+    draft_topk: int = 1
+    """Branches of a draft tree; 1 for chains."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
@@ -184,9 +188,32 @@ def decide(
     request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
     if request.kind == "mla":
         request = request.replace(origin="model", chunked_prefix=True)
+    if options.draft_tokens is not None:
+        _check_windows(request, options)
+        request = request.replace(
+            origin="user",
+            phases=("extend", "decode", "verify"),
+            spec_topk=options.draft_topk,
+            spec_draft_tokens=options.draft_tokens,
+        )
     return solve_measured(
         request, platform, offers, options.policy, measurements=options.measurements
     )
+
+
+def _check_windows(request: Request, options: RunnerOptions) -> None:
+    """Refuse draft trees for windows and chunks that the context exceeds.
+
+    Attention counts both in columns of the request's row, where the nodes of a tree lie one after
+    another, so that a node would see too few tokens before it.
+    """
+    for name, reach in (
+        ("sliding window", request.sliding_window),
+        ("attention chunk", request.attention_chunk),
+    ):
+        if options.draft_topk > 1 and reach is not None and reach < options.max_context_len:
+            got = f"{options.draft_topk}, for a model with a {name} of {reach} tokens"
+            raise InvalidInput("draft_topk", got=got, expected="1: chains of drafts")
 
 
 def stated_request(checkpoint: Checkpoint) -> Request | None:

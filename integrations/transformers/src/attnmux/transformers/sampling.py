@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -13,6 +15,19 @@ from attnmux.transformers.sampling_params import SamplingParams
 
 NOT_A_NUMBER = -1
 """Stands for a token where the logits are NaN or their largest is infinite."""
+
+
+class Draws(Protocol):
+    """How one row of logits is sampled."""
+
+    draws_by: tuple[float, float] | None
+    """Temperature and top_p; None for the most likely token."""
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] float32: the logits to sample from, for rows with these parameters."""
+
+    def draw(self) -> float:
+        """The row's number in [0, 1)."""
 
 
 class Sampler:
@@ -28,6 +43,8 @@ class Sampler:
         """Temperature and top_p; None for the most likely token."""
         self._warp = LogitsProcessorList()
         self._stream = random.Random(params.seed)
+        self._ahead: deque[float] = deque()
+        """Numbers that were looked at and not drawn."""
         if params.temperature == 0:
             return
         self.draws_by = (params.temperature, params.top_p)
@@ -45,10 +62,33 @@ class Sampler:
 
     def draw(self) -> float:
         """The request's next number in [0, 1)."""
-        return self._stream.random()
+        return self._ahead.popleft() if self._ahead else self._stream.random()
+
+    def peek(self, place: int) -> float:
+        """The number that `draw` returns after `place` other ones."""
+        while len(self._ahead) <= place:
+            self._ahead.append(self._stream.random())
+        return self._ahead[place]
 
 
-def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+class Upcoming:
+    """A sampler some tokens later. It draws the number of that token and leaves it to the sampler.
+
+    A draft token whose place in the text is known is sampled with it: whether or not it was
+    drafted, a request then draws the same text.
+    """
+
+    def __init__(self, sampler: Sampler, place: int) -> None:
+        """place: tokens between the sampler's next one and this one."""
+        self.draws_by = sampler.draws_by
+        self.scores = sampler.scores
+        self._sampler, self._place = sampler, place
+
+    def draw(self) -> float:
+        return self._sampler.peek(self._place)
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """The next token of each request, [B] int64 on the logits' device.
 
     logits: [B, vocabulary]. samplers: of each row's request. A row whose largest logit is NaN or
@@ -71,7 +111,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
     return torch.where(top.abs() < math.inf, tokens, NOT_A_NUMBER)
 
 
-def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """Tokens [n] of requests whose parameters, seeds apart, are the same."""
     # Below 0 no division by a small temperature overflows.
     scores = samplers[0].scores(logits.float() - top.float().unsqueeze(-1))

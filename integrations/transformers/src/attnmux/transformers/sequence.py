@@ -10,7 +10,7 @@ import torch
 from attnmux.core import ForwardBatch, InvalidInput, PagedAllocator, ReqToTokenPool
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class SequenceState:
     """The tokens of one request, and how many of them have K and V in the cache."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core import InvalidInput, PoolExhausted
+from attnmux.core import DraftTree, InvalidInput, PoolExhausted
 from attnmux.transformers.engine.execution import Execution, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -21,6 +21,7 @@ from attnmux.transformers.engine.request import (
     check_request,
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
+from attnmux.transformers.engine.speculation import Proposer, Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
 from attnmux.transformers.sampling_params import SamplingParams
@@ -78,12 +79,15 @@ class Engine:
         max_running: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache: bool = True,
+        drafts: Proposer | None = None,
     ) -> None:
         """tokenizer: turns tokens into text. stop_ids: end every request that has none of its own.
 
         max_running: the most requests in memory; None means one for each row of the runner.
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens.
+        drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
+        Raises InvalidInput for drafts where the model has an encoder.
         """
         self.runner = runner
         self.tokenizer = tokenizer
@@ -94,6 +98,9 @@ class Engine:
             self._cache, self.stats, max_running=max_running, prefill_tokens=prefill_tokens
         )
         self._execution = Execution(runner)
+        self._speculation = None
+        if drafts is not None:
+            self._speculation = Speculation(drafts, self._cache, self.stats)
         self._live: dict[int, LiveRequest] = {}
         """In order of arrival. Those that have ended stay until their memory is free."""
         self._next_id = 0
@@ -230,15 +237,17 @@ class Engine:
             if self._running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
             laps = Laps()
+            num_new = 0
             try:
                 self._settle()
                 plan = self._next_plan()
+                drafts = None if plan is None else self._draft(plan)
                 laps.lap("schedule")
                 if plan is not None:
-                    self._run(plan, laps)
+                    num_new = self._run(plan, drafts, laps)
             finally:
                 self._running = None
-            self._tell(plan, laps)
+            self._tell(plan, num_new, laps)
         return self._outputs.hand_over()
 
     def _next_plan(self) -> Plan | None:
@@ -256,15 +265,32 @@ class Engine:
             )
         return plan
 
-    def _run(self, plan: Plan, laps: Laps) -> None:
-        """Run a step. The engine is not `_intact` until the step ends or fails."""
+    def _draft(self, plan: Plan) -> DraftTree | None:
+        """Drafts for a step that only decodes, with room for them."""
+        if self._speculation is None or plan.chunks:
+            return None
+        drafts = self._speculation.drafts(plan.decoding)
+        if drafts is not None:
+            self._intact = False
+            self._speculation.make_room(plan.decoding, drafts)
+            self._intact = True
+        return drafts
+
+    def _run(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> int:
+        """Run a step. Returns the number of new tokens. The engine is not `_intact` until the step
+        ends or fails."""
         committing = False
         try:
             self._running, self._intact = plan, False
-            tokens = self._execution.run(plan, laps)
+            if self._speculation is None or drafts is None:
+                tokens = self._execution.run(plan, laps)
+            else:
+                self._execution.forget()
+                tokens = self._speculation.run(plan.decoding, drafts, self.runner, laps)
             committing = True
-            self._commit(plan, tokens)
+            num_new = self._commit(plan, tokens)
             self._intact = True
+            return num_new
         except BaseException:
             self._drop(plan)
             self._intact = not committing
@@ -274,26 +300,34 @@ class Engine:
             self._settle()
             laps.lap("commit")
 
-    def _tell(self, plan: Plan | None, laps: Laps) -> None:
+    def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:
             self._outputs.tell()
         finally:
             laps.lap("stream")
             if plan is not None:
-                self.stats.count(plan.kind, plan.num_prompt_tokens, len(plan.sampled), laps)
+                self.stats.count(plan.kind, plan.num_prompt_tokens, num_new, laps)
 
-    def _commit(self, plan: Plan, tokens: Sequence[int]) -> None:
-        """Append the tokens to their requests, and end the requests that are complete."""
-        num_sampled = len(plan.sampled)
-        for place, (request, token) in enumerate(zip(plan.requests, tokens, strict=True)):
-            if request.ended:
-                continue
-            if place < num_sampled or token == NOT_A_NUMBER:
-                self._take(request, token)
+    def _commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> int:
+        """Append the tokens to their requests, and end the requests that are complete.
+
+        Returns the number of tokens. Those after a request's last one are dropped.
+        """
+        num_sampled, num_new = len(plan.sampled), 0
+        for place, (request, new) in enumerate(zip(plan.requests, tokens, strict=True)):
+            for token in new:
+                if request.ended:
+                    break
+                if place < num_sampled or token == NOT_A_NUMBER:
+                    self._take(request, token)
+                    num_new += 1
+        if self._speculation is not None:
+            self._speculation.commit(plan.decoding)
         for request, _ in plan.chunks:
             if not request.ended:
                 self._cache.store(request)
         self._scheduler.started(plan.sampled[len(plan.decoding) :])
+        return num_new
 
     def _take(self, request: LiveRequest, token: int) -> None:
         ids = request.state.token_ids
@@ -322,7 +356,7 @@ class Engine:
 
     def _drop(self, plan: Plan) -> None:
         """Abort the requests of a failed step, whose K and V may be incomplete."""
-        self._execution.forget()
+        self._forget_steps()
         for request in plan.requests:
             request.is_sound = False
             if request.finish_reason != "abort" and not self._outputs.ends(request):
@@ -351,7 +385,7 @@ class Engine:
         """Free everything in any state. The requests wait and run again."""
         self._intact = False
         self.runner.steps.reset()
-        self._execution.forget()
+        self._forget_steps()
         self._forget_ended()
         for request in self._live.values():
             request.state.forget()
@@ -359,6 +393,13 @@ class Engine:
         self._scheduler.restart(self._live.values())
         self._intact = True
 
+    def _forget_steps(self) -> None:
+        self._execution.forget()
+        if self._speculation is not None:
+            self._speculation.forget()
+
     def _forget_ended(self) -> None:
         self._live = {one.id: one for one in self._live.values() if not one.ended}
+        if self._speculation is not None:
+            self._speculation.keep_only(self._live.values())
         self._has_ended = False

@@ -45,8 +45,8 @@ class Execution:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run(self, plan: Plan, laps: Laps) -> list[int]:
-        """The next token of each of `plan.requests`. Waits for the device.
+    def run(self, plan: Plan, laps: Laps) -> list[list[int]]:
+        """The next token of each of `plan.requests`, as a list of one. Waits for the device.
 
         For a request whose prompt continues in the next step, the value only says whether its
         logits are numbers.
@@ -60,7 +60,7 @@ class Execution:
         laps.lap("sample")
         tokens: list[int] = self._tokens.tolist()
         laps.lap("wait")
-        return tokens
+        return [[token] for token in tokens]
 
     def _decode_step(self, plan: Plan) -> Step:
         states = tuple(request.state for request in plan.decoding)

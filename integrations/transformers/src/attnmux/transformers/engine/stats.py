@@ -61,6 +61,28 @@ class StepStats:
 
 
 @dataclass(kw_only=True, slots=True)
+class DraftStats:
+    """Speculative decoding. A request counts once for each step that verified its drafts."""
+
+    requests: int = 0
+    draft_tokens: int = 0
+    """Drafts that were verified, the roots not counted."""
+    accepted_tokens: int = 0
+    """Drafts that the target model accepted."""
+
+    def count(self, requests: int, drafts_each: int, accepted: int) -> None:
+        """Count a step."""
+        self.requests += requests
+        self.draft_tokens += requests * drafts_each
+        self.accepted_tokens += accepted
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Accepted drafts of a request in a step. The step yields one token more."""
+        return self.accepted_tokens / self.requests if self.requests else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
 class EngineStats:
     """Counts since the engine began, or since the last `reset`."""
 
@@ -70,6 +92,8 @@ class EngineStats:
     """Steps over prompts and decoding requests."""
     decode: StepStats = field(default_factory=StepStats)
     """Steps over decoding requests alone."""
+    drafts: DraftStats = field(default_factory=DraftStats)
+    """Decode steps with drafts; they count as `decode` too."""
     prompt_tokens: int = 0
     """Tokens of the admitted prompts."""
     reused_tokens: int = 0

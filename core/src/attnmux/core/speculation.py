@@ -1,0 +1,187 @@
+"""Draft trees: building them, verifying them against the target model, and moving accepted tokens.
+
+B requests have d draft tokens each. Node 0 of a tree is its root, the token that the last step
+sampled. A parent precedes its children. Nothing here synchronises, except for checks on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.arguments import described
+from attnmux.core.errors import InvalidInput
+from attnmux.core.spec import SpecInput, tree_mask, tree_visibility
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DraftTree:
+    """The draft tokens of a step, [B, d] int64 in every field."""
+
+    draft_tokens: torch.Tensor
+    parents: torch.Tensor
+    """The parent of each node; -1 for the root."""
+    retrieve_index: torch.Tensor
+    """The node's place among the step's B * d tokens."""
+    retrieve_next_token: torch.Tensor
+    """The node's first child; -1 for none."""
+    retrieve_next_sibling: torch.Tensor
+    """The next child of the node's parent; -1 for none."""
+    topk: int
+    """1 if every tree is a chain, and no mask is needed. Otherwise above 1."""
+
+    @property
+    def draft_token_num(self) -> int:
+        """d, the root included."""
+        return self.draft_tokens.shape[1]
+
+    @classmethod
+    def chains(cls, draft_tokens: torch.Tensor) -> DraftTree:
+        """Trees in which each node is the only child of the node before it."""
+        num_tokens = draft_tokens.shape[1]
+        parents = torch.arange(-1, num_tokens - 1, device=draft_tokens.device)
+        return cls.of(draft_tokens, parents.expand_as(draft_tokens), topk=1)
+
+    @classmethod
+    def of(cls, draft_tokens: torch.Tensor, parents: torch.Tensor, *, topk: int) -> DraftTree:
+        """Trees by their parents.
+
+        draft_tokens, parents: [B, d] int64. topk: as in the class.
+        Raises InvalidInput for other shapes and, on a CPU, for a parent at or after its child.
+        """
+        if draft_tokens.dim() != 2 or draft_tokens.shape != parents.shape:
+            got = f"{described(draft_tokens)} with parents {tuple(parents.shape)}"
+            raise InvalidInput("draft_tokens", got=got, expected="[B, d] for both")
+        batch_size, num_tokens = draft_tokens.shape
+        order = torch.arange(num_tokens, device=parents.device)
+        if parents.is_cpu and bool((parents >= order).any()):
+            got = "a parent at or after its child"
+            raise InvalidInput("parents", got=got, expected="parents in draft order")
+        starts = torch.arange(batch_size, device=parents.device).unsqueeze(1) * num_tokens
+        # [b, i, j]: whether j is a child of i, or a later child of i's parent
+        is_child = parents.unsqueeze(1) == order.unsqueeze(1)
+        is_sibling = parents.unsqueeze(2) == parents.unsqueeze(1)
+        is_sibling &= order > order.unsqueeze(1)
+        return cls(
+            draft_tokens=draft_tokens,
+            parents=parents,
+            retrieve_index=starts + order,
+            retrieve_next_token=_first(is_child),
+            retrieve_next_sibling=_first(is_sibling),
+            topk=topk,
+        )
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """[B, d] int64: edges from the root to each node."""
+        if self.topk == 1:
+            order = torch.arange(self.draft_token_num, device=self.parents.device)
+            return order.expand_as(self.parents)
+        return tree_visibility(self.parents).sum(-1) - 1
+
+    def positions(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """[B * d] int64: each node's place in its sequence. seq_lens: [B] int, the prefixes."""
+        return (seq_lens.long().unsqueeze(1) + self.depths).flatten()
+
+    def spec_input(self, seq_lens: torch.Tensor, *, seq_lens_sum: int | None = None) -> SpecInput:
+        """`ForwardBatch.spec_info` of the step that verifies the trees.
+
+        seq_lens: [B] int, the prefixes. Trees that are no chains get a mask; its size is read from
+        the device unless seq_lens_sum is given.
+        """
+        num_tokens = self.draft_token_num
+        if self.topk == 1:
+            return SpecInput(draft_token_num=num_tokens)
+        total = None
+        if seq_lens_sum is not None:
+            total = num_tokens * (seq_lens_sum + num_tokens * seq_lens.shape[0])
+        lens = (num_tokens * (seq_lens + num_tokens)).cumsum(0)
+        return SpecInput(
+            draft_token_num=num_tokens,
+            topk=self.topk,
+            custom_mask=tree_mask(self.parents, seq_lens, total=total),
+            mask_indptr=torch.nn.functional.pad(lens, (1, 0)).to(torch.int32),
+        )
+
+
+def _first(related: torch.Tensor) -> torch.Tensor:
+    """[B, d] int64: the first True of each row of [B, d, d] bool; -1 for none."""
+    return torch.where(related.any(-1), related.int().argmax(-1), -1)
+
+
+def organize_draft_results(
+    roots: torch.Tensor,
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    draft_token_num: int,
+    *,
+    topk: int,
+) -> DraftTree:
+    """The trees of the best candidates, in the order of the candidates.
+
+    roots: [B] int64. scores, tokens, parents: [B, n], n candidates a request; a parent is the index
+    of an earlier candidate, or -1 for the root. A candidate's score is at most its parent's, as the
+    probability of a path is, so that the best ones form a tree. draft_token_num: nodes to take, the
+    root included, at most n + 1. topk: above 1 unless the candidates are chains.
+    Raises InvalidInput for too many nodes.
+    """
+    num_drafts, num_candidates = draft_token_num - 1, scores.shape[1]
+    if not 0 <= num_drafts <= num_candidates:
+        expected = f"1 to {num_candidates + 1}, for {num_candidates} candidates and the root"
+        raise InvalidInput("draft_token_num", got=draft_token_num, expected=expected)
+    # A stable sort prefers a parent to a child of the same score
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_drafts]
+    best = best.sort(dim=1).values
+    above = parents.gather(1, best)
+    places = torch.searchsorted(best, above.contiguous()) + 1
+    roots = roots.unsqueeze(1)
+    return DraftTree.of(
+        torch.cat([roots, tokens.gather(1, best)], dim=1),
+        torch.cat([torch.full_like(roots, -1), torch.where(above < 0, 0, places)], dim=1),
+        topk=topk,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AcceptedDrafts:
+    """The accepted path of each request, [B, d] int64. Places after a path's end hold -1."""
+
+    accept_index: torch.Tensor
+    """The nodes of the path, the root first."""
+    predict: torch.Tensor
+    """The target's token after each of them. The last one is the bonus token; those before it are
+    the accepted drafts."""
+    accept_token_num: torch.Tensor
+    """[B] int64: accepted drafts, the bonus token not counted."""
+
+
+def verify_tree_greedy(tree: DraftTree, target_predict: torch.Tensor) -> AcceptedDrafts:
+    """Follow the target's tokens from the root for as long as they are draft tokens.
+
+    target_predict: [B, d] int64, the target's token after each node. It may be sampled: if each
+    token is drawn from the target's distribution at its node, the accepted path and the bonus token
+    have the distribution of the target's own text. Negative tokens match no draft.
+
+    At most d - 1 rounds of elementwise operations: each looks at one node of each request.
+    """
+    batch_size, num_tokens = target_predict.shape
+    nodes = torch.full_like(target_predict, -1)
+    nodes[:, 0] = 0
+    node = target_predict.new_zeros(batch_size, 1)
+    count = torch.zeros_like(node)
+    candidate = tree.retrieve_next_token[:, :1]
+    for _ in range(num_tokens - 1):
+        place = candidate.clamp(min=0)
+        token = tree.draft_tokens.gather(1, place)
+        matches = (candidate >= 0) & (token == target_predict.gather(1, node))
+        node = torch.where(matches, place, node)
+        count = count + matches
+        # Without a match the last value is written again
+        nodes.scatter_(1, count, node)
+        after = tree.retrieve_next_token.gather(1, place)
+        beside = tree.retrieve_next_sibling.gather(1, place)
+        candidate = torch.where(candidate < 0, -1, torch.where(matches, after, beside))
+    predict = torch.where(nodes < 0, -1, target_predict.gather(1, nodes.clamp(min=0)))
+    return AcceptedDrafts(accept_index=nodes, predict=predict, accept_token_num=count.squeeze(1))

@@ -1,0 +1,222 @@
+"""Speculative decoding in the engine: drafts, one step that verifies them, and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from attnmux.core import (
+    DraftTree,
+    InvalidInput,
+    NgramIndex,
+    check_positive,
+    verify_tree_greedy,
+)
+from attnmux.transformers.engine.execution import StepRunner
+from attnmux.transformers.engine.prefix import PrefixCache
+from attnmux.transformers.engine.request import LiveRequest
+from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, Upcoming, sample
+from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.verify_step import VerifyStep
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of decoding requests. The target model decides which are right."""
+
+    @property
+    def draft_token_num(self) -> int:
+        """The most nodes of a request's tree, the root included."""
+
+    def propose(
+        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
+    ) -> DraftTree | None:
+        """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
+
+        The root of each tree is the request's one pending token. The trees are on `device`.
+        """
+
+    def keep_only(self, states: Collection[SequenceState]) -> None:
+        """Free what is held for all other requests: they have ended or wait for memory."""
+
+
+class NgramProposer:
+    """Drafts what followed a request's last tokens where they occurred before in it."""
+
+    def __init__(
+        self,
+        *,
+        draft_token_num: int = 8,
+        topk: int = 1,
+        steps: int | None = None,
+        min_ngram: int = 1,
+        max_ngram: int = 4,
+    ) -> None:
+        """draft_token_num: nodes of a request's tree, its root included. topk: continuations that
+        a tree merges; 1 makes chains. steps: tokens of a continuation; None lets one fill a chain,
+        and half of a tree. min_ngram, max_ngram: as in `NgramIndex`.
+
+        Raises InvalidInput for numbers below 1, and for fewer than 2 nodes.
+        """
+        for argument, value in (("topk", topk), ("steps", 1 if steps is None else steps)):
+            check_positive(argument, value)
+        if draft_token_num < 2:
+            got = draft_token_num
+            raise InvalidInput("draft_token_num", got=got, expected="the root and a draft, or more")
+        NgramIndex(min_ngram=min_ngram, max_ngram=max_ngram)
+        self.draft_token_num = draft_token_num
+        self.topk = topk
+        self.steps = steps or (draft_token_num - 1 if topk == 1 else draft_token_num // 2)
+        self._min_ngram, self._max_ngram = min_ngram, max_ngram
+        self._indices: WeakKeyDictionary[SequenceState, NgramIndex] = WeakKeyDictionary()
+
+    def propose(
+        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
+    ) -> DraftTree | None:
+        """See `Proposer`. A tree with fewer nodes than another repeats its last token: a guess like
+        any other."""
+        most = min(num_tokens, self.draft_token_num) - 1
+        found = [self._tree(state, most) for state in states]
+        longest = max((len(tokens) for tokens, _ in found), default=0)
+        if not longest:
+            return None
+        rows: list[list[int]] = []
+        links: list[list[int]] = []
+        for state, (tokens, parents) in zip(states, found, strict=True):
+            row = [state.token_ids[-1], *tokens]
+            missing = longest + 1 - len(row)
+            links.append([-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)])
+            rows.append(row + [row[-1]] * missing)
+        if self.topk == 1:
+            return DraftTree.chains(torch.tensor(rows).to(device))
+        draft_tokens, parents = torch.tensor([rows, links]).to(device)
+        return DraftTree.of(draft_tokens, parents, topk=self.topk)
+
+    def keep_only(self, states: Collection[SequenceState]) -> None:
+        """Nothing to do: what was found in a request's text goes with the request."""
+
+    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], list[int]]:
+        index = self._indices.get(state)
+        if index is None:
+            index = NgramIndex(min_ngram=self._min_ngram, max_ngram=self._max_ngram)
+            self._indices[state] = index
+        return index.tree(state.token_ids, num_tokens=most, depth=self.steps, topk=self.topk)
+
+
+class Speculation:
+    """Runs steps of decoding requests with drafts.
+
+    Each draft token is sampled with the random number that the request draws at its place, so that
+    a request's text is the same with and without drafts, up to rounding in the model.
+    """
+
+    def __init__(self, proposer: Proposer, cache: PrefixCache, stats: EngineStats) -> None:
+        """Raises InvalidInput for a model with an encoder."""
+        if cache.steps.max_encoder_len:
+            got = "drafts for an encoder-decoder model"
+            raise InvalidInput("drafts", got=got, expected="a decoder-only model")
+        self._proposer = proposer
+        self._cache = cache
+        self._stats = stats
+        self._step: VerifyStep | None = None
+        self._paths: list[list[int]] = []
+        self._unsound: list[bool] = []
+
+    def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
+        """Trees for the requests' next step; None if it is a plain one. They fit into the contexts
+        and, once `make_room` has run, into the pool."""
+        most = self._most(requests)
+        if most < 2:
+            return None
+        states = [request.state for request in requests]
+        return self._proposer.propose(states, most, self._cache.steps.device)
+
+    def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
+        """Evict as much as the step needs."""
+        need = self._new_tokens(requests, tree.draft_token_num)
+        self._stats.evicted_tokens += self._cache.make_room(need)
+
+    @torch.inference_mode()
+    def run(
+        self, requests: Sequence[LiveRequest], tree: DraftTree, runner: StepRunner, laps: Laps
+    ) -> list[list[int]]:
+        """The new tokens of each request: its accepted drafts and one more. Waits for the device.
+
+        Call `commit` once the requests have taken them.
+        """
+        self._step = verify = VerifyStep([one.state for one in requests], tree, self._cache.steps)
+        laps.lap("allocate")
+        logits = runner.forward(verify.step, verify.step.last_indices, laps)
+        draws = _draws(requests, tree)
+        target_predict = sample(logits, draws).view(tree.draft_tokens.shape)
+        verified = verify_tree_greedy(tree, target_predict)
+        unsound = (target_predict == NOT_A_NUMBER).any(dim=1, keepdim=True)
+        counts = verified.accept_token_num.unsqueeze(1)
+        answer = torch.cat([counts, unsound, verified.accept_index, verified.predict], dim=1)
+        laps.lap("sample")
+        rows: list[list[int]] = answer.tolist()
+        laps.lap("wait")
+        nodes = slice(2, 2 + tree.draft_token_num)
+        self._paths = [row[nodes] for row in rows]
+        self._unsound = [bool(row[1]) for row in rows]
+        self._stats.drafts.count(len(rows), tree.draft_token_num - 1, sum(row[0] for row in rows))
+        return [row[nodes.stop :][: row[0] + 1] for row in rows]
+
+    def commit(self, requests: Sequence[LiveRequest]) -> None:
+        """Keep the K and V of the tokens that the requests took, and free all other slots."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        paths = []
+        for request, cached, path in zip(requests, step.prefixes, self._paths, strict=True):
+            taken = len(request.state.token_ids) - 1 - cached
+            paths.append(path[:taken])
+            if request.sampler.draws_by is not None:
+                for _ in range(taken):
+                    request.sampler.draw()
+        step.commit(paths, self._unsound)
+
+    def forget(self) -> None:
+        """Drop a step that failed."""
+        self._step = None
+
+    def keep_only(self, requests: Iterable[LiveRequest]) -> None:
+        """Free what drafting holds for requests that have ended."""
+        self._proposer.keep_only([request.state for request in requests])
+
+    def _most(self, requests: Sequence[LiveRequest]) -> int:
+        """Nodes for which every context, the model's longest row and the pool have room."""
+        steps = self._cache.steps
+        most = min(
+            self._proposer.draft_token_num,
+            max(request.num_remaining for request in requests),
+            *(steps.max_context_len - request.state.num_cached for request in requests),
+        )
+        if steps.max_step_tokens is not None:
+            most = min(most, steps.max_step_tokens // len(requests))
+        while most > 1 and self._new_tokens(requests, most) > self._cache.obtainable:
+            most -= 1
+        return most
+
+    def _new_tokens(self, requests: Sequence[LiveRequest], num_new: int) -> int:
+        """Tokens of the pages that the requests open."""
+        size = self._cache.page_size
+        columns = [request.state.num_columns for request in requests]
+        pages = sum(-(-(each + num_new) // size) - -(-each // size) for each in columns)
+        return pages * size
+
+
+def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
+    """How each node is sampled. Reads the depths of trees from the device if a request draws."""
+    num_tokens, samplers = tree.draft_token_num, [request.sampler for request in requests]
+    if all(sampler.draws_by is None for sampler in samplers):
+        return [sampler for sampler in samplers for _ in range(num_tokens)]
+    places = [
+        Upcoming(sampler, depth)
+        for sampler, depths in zip(samplers, tree.depths.tolist(), strict=True)
+        for depth in depths
+    ]
+    return list(places)

@@ -1,0 +1,190 @@
+"""Drafts on real models: greedy text is what each prompt gets alone, whatever the drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attnmux.core import DraftTree, InvalidInput, load_plugins
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.transformers import (
+    Engine,
+    ModelProposer,
+    NgramProposer,
+    Prompt,
+    RunnerOptions,
+    encode_prompts,
+    load_runner,
+    open_checkpoint,
+    recall,
+    run_prompts,
+)
+from attnmux.transformers.engine import scheduler
+
+NUM = 12
+
+
+class HalfRight:
+    """Trees that hold the right continuation, with wrong tokens from a random depth on."""
+
+    draft_token_num = 6
+
+    def __init__(self, texts, topk):
+        self.texts, self.topk, self.rng = texts, topk, random.Random(1)
+
+    def propose(self, states, num_tokens, device):
+        num = min(num_tokens, self.draft_token_num)
+        rows, links = zip(*(self._tree(state.token_ids, num) for state in states), strict=True)
+        if self.topk == 1:
+            return DraftTree.chains(torch.tensor(rows))
+        return DraftTree.of(torch.tensor(rows), torch.tensor(links), topk=self.topk)
+
+    def _tree(self, ids, num):
+        text = next(text for text in self.texts if text[: len(ids)] == ids)
+        tokens, parents, last = [ids[-1]], [-1], 0
+        right, going = iter(text[len(ids) :]), True
+        for node in range(1, num):
+            going = going and self.rng.random() < 0.9
+            if self.topk > 1 and self.rng.random() < 0.4:  # a wrong branch
+                tokens.append(self.rng.randrange(97))
+                parents.append(self.rng.randrange(node))
+                continue
+            tokens.append(next(right, 0) if going else self.rng.randrange(97))
+            parents.append(last)
+            last = node
+        return tokens, parents
+
+
+def alone(model, prompts):
+    return [
+        model.generate(torch.tensor([ids]), max_new_tokens=NUM, do_sample=False)[0].tolist()
+        for ids in prompts
+    ]
+
+
+def texts_of(engine, prompts):
+    asked = [Prompt(token_ids=ids, max_new_tokens=NUM) for ids in prompts]
+    results = run_prompts(engine, asked).results
+    engine.clear_cache()
+    assert engine.memory.free == engine.runner.steps.allocator.size
+    return [list(one.prompt_ids + one.token_ids) for one in results]
+
+
+def some_prompts():
+    rng = random.Random(5)
+    prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 20))] for _ in range(6)]
+    return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("architecture", "topk"),
+    [("llama", 1), ("llama", 4), ("gemma3", 1), ("gpt-oss", 1), ("deepseek-v3", 1)],
+)
+def test_greedy_text_is_that_of_each_prompt_alone(
+    tiny, run_on, architecture, topk, page_size, monkeypatch
+):
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    model, folder = tiny(architecture)
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    drafts = HalfRight(expected, topk)
+    runner = run_on(
+        folder,
+        page_size=page_size,
+        draft_tokens=6,
+        draft_topk=topk,
+        max_total_tokens=128,
+        max_batch_size=6,
+    )
+    for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
+        engine = Engine(runner, drafts=drafts, **options)
+        assert texts_of(engine, prompts) == expected
+        assert engine.stats.drafts.accepted_tokens > 20
+    engine = Engine(runner, drafts=NgramProposer(draft_token_num=6, topk=topk))
+    assert texts_of(engine, prompts) == expected
+
+
+def test_trees_are_refused_where_a_window_would_hide_ancestors(tiny, run_on):
+    folder = tiny("gemma3")[1]
+    with pytest.raises(InvalidInput, match=r"draft_topk: .*sliding window"):
+        run_on(folder, draft_tokens=6, draft_topk=2)
+    run_on(folder, draft_tokens=6, draft_topk=2, max_context_len=4)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    options = RunnerOptions(
+        max_batch_size=4,
+        max_context_len=256,
+        max_total_tokens=800,
+        dtype="float32",
+        draft_tokens=8,
+        draft_topk=3,
+        page_size=16,
+    )
+    offers = load_plugins().offers()
+    return load_runner(open_checkpoint(recall.PATH), probe_cpu(), offers, options)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_the_shipped_model_answers_alike(shipped, topk):
+    checkpoint, rng = open_checkpoint(recall.PATH), random.Random(topk)
+    asked = [recall.make_prompt(rng, length)[0] for length in (60, 90, 120, 150)]
+    asked += [f"{one} {one}" for one in asked[:2]]
+    prompts = [
+        Prompt(token_ids=ids, max_new_tokens=12)
+        for ids in encode_prompts(checkpoint, asked, max_context_len=256)
+    ]
+    plain = run_prompts(Engine(shipped), prompts)
+    drafted = run_prompts(Engine(shipped, drafts=NgramProposer(topk=topk)), prompts)
+    assert [one.token_ids for one in drafted.results] == [one.token_ids for one in plain.results]
+    assert drafted.stats.drafts.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "topk", "page_size"),
+    [("flex_attention", 4, 16), ("flex_attention", 1, 1)],
+)
+def test_other_backends(tiny, run_on, backend, topk, page_size):
+    model, folder = tiny("llama")
+    prompts = some_prompts()[:3]
+    expected = alone(model, prompts)
+    runner = run_on(folder, backend, page_size=page_size, draft_tokens=6, draft_topk=topk)
+    engine = Engine(runner, drafts=HalfRight(expected, topk))
+    assert texts_of(engine, prompts) == expected
+    assert engine.stats.drafts.accepted_tokens > 5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", ["qwen3", "llama"])
+def test_a_second_model_drafts(tiny, run_on, draft, page_size):
+    """By a model that knows nothing of the target, and by the target itself."""
+    model, folder = tiny("llama")
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = run_on(folder, page_size=page_size, draft_tokens=4, max_total_tokens=128)
+    drafter = run_on(tiny(draft)[1], page_size=page_size, max_total_tokens=192)
+    drafts = ModelProposer(drafter, vocabulary_size=97)
+    for options in ({}, {"prefill_tokens": 5}):
+        engine = Engine(runner, drafts=drafts, **options)
+        assert texts_of(engine, prompts) == expected
+        stats = engine.stats.drafts
+        assert stats.requests > 0
+        if draft == "llama":  # its guesses are right
+            assert stats.accepted_tokens == stats.draft_tokens
+        allocator = drafter.steps.allocator
+        assert allocator.available_size() == allocator.size
+
+
+def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
+    model, folder = tiny("llama")
+    prompts = some_prompts()[:3]
+    runner = run_on(folder, draft_tokens=4)
+    drafter = run_on(folder, max_total_tokens=24)
+    engine = Engine(runner, drafts=ModelProposer(drafter, vocabulary_size=97))
+    assert texts_of(engine, prompts) == alone(model, prompts)
+    with pytest.raises(InvalidInput, match="vocabulary of 98"):
+        ModelProposer(drafter, vocabulary_size=98)
