@@ -234,7 +234,7 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
     plugins = load_plugins()
     platform = pick_platform(detect(plugins))
     with torch.device(options.device or platform.device_type):
-        model = AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers
             config, dtype=torch.bfloat16, attn_implementation=SERVED
         ).eval()
     layers = record_layers(model, max_context_len=options.max_context_len)

@@ -28,7 +28,7 @@ SHARED = (
 )
 
 
-class ShareProducts(CustomGraphPass):  # type: ignore[misc]  # torch's is not annotated
+class ShareProducts(CustomGraphPass):
     """A pass of Inductor that computes equal products once, which it does in training alone."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -100,15 +100,16 @@ def _merge(module: torch.nn.Module, linears: dict[str, torch.nn.Linear]) -> None
     sizes = [each.out_features for each in linears.values()]
     starts = [0, *itertools.accumulate(sizes)]
     weight = _joined([each.weight for each in linears.values()])
-    biases = [each.bias for each in linears.values() if each.bias is not None]
-    bias = _joined(biases) if biases else None
+    biased = next(iter(linears.values())).bias is not None
+    bias = _joined([each.bias for each in linears.values()]) if biased else None
     for start, (name, linear) in zip(starts, linears.items(), strict=False):
         setattr(module, name, MergedLinear(linear, weight, bias, start))
 
 
-def _joined(parts: list[torch.nn.Parameter]) -> torch.nn.Parameter:
+def _joined(parts: list[torch.Tensor]) -> torch.nn.Parameter:
     """The rows of all parts, of which each part becomes a view."""
     whole = torch.cat([part.data for part in parts])
-    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = rows
+    ends = itertools.accumulate(map(len, parts))
+    for part, end in zip(parts, ends, strict=True):
+        part.data = whole[end - len(part) : end]
     return torch.nn.Parameter(whole, requires_grad=False)

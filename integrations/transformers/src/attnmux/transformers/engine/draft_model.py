@@ -68,7 +68,8 @@ class ModelProposer:
         for state in gone:
             del self._read[state]
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _draft(self, states: Sequence[SequenceState], num_drafts: int) -> torch.Tensor:
         """[B, num_drafts] int64 on the host."""
         self.keep_only(states)

@@ -139,7 +139,8 @@ class Speculation:
         need = self._new_tokens(requests, tree.draft_token_num)
         self._stats.evicted_tokens += self._cache.make_room(need)
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run(
         self, requests: Sequence[LiveRequest], tree: DraftTree, runner: StepRunner, laps: Laps
     ) -> list[list[int]]:
