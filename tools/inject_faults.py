@@ -15,7 +15,7 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +24,10 @@ import torch
 
 import attnmux.core.kv as kv
 import attnmux.transformers.engine as engine_package
-from attnmux.core import PagedAllocator, PrefixNode, ReqToTokenPool
+from attnmux.core import DraftTree, ForwardBatch, PagedAllocator, PrefixNode, ReqToTokenPool
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.sequence import Step
+from attnmux.transformers.sequence import SequenceState, Step
 
 VOCABULARY = 50
 PLACES = 10_000
@@ -41,7 +41,7 @@ WATCHED = tuple(
     str(Path(str(package.__file__)).parent) for package in (kv, engine_package)
 ) + tuple(
     str(Path(str(engine_package.__file__)).parents[1] / f"{module}.py")
-    for module in ("batching", "decode_batch", "sequence", "sampling")
+    for module in ("batching", "decode_batch", "sequence", "sampling", "verify_step")
 )
 
 
@@ -120,11 +120,49 @@ class HashingRunner:
         table = self.steps.req_to_token_pool.req_to_token
         logits = torch.zeros(batch.batch_size, VOCABULARY)
         lens = batch.seq_lens.tolist()
+        if batch.spec_info is not None:
+            return self._after_drafts(batch)
         for place, (row, length) in enumerate(zip(batch.req_pool_indices, lens, strict=True)):
             held = self.cache[table[row, :length].long()].tolist()
             # What another request wrote makes another token, not an error
             logits[place, next_token([one // PLACES % VOCABULARY for one in held])] = 1.0
         return logits[torch.searchsorted(step.last_indices, indices)]
+
+    def _after_drafts(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, vocabulary]: the logits after each token of the chains."""
+        num, table = batch.num_tokens // batch.batch_size, self.steps.req_to_token_pool
+        logits = torch.zeros(batch.num_tokens, VOCABULARY)
+        for place, row in enumerate(logits):
+            request = place // num
+            end = int(batch.seq_lens[request]) + place % num + 1
+            slots = table.req_to_token[batch.req_pool_indices[request], :end].long()
+            held = self.cache[slots].tolist()
+            row[next_token([one // PLACES % VOCABULARY for one in held])] = 1.0
+        return logits
+
+
+class Guesses:
+    """Chains that are right up to a random node."""
+
+    draft_token_num = 6
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def propose(
+        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
+    ) -> DraftTree | None:
+        rows = []
+        for state in states:
+            ids = list(state.token_ids)
+            for _ in range(num_tokens - 1):
+                right = self._rng.random() < 0.7
+                ids.append(next_token(ids) if right else self._rng.randrange(VOCABULARY))
+            rows.append(ids[len(state.token_ids) - 1 :])
+        return DraftTree.chains(torch.tensor(rows))
+
+    def keep_only(self, states: Collection[SequenceState]) -> None:
+        """Nothing is held."""
 
 
 def nodes(node: PrefixNode) -> Iterator[PrefixNode]:
@@ -166,7 +204,11 @@ class Workload:
 
     def __init__(self, rng: random.Random, *, page_size: int, debug: bool) -> None:
         self.rng = rng
-        self.engine = Engine(HashingRunner(page_size=page_size, debug=debug), prefill_tokens=13)
+        self.engine = Engine(
+            HashingRunner(page_size=page_size, debug=debug),
+            prefill_tokens=13,
+            drafts=Guesses(rng) if rng.random() < 0.5 else None,
+        )
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.stems = [[rng.randrange(VOCABULARY) for _ in range(25)] for _ in range(3)]
         self.found: Counter[str] = Counter()

@@ -150,6 +150,9 @@ class RandomProposer:
             return DraftTree.chains(torch.tensor(rows))
         return DraftTree.of(torch.tensor(rows), torch.tensor(links), topk=4)
 
+    def keep_only(self, states):
+        """Nothing is held."""
+
     def _tree(self, ids, size):
         tokens, parents, paths = [ids[-1]], [-1], [list(ids)]
         for node in range(1, size):

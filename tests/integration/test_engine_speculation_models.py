@@ -41,6 +41,9 @@ class HalfRight:
             return DraftTree.chains(torch.tensor(rows))
         return DraftTree.of(torch.tensor(rows), torch.tensor(links), topk=self.topk)
 
+    def keep_only(self, states):
+        """Nothing is held."""
+
     def _tree(self, ids, num):
         text = next(text for text in self.texts if text[: len(ids)] == ids)
         tokens, parents, last = [ids[-1]], [-1], 0
