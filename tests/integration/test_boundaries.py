@@ -68,7 +68,7 @@ def test_choosing_and_plugin_modules_import_no_torch() -> None:
         assert not any(inside(module, "torch") for module in imports(path)), path
 
 
-def test_nobody_owns_the_namespace() -> None:
+def test_no_distribution_owns_the_namespace() -> None:
     assert not list(ROOT.glob("**/src/attnmux/__init__.py"))
     spec = importlib.util.find_spec("attnmux")
     assert spec is not None

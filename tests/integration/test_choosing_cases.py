@@ -70,7 +70,7 @@ decision.check(probe_cpu(), load_plugins().offers())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """A folder of distributions beside those that are installed."""
+    """A folder of distributions in addition to the installed ones."""
 
     path: Path
 
@@ -162,7 +162,7 @@ def test_a_plugin_that_exits_when_imported_is_a_warning_and_the_rest_is_chosen_a
     assert warning in done.stderr
 
 
-def test_a_plugin_name_in_two_distributions_is_neither_until_somebody_decides(site) -> None:
+def test_a_plugin_name_in_two_distributions_is_refused_until_one_is_chosen(site) -> None:
     for distribution in ("dist-one", "dist-two"):
         site.install("same", FIRST.format(contract=">=1,<2"), distribution=distribution)
     asked = ("select", "--json", "--platform", "cpu:x86_64", "--request", DENSE)

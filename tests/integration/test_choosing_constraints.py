@@ -603,7 +603,7 @@ DEVIATIONS: dict[str, Deviation] = {
     ),
     "fa3: windows beside cross attention": Deviation(
         sglang="asserts that a model has one or the other",
-        here="our tables are kept by whether they are the encoder's, and a window is of a layer",
+        here="tables are kept apart for encoders, and each layer has its own window",
         rows=[
             Row("nvidia:sm90", "gqa", "sliding_window=127,cross_attention=1",
                 backend="fa3", both="fa3"),
@@ -669,7 +669,7 @@ DEVIATIONS: dict[str, Deviation] = {
     ),
     "trees: trtllm_mha beside the backend that verifies": Deviation(
         sglang="refuses it in any phase",
-        here="where decode's backend verifies, that of extend meets no drafts",
+        here="if the decode backend verifies, the extend backend gets no drafts",
         rows=[
             Row("nvidia:sm100", "gqa-by-decode", "spec_topk=4",
                 prefill_backend="trtllm_mha", extend="trtllm_mha"),

@@ -24,7 +24,7 @@ def attnmux_cards():
     return [
         BackendCard(
             name="acme", summary="", clauses=(EVERY,), factory="acme_first_backend:make",
-            priors=(Prior(rank=0, source="said by nobody"),),
+            priors=(Prior(rank=0, source="the test"),),
         )
     ]
 """

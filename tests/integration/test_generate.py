@@ -34,7 +34,7 @@ def tokenizer():
 
 
 def generate(runner, prompts, *, max_new_tokens, sampling=None, on_text=None, **options):
-    """All prompts on an engine of their own, whose cache is cleared behind them."""
+    """All prompts on an engine of their own, whose cache is cleared afterwards."""
     engine = Engine(runner, **options)
     each = (sampling or SamplingParams()).for_each(len(prompts))
     try:

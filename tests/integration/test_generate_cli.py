@@ -115,7 +115,7 @@ STEM = "the key is k417, and others are x90, b52, zz, lorem ipsum "
 
 
 def test_prompts_from_a_file(tmp_path):
-    """One a line behind those of the command line; blank lines do not count."""
+    """One a line, after those of the command line; blank lines do not count."""
     file = tmp_path / "prompts"
     file.write_text(f"{STEM}?k\r\n\n{STEM}?x\n{STEM}?b\n")
     result = attnmux("k52 ?k", "--prompts", file, "--max-running", 2)

@@ -172,7 +172,8 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
         ("amd:gfx1100", LLAMA, {"backend": "aiter"}, "arch"),
         ("cpu:x86_64,features=avx2", LLAMA, {"backend": "intel_amx"}, "features"),
         (BLACKWELL, LLAMA.replace(spec_topk=4), {"backend": "trtllm_mha"}, "spec_topk=1"),
-        # A hybrid that speculates: decode is asked, whichever half verifies; prefill if it does.
+        # A hybrid that speculates: the decode backend must fit, and the prefill backend too if it
+        # verifies.
         (
             BLACKWELL,
             LLAMA.replace(spec_topk=4),

@@ -35,7 +35,7 @@ LATENT = {
 
 
 class Model:
-    """Layers of MLA behind an indexer each, whose keys are cached by slot."""
+    """MLA layers, each with an indexer whose keys are cached by slot."""
 
     def __init__(self, setup, backend) -> None:
         self.setup, self.backend = setup, backend

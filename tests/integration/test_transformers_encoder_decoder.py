@@ -175,7 +175,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
         theirs = transformers.GenerationMixin.generate(
             model, **given, max_new_tokens=12, do_sample=False, num_beams=1
         )[0].tolist()
-        # transformers stops behind the first end of text, id 2
+        # transformers stops after the first end of text, id 2
         assert state.token_ids[: len(theirs)] == theirs
 
 
@@ -197,7 +197,7 @@ def generated(engine, requests):
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
 ):
-    """The same prompts behind other encoders share nothing; the pool holds two or three of six.
+    """The same prompts with other encoder inputs share nothing; the pool holds two or three of six.
 
     Admitted without regard to their growth, some are retracted and run again.
     """

@@ -25,7 +25,7 @@ ARCHITECTURES = (
     "gpt2",
 )
 PROMPT_LENS = (13, 1, 33)
-"""Uneven, one of a single token, one that ends just behind a page of 16."""
+"""Uneven, one of a single token, one that ends just after a page of 16."""
 NUM_DECODED = 5
 
 

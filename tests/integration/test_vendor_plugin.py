@@ -100,7 +100,7 @@ def test_its_device_is_there_only_where_it_was_switched_on(attnmux) -> None:
     assert vendors("m2").count("acme") == 1
 
 
-def test_a_generation_that_nobody_built_is_a_failure_of_that_probe_alone(attnmux) -> None:
+def test_an_unknown_generation_fails_that_probe_alone(attnmux) -> None:
     _, answer = attnmux("platforms", simulator="m9")
     assert [platform["vendor"] for platform in answer["platforms"]][-1] == "cpu"
     assert any("acme-attnmux" in text and "m1 or m2" in text for text in answer["warnings"])

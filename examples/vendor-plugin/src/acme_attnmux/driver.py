@@ -22,7 +22,7 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """The devices of this machine. Raises ValueError for a generation that nobody built."""
+    """The devices of this machine. Raises ValueError for an unknown generation."""
     generation = os.environ.get("ACME_SIMULATOR", "")
     if not generation:
         return []

@@ -2,8 +2,8 @@
 
 Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
 layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
-transformers' own scaled-dot-product attention, one request at a time: it leaves nothing behind but
-its states, from which cross-attention's K and V are made in the request's first step.
+transformers' own scaled-dot-product attention, one request at a time: it leaves only its
+states, from which cross-attention's K and V are made in the request's first step.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def decoder_forward(
     """
     layer_id = getattr(module, LAYER_ID, None)
     if layer_id is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # as they came
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # unchanged
     kwargs.pop("is_causal", None)
     call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
     refuse_mask(call)

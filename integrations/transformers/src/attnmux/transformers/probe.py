@@ -68,8 +68,8 @@ def read_reach(
     raise InvalidInput(
         "mask_function",
         got=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
-        f"attention was told {told}",
-        expected="causal attention, with the window that attention is told or chunks at most",
+        f"attention got {told}",
+        expected="causal attention, with the window that attention gets, or chunks, at most",
     )
 
 
