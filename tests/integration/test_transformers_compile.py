@@ -114,6 +114,13 @@ def test_one_layer_s_code_serves_all_that_are_alike(tiny, run_on):
     assert counters["stats"]["unique_graphs"] == 2  # one token, and more
 
 
+def test_absorbed_layers_share_the_forward_of_their_projections(tiny, run_on):
+    runner = run_on(tiny("deepseek-v2")[1], page_size=1, mla="absorbed", **ENGINE_STEPS)
+    found = [each for name, each in runner.model.named_modules() if name.endswith("kv_b_proj")]
+    assert len(found) == 3
+    assert len({id(each.forward) for each in found}) == 1
+
+
 def test_compiled_layers_in_graphs(tiny, run_on):
     folder = tiny("llama")[1]
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))

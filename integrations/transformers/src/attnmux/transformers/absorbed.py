@@ -13,9 +13,9 @@ place. No model is recognised by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn.functional import linear, pad
@@ -171,8 +171,13 @@ def _pass_latent(found: torch.nn.Linear, projection: UpProjection) -> None:
 
     The model divides the result by head, so that few heads carry the latent: two in DeepSeek-V3.
     """
-    fill = -projection.rank % projection.head_dim
-    found.forward = partial(_filled_up, fill)  # type: ignore[method-assign]  # of this instance
+    found.forward = _filling(-projection.rank % projection.head_dim)  # type: ignore[assignment,method-assign]  # of this instance
+
+
+@cache
+def _filling(fill: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same object for all layers: a compiler makes code for each object that it meets."""
+    return partial(_filled_up, fill)
 
 
 def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
