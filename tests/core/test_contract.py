@@ -166,7 +166,7 @@ def test_refuses_a_rotary_part_without_mla_and_its_absence_with_it() -> None:
     assert_refused(setup, prepared(setup), "k_rope", k_rope=None)
 
 
-def test_names_what_came_and_what_was_expected() -> None:
+def test_an_error_names_the_value_and_the_expectation() -> None:
     setup = setup_of(decode(3, 2))
     step = prepared(setup)
     with pytest.raises(

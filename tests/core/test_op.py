@@ -235,7 +235,7 @@ def test_the_op_writes_out_and_lse() -> None:
     ],
     ids=["mha", "mla", "cross"],
 )
-def test_padding_behind_the_tokens_attends_to_nothing(lengths, settings) -> None:
+def test_padding_after_the_tokens_attends_to_nothing(lengths, settings) -> None:
     setup = setup_of(lengths, **settings)
     step = prepare_step(setup, lengths)
     backend = FakeBackend(setup.context)

@@ -282,7 +282,7 @@ RULES: dict[str, list[Row]] = {
     "sinks: refused": [
         Row("amd:gfx942", "sinks", backend="wave", refused="sinks"),
     ],
-    "sinks beside a window: served": [
+    "sinks with a window: served": [
         Row("nvidia:sm80", "sinks", "sliding_window=127", backend="triton", both="triton"),
         Row("nvidia:sm90", "sinks", "sliding_window=127", backend="fa3", both="fa3"),
         Row("nvidia:sm100", "sinks", "sliding_window=127", backend="trtllm_mha", both="trtllm_mha"),
@@ -601,7 +601,7 @@ DEVIATIONS: dict[str, Deviation] = {
             Row("ascend:910b", "gqa", "page_size=256", backend="ascend", both="ascend", page=256),
         ],
     ),
-    "fa3: windows beside cross attention": Deviation(
+    "fa3: windows with cross attention": Deviation(
         sglang="asserts that a model has one or the other",
         here="tables are kept apart for encoders, and each layer has its own window",
         rows=[
@@ -618,7 +618,7 @@ DEVIATIONS: dict[str, Deviation] = {
             Row("nvidia:sm90", "sinks", backend="flashinfer", both="flashinfer"),
         ],
     ),
-    "sinks beside a window, which gpt-oss has": Deviation(
+    "sinks with a window, as in gpt-oss": Deviation(
         sglang="on its list for gpt-oss",
         here="no windows, as in the support matrix of SGLang's own manual",
         rows=[
@@ -667,7 +667,7 @@ DEVIATIONS: dict[str, Deviation] = {
             Row("nvidia:sm90", "gqa", "multi_item=1", backend="torch_native", both="torch_native"),
         ],
     ),
-    "trees: trtllm_mha beside the backend that verifies": Deviation(
+    "trees: trtllm_mha with another backend that verifies": Deviation(
         sglang="refuses it in any phase",
         here="if the decode backend verifies, the extend backend gets no drafts",
         rows=[

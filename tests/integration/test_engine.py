@@ -107,7 +107,7 @@ class HashingRunner:
 
 
 def owned_pages(engine):
-    """The pages of each request that nobody shares."""
+    """The pages of each request that no other request shares."""
     table = engine.runner.steps.req_to_token_pool.req_to_token
     page_size = engine.runner.steps.allocator.page_size
     for request in engine._live.values():
@@ -350,7 +350,7 @@ def test_the_oldest_request_gets_on_when_memory_runs_out():
     assert engine.stats.retractions >= 3
 
 
-def test_what_cannot_fit_alone_is_refused_when_it_comes():
+def test_add_refuses_a_request_that_cannot_fit_alone():
     engine = Engine(HashingRunner(size=32, context=64))
     engine.add(range(30), max_new_tokens=3)
     with pytest.raises(PoolExhausted, match="36 wanted, 32 available; ask for fewer") as caught:
@@ -448,7 +448,7 @@ def test_an_abort_in_the_middle_of_a_step():
 
 @pytest.mark.parametrize("when", range(8))
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_model_that_fails_takes_its_step_with_it_and_nothing_else(when, error):
+def test_a_failing_model_ends_only_the_requests_of_its_step(when, error):
     runner = HashingRunner(rows=2)
     engine = Engine(runner, prefill_tokens=6)
     for start in range(4):
@@ -694,7 +694,7 @@ def test_a_set_of_prompts_leaves_nothing_behind_when_the_tokenizer_fails():
     check_all_free(engine)
 
 
-def test_a_listener_that_fails_loses_nobodys_output():
+def test_a_failing_listener_loses_no_output():
     heard = []
 
     def listen(piece, last):

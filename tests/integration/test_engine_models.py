@@ -194,7 +194,7 @@ def test_a_callback_may_abort_and_add(run_on):
     assert len(heard[1]) <= 2
 
 
-def test_what_a_callback_raises_comes_out_and_nothing_is_lost(run_on):
+def test_an_error_in_a_callback_propagates_and_loses_nothing(run_on):
     tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
     engine = Engine(run_on(recall.PATH), tokenizer=tokenizer)
     heard = []

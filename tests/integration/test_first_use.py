@@ -118,7 +118,7 @@ def test_a_backend_that_was_named_is_not_tried(acme) -> None:
     assert "cases run on it first" not in result.stderr
 
 
-def test_without_the_suite_a_warning_stands_for_it(acme, monkeypatch) -> None:
+def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     acme("right")
     monkeypatch.setattr("attnmux.transformers.cli_run._from_testing", lambda _: None)
     result = generate()

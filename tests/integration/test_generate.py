@@ -373,7 +373,7 @@ def test_bytes_stream_in_whole_characters_too(byte_fallback, prompt, text):
     assert sum(map(bool, pieces)) == len(text)
 
 
-def test_what_the_prompt_could_not_decode_is_not_said_again(tokenizer):
+def test_undecodable_prompt_bytes_are_not_streamed(tokenizer):
     stream = TextStream(tokenizer, [0xFF] * 20)
     assert stream.put(ord("a")) + stream.end() == "a"
 

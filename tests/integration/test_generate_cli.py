@@ -373,7 +373,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     assert refused(attnmux("x", "--model", "nobody/nothing"), "nobody/nothing", "hub")
 
 
-def test_a_broken_plugin_is_said_and_does_not_stop_the_others(monkeypatch):
+def test_a_denied_plugin_leaves_no_backend(monkeypatch):
     monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "cpu")
     assert refused(attnmux("x"), "no attention backend", code=3)
 

@@ -125,7 +125,7 @@ def test_an_extra_brings_what_the_card_requires(address) -> None:
 
 
 @pytest.mark.parametrize("address", [a for a, o in CARDS.items() if o.card.status == "planned"])
-def test_what_is_planned_never_runs_and_can_be_asked_about(address) -> None:
+def test_a_planned_card_is_refused_except_in_hypothetical_choices(address) -> None:
     card = CARDS[address].card
     platform = Platform.parse("nvidia:sm90,cuda=13.0")
     for phase in ("extend", "decode"):
@@ -428,8 +428,9 @@ amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=1,dtype=bf16|fp16 served
 amd/aiter amd:gfx942 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
 amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
 """
-"""A card, a machine, a phase, what is asked (a shape and what else), and the codes of the refusal:
-the limits whose sources stand in the cards. "64|96" is a row for each."""
+"""Each row gives a card, a machine, a phase, a request (a shape and further fields), and `served`
+or the refusal's codes. The cards give the sources of these limits. "64|96" makes a row for each
+value."""
 
 
 def every_value(row: str) -> list[str]:

@@ -108,7 +108,7 @@ def test_every_cell_is_as_promised_or_listed(offers, platform) -> None:
     assert not wrong
 
 
-def test_what_is_listed_differs_from_what_is_promised_and_is_listed_once() -> None:
+def test_each_listed_default_is_unique_and_differs_from_the_promise() -> None:
     rows = [listed(*cell) for cell in CELLS]
     assert all(len(found) <= 1 for found in rows)
     assert {place for found in rows for place in found} == set(range(len(ELSEWHERE)))

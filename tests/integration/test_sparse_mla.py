@@ -1,5 +1,5 @@
-"""Sparse MLA as an engine runs it: an indexer of the model's own, its keys in a cache beside the
-pool, and graphs that replay both with the layers."""
+"""Runs sparse MLA as an engine does: the model has its own indexer, whose keys live in a cache next
+to the pool, and graphs replay both with the layers."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ def test_a_call_is_read_in_the_contracts_terms():
         ({"something_new": 1}, "something_new"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(passed, named):
+def test_unsupported_arguments_are_refused_by_name(passed, named):
     with pytest.raises(InvalidInput, match=named):
         read_call(Layer(), *qkv(), None, **passed)
 
 
-def test_what_has_no_bearing_on_attention_is_let_through():
+def test_arguments_unrelated_to_attention_are_accepted():
     passed = dict.fromkeys(NOT_ATTENTION, torch.zeros(1))
     unset = {"position_bias": None, "output_attentions": False}
     read_call(Layer(), *qkv(), None, **passed, **unset)

@@ -107,7 +107,7 @@ def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypa
     assert generated().phases["decode"].backend == favourite
 
 
-def test_so_do_those_of_batch_sizes(folder, generated) -> None:
+def test_measurements_by_batch_size_count_for_both(folder, generated) -> None:
     usual = selected()["phases"]["decode"]["backend"]
     other = {"torch_native": "flex_attention", "flex_attention": "torch_native"}[usual]
     file = folder / "measured.json"

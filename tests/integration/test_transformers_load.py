@@ -109,7 +109,7 @@ def test_scales_of_a_checkpoint_that_are_not_used_are_named(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])
-def test_a_backend_that_cannot_be_made_is_replaced_and_the_failure_is_told(tiny, architecture):
+def test_a_backend_that_cannot_be_built_is_replaced_with_a_warning(tiny, architecture):
     folder = tiny(architecture)[1]
     runner, (warning,) = load(folder, GOOD, BROKEN)
     assert {choice.backend for choice in runner.decision.phases.values()} == {"good"}

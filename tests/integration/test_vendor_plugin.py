@@ -141,7 +141,7 @@ def test_it_changes_no_other_machine_s_choice(attnmux, tmp_path) -> None:
         ("acme:m2,device=cpu,runtime=acmert 2.9", "", "runtime"),
     ],
 )
-def test_what_its_card_does_not_say_is_refused(attnmux, platform, request_, axis) -> None:
+def test_features_missing_from_the_card_are_refused(attnmux, platform, request_, axis) -> None:
     code, answer = attnmux(
         "select", "--platform", platform, "--request", request_, "--backend", "acme_paged"
     )

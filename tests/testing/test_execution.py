@@ -212,7 +212,7 @@ def test_catches_picks_that_are_not_those_of_the_replay() -> None:
     assert whole.status == "passed", whole.message
 
 
-def test_larger_steps_run_eagerly_beside_graphs() -> None:
+def test_steps_larger_than_the_graphs_run_eagerly() -> None:
     sizes = []
 
     class Watched(GraphFakeBackend):

@@ -70,7 +70,7 @@ def test_pages_are_scattered_and_whole() -> None:
         assert 0 not in pages
 
 
-def test_table_entries_behind_a_request_lead_to_nan() -> None:
+def test_table_entries_after_a_request_lead_to_nan() -> None:
     setup = setup_of(decode(6, 2))
     batch = prepare_step(setup, setup.case.steps[0]).batch
     table = setup.context.req_to_token_pool.req_to_token

@@ -147,7 +147,7 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     assert "linear_attention 36" in result.stdout
 
 
-def test_an_error_that_nobody_promises_is_refused(call) -> None:
+def test_a_max_error_that_no_card_promises_is_refused(call) -> None:
     asked = "num_q_heads=8,num_kv_heads=8,head_dim=64,dtype=bf16"
     result = call("--platform", HERE, "--request", f"{asked},max_error=2", "--json")
     assert result.exit_code == 3
@@ -257,7 +257,7 @@ def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:
         ('allow_plugins = ["cpu"]', None),
     ],
 )
-def test_lists_with_names_of_nobody(call, tmp_path, setting, said) -> None:
+def test_lists_with_unknown_plugins(call, tmp_path, setting, said) -> None:
     (tmp_path / "attnmux.toml").write_text(setting + "\n")
     stderr = call("--platform", HERE).stderr
     assert ("no plugin comes from" in stderr) is (said is not None)

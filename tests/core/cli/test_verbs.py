@@ -191,7 +191,7 @@ def test_a_verb_collects_its_own_garbage_and_not_what_was_imported(call) -> None
         gc.unfreeze()
 
 
-def test_an_error_that_nobody_expected(call, outside, tmp_path, monkeypatch) -> None:
+def test_an_unexpected_error(call, outside, tmp_path, monkeypatch) -> None:
     (tmp_path / "failing_verb.py").write_text(
         "import click\nfrom attnmux.core.cli.run import common_options\n"
         "@click.command()\n@common_options\n"

@@ -68,7 +68,7 @@ def addresses(batch: ForwardBatch) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("fill", [0, 1])
-def test_rows_behind_the_batch_are_padding(fill: int) -> None:
+def test_rows_after_the_batch_are_padding(fill: int) -> None:
     buffers = make(fill, host_lens=True, encoder=True)
     template, _ = buffers.views(4)
     batch = decode_batch(7, 9, 2, encoder_lens=torch.tensor([4, 0, 5], dtype=torch.int32))

@@ -147,7 +147,7 @@ def test_pools_that_do_not_go_together(argument, changes):
     [(0, 8, 1, 0), (8, 8, 1, 0), (9, 8, 1, 1), (23, 8, 16, 0), (24, 8, 16, 16), (9, 0, 4, 8),
      (50, -1, 4, 0)],
 )  # fmt: skip
-def test_what_fell_out_of_the_window(seq_len, window, page_size, behind):
+def test_tokens_behind_the_window(seq_len, window, page_size, behind):
     assert tokens_behind_window(seq_len, window, page_size) == behind
 
 

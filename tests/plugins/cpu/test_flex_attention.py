@@ -190,7 +190,7 @@ def test_keys_of_small_pages_are_gathered_to_blocks_of_64():
     assert setup.context.workspace.nbytes == 3 * 64 * slot_bytes
 
 
-def test_what_nobody_sees_is_not_read():
+def test_masked_blocks_are_not_read():
     assert blocks_of(plan_of(decode(400))) == 25
     assert blocks_of(plan_of(decode(400), window=16)) == 2
     assert blocks_of(plan_of(decode(400), attention_chunk=100)) == 7

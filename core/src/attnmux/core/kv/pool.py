@@ -179,8 +179,8 @@ class KVPool(ABC):
         return slots
 
     def slot_map(self, layer_id: int) -> torch.Tensor | None:
-        """The table behind `translate`, for kernels that translate themselves: [slots] int32, at a
-        fixed address, from slots of the request table to slots of the layer's buffer.
+        """The table that `translate` reads, for kernels that translate themselves: [slots] int32,
+        at a fixed address, from slots of the request table to slots of the layer's buffer.
 
         None where the two are equal, or where `translate` is more than a look-up.
         """

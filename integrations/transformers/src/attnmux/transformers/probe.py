@@ -134,7 +134,7 @@ class Recorder:
         if not 0 <= number < len(self.masks):
             raise InvalidInput(
                 f"layer {call.layer_id}",
-                got=f"a mask of its own making, of shape {tuple(call.mask.shape)}",
+                got=f"a mask that the layer made itself, of shape {tuple(call.mask.shape)}",
                 expected="a mask from transformers' mask functions, unchanged",
             )
         if (number, told) not in self.reaches:

@@ -8,7 +8,7 @@ that letter's value, then the end of the sequence; no other pair in the prompt h
 
 A model that misses the KV page of the pair asked for, or reads the prompt under a mask that is not
 causal, seldom gives that answer. Ask several prompts: a single lost KV slot can go unnoticed, since
-the slots of a pair's other bytes know of it too.
+the slots of the pair's other bytes carry it too.
 """
 
 from __future__ import annotations
