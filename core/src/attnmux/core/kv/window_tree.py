@@ -131,30 +131,25 @@ class WindowPrefixTree(PrefixTree):
         """Free the window pages of `num_tokens`, in whole pages. Returns how many tokens it freed,
         fewer where the rest is locked.
 
-        The ends of cached runs go last: requests are known to end or to part there. Among equals,
-        the least recently used ones go first.
+        Windows at the places where cached prefixes end or part go last: requests are likely to
+        continue there. Of equal ones, the least recently used go first.
         """
-        wanted = -(-num_tokens // self.page_size) * self.page_size
+        wanted = left = -(-num_tokens // self.page_size) * self.page_size
         freed: list[torch.Tensor] = []
-        left = wanted
-        nodes = sorted(self._evictable(), key=lambda node: node.used)
-        for keep_ends in (True, False):
-            for node in nodes:
-                if left <= 0:
-                    break
-                if not node.has_window:
-                    continue
-                count = len(node.tokens)
-                if keep_ends:
-                    count = min(self._first_needed(node) - node.start, count)
-                count = min(count, left)
-                if count <= 0:
-                    continue
-                part = node if count == len(node.tokens) else node.split(count, self.page_size)
-                part.has_window = False
-                self._in_window -= count
-                left -= count
-                freed.append(part.slots)
+        nodes = sorted(self._evictable(), key=lambda pair: pair[0].used)
+        for keeps_ends in (True, False):
+            for node, first_needed in nodes:
+                count = min(len(node.tokens), left)
+                if keeps_ends:
+                    count = min(count, first_needed - node.start)
+                if count > 0 and node.has_window:
+                    part = node
+                    if count < len(node.tokens):
+                        part = node.split(count, self.page_size)
+                    part.has_window = False
+                    self._in_window -= count
+                    left -= count
+                    freed.append(part.slots)
         if freed:
             self.swa_allocator.free_swa(torch.cat(freed))
         return wanted - left
@@ -206,11 +201,16 @@ class WindowPrefixTree(PrefixTree):
             if step.window_locks:
                 self._locked_window += len(step.tokens)
 
-    def _evictable(self) -> Iterator[PrefixNode]:
-        """The nodes whose windows may be freed."""
-        nodes = list(self._roots.values())
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children.values()
-            if node.has_window and not node.is_root and not node.window_locks:
-                yield node
+    def _evictable(self) -> Iterator[tuple[PrefixNode, int]]:
+        """The nodes whose windows may be freed. With each, the first token whose window is needed
+        where the cached prefixes through the node end or part next."""
+        heads = [child for root in self._roots.values() for child in root.children.values()]
+        while heads:
+            run = [heads.pop()]
+            while len(run[-1].children) == 1:
+                run += run[-1].children.values()
+            heads += run[-1].children.values()
+            first_needed = self._first_needed(run[-1])
+            for node in run:
+                if node.has_window and not node.window_locks:
+                    yield node, first_needed
