@@ -103,6 +103,7 @@ def test_graphs_read_the_window_pool(tiny, architecture):
     prompts = random_prompts(4, 8)
     runner = graph_runner(folder, max_total_tokens=512, window_step_tokens=16)
     assert runner.sizes.swa is not None
+    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
     assert tokens(Engine(runner, prefill_tokens=9), prompts, 12) == alone(model, prompts, 12)
 
 
