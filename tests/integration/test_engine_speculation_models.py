@@ -202,6 +202,12 @@ def test_a_second_model_drafts(tiny, run_on, draft, page_size):
         assert allocator.available_size() == allocator.size
 
 
+def test_a_draft_model_with_a_window_pool_is_refused(run_on, tiny):
+    runner = run_on(tiny("mistral")[1], max_total_tokens=1024, window_step_tokens=16)
+    with pytest.raises(InvalidInput, match="draft: expected window_step_tokens=None"):
+        ModelProposer(runner, vocabulary_size=97)
+
+
 def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
     model, folder = tiny("llama")
     prompts = some_prompts()[:3]
