@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,10 @@ class Scheduler:
         return chunks
 
     def _window_pages(self, chunks: list[tuple[LiveRequest, int]]) -> int:
-        """Pages of the window pool that a step with these chunks leaves."""
+        """Pages of the window pool that a step with these chunks leaves; without limit if there is
+        no window pool."""
+        if not self._cache.window_need:
+            return sys.maxsize
         used = sum(one.state.num_columns % self._page_size == 0 for one in self.decoding)
         used += sum(self._new_pages(one, count) for one, count in chunks)
         return self._cache.window_obtainable // self._page_size - used
@@ -238,6 +242,8 @@ class Scheduler:
     def _window_fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
         """`_fits` for the window pool, of which no request needs more than its windows."""
         most = self._cache.window_need // self._page_size
+        if not most:
+            return True
         pending = self._new_pages(request, request.state.num_pending)
         need = min(pending - match.slots.shape[0] // self._page_size, most)
         for one in self.prefilling:
