@@ -148,7 +148,7 @@ def pool_sizes(
     one = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
     sizes = PoolSizes(full=min(one), one_pool=min(one))
     span = span_of(layers)
-    if span is None or window_step_tokens is None:
+    if span is None or window_step_tokens is None or sizes.full <= page_size:
         return sizes
     own, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
 
@@ -164,9 +164,10 @@ def pool_sizes(
         )
         limits.append(fitting.full)
     full = min(limits)
-    swa = swa_tokens(full)
-    taken = (full + page_size) * full_bytes + (swa + page_size) * swa_bytes
-    one_pool = tokens_in_budget(taken, token_bytes, page_size)
+    swa, one_pool = swa_tokens(full), sizes.one_pool
+    if full == max_tokens:
+        taken = (full + page_size) * full_bytes + (swa + page_size) * swa_bytes
+        one_pool = tokens_in_budget(taken, token_bytes, page_size)
     if swa >= full or one_pool >= full:
         return sizes
     return PoolSizes(full=full, swa=swa, one_pool=one_pool)
