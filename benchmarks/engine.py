@@ -138,6 +138,7 @@ def main(
         max_batch_size=num_prompts,
         max_context_len=length + new,
         max_total_tokens=num_prompts * (length + new),
+        window_step_tokens=max(length, 2048),  # a prompt alone is timed in one step
         page_size=page_size,
         device=device,
         graph=False,

@@ -24,7 +24,16 @@ import torch
 
 import attnmux.core.kv as kv
 import attnmux.transformers.engine as engine_package
-from attnmux.core import DraftTree, ForwardBatch, PagedAllocator, PrefixNode, ReqToTokenPool
+from attnmux.core import (
+    DraftTree,
+    ForwardBatch,
+    MHATokenToKVPool,
+    PagedAllocator,
+    PrefixNode,
+    ReqToTokenPool,
+    SWAKVPool,
+)
+from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.sequence import SequenceState, Step
@@ -103,27 +112,59 @@ def continued(ids: Sequence[int], num: int) -> tuple[int, ...]:
     return tuple(whole[len(ids) :])
 
 
-class HashingRunner:
-    """A model whose KV cache holds each token with its place."""
+WINDOW = 6
+"""Of the window layer, in half of the workloads: earlier tokens that a token sees there."""
 
-    def __init__(self, *, page_size: int, debug: bool) -> None:
-        size = 80
-        self.steps = StepBuilder(
-            ReqToTokenPool(5, 64, "cpu"), PagedAllocator(size, page_size, "cpu", debug=debug)
+
+def window_tree(size: int, page_size: int, *, debug: bool) -> WindowPrefixTree:
+    """A prefix tree on pools of a full layer 0 and a window layer 1."""
+
+    def pool(layer_id: int, size: int) -> MHATokenToKVPool:
+        return MHATokenToKVPool(
+            size=size,
+            page_size=page_size,
+            dtype=torch.float32,
+            layer_ids=[layer_id],
+            num_kv_heads=1,
+            head_dim=1,
+            device="cpu",
         )
+
+    span = WindowSpan(sliding_window_size=WINDOW)
+    window_size = min(4 * span.tokens_each(page_size), size)
+    allocator = SWAAllocator(SWAKVPool(full=pool(0, size), swa=pool(1, window_size)), debug=debug)
+    return WindowPrefixTree(allocator, page_size, span)
+
+
+class HashingRunner:
+    """A model whose KV cache holds each token with its place. With a window layer, the last tokens
+    of a request are read there."""
+
+    def __init__(self, *, page_size: int, debug: bool, has_window: bool) -> None:
+        size = 80
+        tree = window_tree(size, page_size, debug=debug) if has_window else None
+        self.steps = StepBuilder(
+            ReqToTokenPool(5, 64, "cpu"),
+            tree.swa_allocator if tree else PagedAllocator(size, page_size, "cpu", debug=debug),
+            window_tree=tree,
+        )
+        self.windows = torch.full((size + page_size,), -1)
         self.vocabulary_size = VOCABULARY
         self.cache = torch.full((size + page_size,), -1)
 
     def forward(self, step: Step, indices: torch.Tensor, laps: object = None) -> torch.Tensor:
         batch = step.batch
         self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions
+        if self.steps.window_tree is not None:
+            loc = self._windowed(batch.out_cache_loc)
+            self.windows[loc] = step.input_ids * PLACES + batch.positions
         table = self.steps.req_to_token_pool.req_to_token
         logits = torch.zeros(batch.batch_size, VOCABULARY)
         lens = batch.seq_lens.tolist()
         if batch.spec_info is not None:
             return self._after_drafts(batch)
         for place, (row, length) in enumerate(zip(batch.req_pool_indices, lens, strict=True)):
-            held = self.cache[table[row, :length].long()].tolist()
+            held = self._held(table[row, :length].long())
             # What another request wrote makes another token, not an error
             logits[place, next_token([one // PLACES % VOCABULARY for one in held])] = 1.0
         return logits[torch.searchsorted(step.last_indices, indices)]
@@ -136,9 +177,21 @@ class HashingRunner:
             request = place // num
             end = int(batch.seq_lens[request]) + place % num + 1
             slots = table.req_to_token[batch.req_pool_indices[request], :end].long()
-            held = self.cache[slots].tolist()
+            held = self._held(slots)
             row[next_token([one // PLACES % VOCABULARY for one in held])] = 1.0
         return logits
+
+    def _windowed(self, slots: torch.Tensor) -> torch.Tensor:
+        assert self.steps.window_tree is not None
+        return self.steps.window_tree.swa_allocator.pool.translate(slots, 1)
+
+    def _held(self, slots: torch.Tensor) -> list[int]:
+        """The tokens in the cache, the last ones as the window layer has them."""
+        held = self.cache[slots]
+        if self.steps.window_tree is not None:
+            held[-WINDOW - 1 :] = self.windows[self._windowed(slots[-WINDOW - 1 :])]
+        found: list[int] = held.tolist()
+        return found
 
 
 class Guesses:
@@ -196,6 +249,35 @@ def wrongs(engine: Engine) -> list[str]:
     locks = Counter(id(node) for one in held if one.node is not None for node in one.node.path())
     if any(node.locks != locks[id(node)] for node in cached):
         found.append("a wrong number of locks")
+    if steps.window_tree is not None:
+        found += window_wrongs(engine, steps.window_tree, cached)
+    return found
+
+
+def window_wrongs(
+    engine: Engine, tree: WindowPrefixTree, cached: Sequence[PrefixNode]
+) -> list[str]:
+    """What is wrong with the accounts of the window pool."""
+    allocator, page_size = tree.swa_allocator, tree.page_size
+    free_list = allocator._swa_list
+    owners: Counter[int] = Counter(free_list._stack[: free_list.available].tolist())
+    own = [node.slots for node in cached if node.has_window]
+    for request in engine._live.values():
+        state = request.state
+        if state.row is not None:
+            first = max(state.num_behind, state.num_shared)
+            own.append(engine.runner.steps.slots(state, first, state.num_columns))
+    for slots in own:
+        owners.update(allocator.pool.swa_pages(slots[::page_size] // page_size).tolist())
+    found = []
+    if set(range(1, free_list.count + 1)) != set(owners):
+        found.append("window pages leaked")
+    if any(count > 1 for count in owners.values()):
+        found.append("a window page with two owners")
+    readers = [one for one in engine._live.values() if one.node and one.reads_shared_window]
+    locks = Counter(id(node) for one in readers if one.node for node in tree._window(one.node))
+    if any(node.window_locks != locks[id(node)] for node in cached):
+        found.append("a wrong number of window locks")
     return found
 
 
@@ -205,7 +287,7 @@ class Workload:
     def __init__(self, rng: random.Random, *, page_size: int, debug: bool) -> None:
         self.rng = rng
         self.engine = Engine(
-            HashingRunner(page_size=page_size, debug=debug),
+            HashingRunner(page_size=page_size, debug=debug, has_window=rng.random() < 0.5),
             prefill_tokens=13,
             drafts=Guesses(rng) if rng.random() < 0.5 else None,
         )

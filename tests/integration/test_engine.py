@@ -18,10 +18,13 @@ from attnmux.core import (
     AttnmuxError,
     ForwardMode,
     InvalidInput,
+    MHATokenToKVPool,
     PagedAllocator,
     PoolExhausted,
     ReqToTokenPool,
+    SWAKVPool,
 )
+from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
@@ -61,14 +64,36 @@ def continued(ids, num):
 
 class HashingRunner:
     """A model without weights. Its KV cache holds each token with its place; the next token is a
-    hash of all that the cache holds for a request, so that one lost or foreign slot shows."""
+    hash of all that the cache holds for a request, so that one lost or foreign slot shows. With a
+    span, a window layer holds the same, and what each new token's window needs must be there."""
 
     def __init__(
-        self, *, rows=4, context=64, size=256, page_size=4, max_step_tokens=None, max_encoder_len=0
+        self,
+        *,
+        rows=4,
+        context=64,
+        size=256,
+        page_size=4,
+        max_step_tokens=None,
+        max_encoder_len=0,
+        span=None,
+        window_size=None,
     ):
+        allocator, tree = PagedAllocator(size, page_size, "cpu"), None
+        if span is not None:
+            kind = {"page_size": page_size, "dtype": torch.float32, "device": "cpu"}
+            kind |= {"num_kv_heads": 1, "head_dim": 1}
+            full = MHATokenToKVPool(size=size, layer_ids=[0], **kind)
+            allocator = SWAAllocator(
+                SWAKVPool(full=full, swa=MHATokenToKVPool(size=window_size, layer_ids=[1], **kind))
+            )
+            tree = WindowPrefixTree(allocator, page_size, span)
+            self.window_cache = torch.full((window_size + page_size,), -1)
+        self.span = span
         self.steps = StepBuilder(
             ReqToTokenPool(rows, context + max_encoder_len, "cpu"),
-            PagedAllocator(size, page_size, "cpu"),
+            allocator,
+            window_tree=tree,
             max_step_tokens=max_step_tokens,
             max_encoder_len=max_encoder_len,
         )
@@ -85,6 +110,8 @@ class HashingRunner:
         batch = step.batch
         self.ran.append((batch.forward_mode, len(step.input_ids), batch.batch_size))
         self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions
+        if self.span is not None:
+            self.check_windows(step)
         if step.encoder_states is not None:
             self.cache[batch.encoder_out_cache_loc] = step.encoder_states[:, 0].long()
         self.during()
@@ -104,6 +131,59 @@ class HashingRunner:
             ids = heard + [one // PLACES for one in held]
             logits[place, next_token(ids)] = torch.nan if ids[0] in self.damaged else 1.0
         return logits[torch.searchsorted(step.last_indices, indices)]
+
+    def check_windows(self, step):
+        """Write the window layer, and read it from the first new token's window on."""
+        batch, pool = step.batch, self.steps.allocator.pool
+        places = pool.translate(batch.out_cache_loc, 1)
+        assert bool((places > 0).all())
+        self.window_cache[places] = step.input_ids * PLACES + batch.positions
+        new = [1] * batch.batch_size
+        if batch.extend_seq_lens is not None:
+            new = batch.extend_seq_lens.tolist()
+        table = self.steps.req_to_token_pool.req_to_token
+        lens = batch.seq_lens.tolist()
+        for row, length, count in zip(batch.req_pool_indices, lens, new, strict=True):
+            needed = range(first_visible(self.span, length - count), length)
+            slots = table[row, needed.start : needed.stop].long()
+            assert torch.equal(self.window_cache[pool.translate(slots, 1)], self.cache[slots])
+
+
+def first_visible(span, position):
+    """The first key that a window layer needs for the token at a position."""
+    firsts = [position // size * size for size in span.attention_chunk_sizes]
+    if span.sliding_window_size >= 0:
+        firsts.append(max(position - span.sliding_window_size, 0))
+    return min(firsts)
+
+
+def windowed_pages(engine):
+    """The pages of each request that no other shares and that have window pages."""
+    steps = engine.runner.steps
+    for request in engine._live.values():
+        state = request.state
+        if state.row is not None:
+            first = max(state.num_behind, state.num_shared)
+            own = steps.slots(state, first, state.num_columns)
+            assert bool((steps.allocator.pool.translate(own, 1) > 0).all())
+            yield len(set((own // steps.allocator.page_size).tolist()))
+
+
+def check_windows(engine):
+    """No window page is lost, and the tree knows which of its windows are there and locked."""
+    tree, memory = engine.runner.steps.window_tree, engine.window_memory
+    page_size = tree.page_size
+    assert memory.held == page_size * sum(windowed_pages(engine))
+    nodes, there, locked = list(tree._roots.values()), 0, 0
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        own = tree.swa_allocator.pool.translate(node.slots, 1)
+        assert bool((own > 0).all() if node.has_window else (own == 0).all())
+        there += len(node.tokens) * node.has_window
+        locked += len(node.tokens) * bool(node.has_window and node.window_locks)
+    assert (memory.cached, tree.evictable_window_tokens) == (there, there - locked)
+    assert engine._live or not locked
 
 
 def owned_pages(engine):
@@ -125,6 +205,8 @@ def check_accounts(engine):
     assert memory.held == page_size * sum(map(len, held))
     assert sum(map(len, held)) == len(set().union(*held))
     assert memory.free + memory.cached + memory.held == engine.runner.steps.allocator.size
+    if engine.window_memory is not None:
+        check_windows(engine)
     rows = engine.runner.steps.req_to_token_pool
     assert rows.size - rows.available_size() == len(held)
 
@@ -134,6 +216,8 @@ def check_all_free(engine):
     steps = engine.runner.steps
     assert not engine.has_work
     assert (engine.memory.free, engine.memory.cached) == (steps.allocator.size, 0)
+    if engine.window_memory is not None:
+        assert engine.window_memory.free == steps.allocator.pool.swa.size
     assert steps.req_to_token_pool.available_size() == steps.req_to_token_pool.size
 
 
@@ -160,6 +244,79 @@ def random_prompts(rng, num, *, longest):
         tail = [rng.randrange(VOCABULARY) for _ in range(own)]
         prompts.append(rng.choice(stems)[:shared] + tail)
     return prompts
+
+
+SPANS = (
+    WindowSpan(sliding_window_size=0),
+    WindowSpan(sliding_window_size=5),
+    WindowSpan(attention_chunk_sizes=(6,)),
+    WindowSpan(sliding_window_size=3, attention_chunk_sizes=(4, 8)),
+)
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 7}, {"prefix_cache": False}])
+@pytest.mark.usefixtures("_bold")
+def test_windows_are_there_for_every_token_that_needs_them(span, page_size, options):
+    """The window pool has room for the windows of the requests and for a page or two besides."""
+    rows = 5
+    window_size = rows * span.tokens_each(page_size) + 2 * page_size
+    runner = HashingRunner(
+        rows=rows, size=320, page_size=page_size, context=80, span=span, window_size=window_size
+    )
+    engine = Engine(runner, **options)
+    prompts = random_prompts(random.Random(page_size), 25, longest=50)
+    for ids in prompts:
+        engine.add(ids, max_new_tokens=24)
+    results = finish(engine)
+    for index, ids in enumerate(prompts):
+        assert list(results[index].token_ids) == continued(ids, 24)
+    check_all_free(engine)
+    assert (engine.stats.reused_tokens > 0) == options.get("prefix_cache", True)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_request_holds_no_more_of_the_window_pool_than_it_can_need(page_size):
+    span = WindowSpan(sliding_window_size=7)
+    runner = HashingRunner(
+        rows=1, size=400, context=400, page_size=page_size, span=span, window_size=40
+    )
+    engine = Engine(runner, prefix_cache=False)
+    engine.add([1] * 200, max_new_tokens=150)
+    while engine.has_work:
+        engine.step()
+        prompt_runs = engine.stats.decode.steps < 2
+        assert engine.window_memory.held <= (40 if prompt_runs else span.tokens_each(page_size))
+    assert engine.stats.extend.steps > 200 // 40
+    assert engine.stats.retractions == 0
+
+
+def test_a_prefix_is_reused_where_its_window_is_still_there():
+    """Eviction of windows leaves the ends of what was cached; a prompt that parts from it earlier
+    runs again, and its windows are there for the next one."""
+    span = WindowSpan(sliding_window_size=5)
+    runner = HashingRunner(size=256, page_size=4, span=span, window_size=128)
+    engine = Engine(runner)
+
+    def reused(ids):
+        engine.add(ids, max_new_tokens=1)
+        return finish(engine).popitem()[1].reused_tokens
+
+    stem = list(range(40))
+    assert reused(stem) == 0
+    assert reused([*stem[:22], 49, 48]) == 20
+    tree = runner.steps.window_tree
+    assert tree.window_tokens == 44
+    assert tree.evict_windows(24) == 24
+    assert reused([*stem, 47]) == 40
+    assert reused([*stem[:22], 47]) == 20
+    assert reused([*stem[:30], 49]) == 20
+    assert reused([*stem[:30], 48]) == 28
+    assert tree.evict_windows(128) == 28
+    assert tree.window_tokens == 0
+    assert reused([*stem, 46]) == 0
+    check_all_free(engine)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -805,10 +962,11 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 
 
 @pytest.mark.usefixtures("_bold")
-def test_soak():
-    """10,000 arrivals, aborts and evictions at random, from outside and from within steps."""
+@pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
+def test_soak(span, num):
+    """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     rng = random.Random(11)
-    runner = HashingRunner(rows=5, context=48, size=72, page_size=4)
+    runner = HashingRunner(rows=5, context=48, size=72, page_size=4, span=span, window_size=48)
     engine = Engine(runner, prefill_tokens=13)
     asked, alive = {}, set()
     prompts = random_prompts(rng, 400, longest=25)
@@ -820,12 +978,12 @@ def test_soak():
 
     runner.during = during
     events = results = 0
-    while events < 10_000:
+    while events < num:
         kind = rng.random()
         if kind < 0.3 and len(alive) < 12:
-            ids, num = rng.choice(prompts), rng.randrange(1, 20)
-            alive.add(request := engine.add(ids, max_new_tokens=num))
-            asked[request] = ids, num
+            ids, most = rng.choice(prompts), rng.randrange(1, 20)
+            alive.add(request := engine.add(ids, max_new_tokens=most))
+            asked[request] = ids, most
             events += 1
         elif kind < 0.36 and alive:
             alive.discard(victim := rng.choice(sorted(alive)))
@@ -841,12 +999,13 @@ def test_soak():
             for output in engine.step():
                 if output.result is not None:
                     alive.discard(output.request_id)
-                    ids, num = asked.pop(output.request_id)
-                    assert list(output.result.token_ids) == continued(ids, num)
+                    ids, most = asked.pop(output.request_id)
+                    assert list(output.result.token_ids) == continued(ids, most)
                     results += 1
         check_accounts(engine)
     finish(engine)
     check_all_free(engine)
     stats = engine.stats
-    assert min(results, stats.retractions, stats.aborted, stats.evicted_tokens) > 200
+    least = min(results, stats.retractions, stats.aborted, stats.evicted_tokens)
+    assert least > (200 if span is None else 30)
     assert stats.reused_tokens > 1000

@@ -51,6 +51,8 @@ def results(engine, prompts, num, on_text=None):
     finally:
         engine.clear_cache()
         assert engine.memory.free == engine.runner.steps.allocator.size
+        if engine.window_memory is not None:
+            assert engine.window_memory.free == engine.runner.sizes.swa
 
 
 def tokens(engine, prompts, num):
@@ -71,6 +73,48 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
     assert tokens(engine, prompts, 9) == expected
     assert engine.stats.retractions > 0
     assert engine.stats.evicted_tokens > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ["gpt-oss", "gemma2", "gemma3", "mistral", "llama4"])
+def test_tokens_are_the_same_with_a_window_pool(tiny, run_on, architecture, page_size, monkeypatch):
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    model, folder = tiny(architecture)
+    prompts = random_prompts(4, 10)
+    expected = alone(model, prompts, 20)
+    options = {"page_size": page_size, "window_step_tokens": 16}
+    roomy = run_on(folder, max_total_tokens=1024, **options)
+    assert roomy.sizes.swa < roomy.sizes.full / 2
+    assert roomy.sizes.gain > 1.2
+    for given in ({}, {"prefill_tokens": 5}, {"prefix_cache": False}):
+        assert tokens(Engine(roomy, **given), prompts, 20) == expected
+    if page_size == 1:
+        tight = run_on(folder, max_total_tokens=90, max_batch_size=6, **options)
+        assert tight.sizes.swa < tight.sizes.full
+        engine = Engine(tight, prefill_tokens=11)
+        assert tokens(engine, prompts, 20) == expected
+        assert engine.stats.retractions > 0
+        assert engine.stats.evicted_tokens > 0
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "mistral"])
+def test_graphs_read_the_window_pool(tiny, architecture):
+    model, folder = tiny(architecture)
+    prompts = random_prompts(4, 8)
+    runner = graph_runner(folder, max_total_tokens=512, window_step_tokens=16)
+    assert runner.sizes.swa is not None
+    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
+    assert tokens(Engine(runner, prefill_tokens=9), prompts, 12) == alone(model, prompts, 12)
+
+
+def test_the_same_memory_holds_more_tokens_with_a_window_pool(tiny, run_on):
+    """Two layers of three have windows; a pool for all of them would hold a third of the rest."""
+    _, folder = tiny("gpt-oss")
+    budget = MemoryBudget(nbytes=2**20)
+    sizes = run_on(folder, max_total_tokens=None, memory=budget, window_step_tokens=16).sizes
+    one = run_on(folder, max_total_tokens=None, memory=budget, window_step_tokens=None).sizes
+    assert (one.swa, one.full) == (None, sizes.one_pool)
+    assert sizes.full > 2.4 * one.full
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "flex_attention"])

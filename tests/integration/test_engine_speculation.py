@@ -17,8 +17,10 @@ from attnmux.core import (
     MHATokenToKVPool,
     PagedAllocator,
     ReqToTokenPool,
+    SWAKVPool,
     verify_tree_greedy,
 )
+from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
 from attnmux.core.spec import tree_visibility
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
@@ -58,21 +60,30 @@ class HashingRunner:
     """A model without weights. K and V of a token are its id and place; the next token is a hash of
     all that a token sees, so that one lost, foreign or stale slot shows."""
 
-    def __init__(self, *, rows=5, context=48, size=96, page_size=4, max_step_tokens=None):
-        self.pool = MHATokenToKVPool(
-            size=size,
-            page_size=page_size,
-            dtype=torch.float32,
-            layer_ids=[0, 3],
-            num_kv_heads=1,
-            head_dim=2,
-            v_head_dim=1,
-            device="cpu",
-        )
+    def __init__(
+        self, *, rows=5, context=48, size=96, page_size=4, max_step_tokens=None, window=None
+    ):
+        """window: layer 3 has one of so many earlier tokens, and a pool of its own."""
+        kind = {"page_size": page_size, "dtype": torch.float32, "device": "cpu"}
+        kind |= {"num_kv_heads": 1, "head_dim": 2, "v_head_dim": 1}
+        tree, self.window = None, window
+        if window is None:
+            self.pool = MHATokenToKVPool(size=size, layer_ids=[0, 3], **kind)
+            allocator = PagedAllocator(size, page_size, "cpu")
+        else:
+            span = WindowSpan(sliding_window_size=window)
+            window_size = rows * span.tokens_each(page_size)
+            self.pool = SWAKVPool(
+                full=MHATokenToKVPool(size=size, layer_ids=[0], **kind),
+                swa=MHATokenToKVPool(size=window_size, layer_ids=[3], **kind),
+            )
+            allocator = SWAAllocator(self.pool)
+            tree = WindowPrefixTree(allocator, page_size, span)
         self.steps = StepBuilder(
             ReqToTokenPool(rows, context, "cpu"),
-            PagedAllocator(size, page_size, "cpu"),
+            allocator,
             token_to_kv_pool=self.pool,
+            window_tree=tree,
             max_step_tokens=max_step_tokens,
         )
         self.vocabulary_size = VOCABULARY
@@ -86,8 +97,9 @@ class HashingRunner:
         batch = step.batch
         codes = (step.input_ids * PLACES + batch.positions).float()
         for layer_id in self.pool.layer_ids:
-            self.pool.get_key_buffer(layer_id)[batch.out_cache_loc] = codes[:, None, None]
-            self.pool.get_value_buffer(layer_id)[batch.out_cache_loc] = codes[:, None, None]
+            places = self.pool.translate(batch.out_cache_loc, layer_id)
+            for buffer in self.pool.get_kv_buffer(layer_id):
+                buffer[places] = codes[:, None, None]
         self.during()
         assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist()
         assert sum(batch.seq_lens.tolist()) == batch.seq_lens_sum
@@ -125,10 +137,15 @@ class HashingRunner:
 
     def _held(self, row, columns):
         slots = self.steps.req_to_token_pool.req_to_token[row, list(columns)].long()
+        held = None
         for layer_id in self.pool.layer_ids:
-            k, v = (buffer[slots] for buffer in self.pool.get_kv_buffer(layer_id))
-            held = k[:, 0, 0].long().tolist()
-            assert held == k[:, 0, 1].long().tolist() == v[:, 0, 0].long().tolist()
+            seen = 0 if self.window is None or layer_id == 0 else -self.window - 1
+            places = self.pool.translate(slots, layer_id)[seen:]
+            k, v = (buffer[places] for buffer in self.pool.get_kv_buffer(layer_id))
+            stored = k[:, 0, 0].long().tolist()
+            assert stored == k[:, 0, 1].long().tolist() == v[:, 0, 0].long().tolist()
+            held = held or stored
+            assert stored == held[seen:]
         assert [one % PLACES for one in held] == list(range(len(held)))
         return [one // PLACES for one in held]
 
@@ -172,13 +189,19 @@ def check_accounts(engine):
     """Free, cached and held pages are all there are, and no page is held twice."""
     steps, memory = engine.runner.steps, engine.memory
     page_size, table = steps.allocator.page_size, steps.req_to_token_pool.req_to_token
-    held = []
+    held, windowed = [], []
     for request in engine._live.values():
         state = request.state
         if state.row is not None:
             assert state.num_cached < len(state.token_ids)
             own = table[state.row, state.num_shared : state.num_columns] // page_size
             held.append(set(own.tolist()))
+        if state.row is not None and engine.window_memory is not None:
+            own = steps.slots(state, max(state.num_behind, state.num_shared), state.num_columns)
+            assert bool((steps.allocator.pool.translate(own, 3) > 0).all())
+            windowed.append(len(set((own // page_size).tolist())))
+    if engine.window_memory is not None:
+        assert engine.window_memory.held == page_size * sum(windowed)
     assert memory.held == page_size * sum(map(len, held))
     assert sum(map(len, held)) == len(set().union(*held))
     assert memory.free + memory.cached + memory.held == steps.allocator.size
@@ -188,6 +211,8 @@ def check_all_free(engine):
     engine.clear_cache()
     steps = engine.runner.steps
     assert (engine.memory.free, engine.memory.cached) == (steps.allocator.size, 0)
+    if engine.window_memory is not None:
+        assert engine.window_memory.free == steps.allocator.pool.swa.size
     assert steps.req_to_token_pool.available_size() == steps.req_to_token_pool.size
 
 
@@ -229,6 +254,16 @@ PROPOSERS = {
     "n-gram chains": NgramProposer,
     "n-gram trees": partial(NgramProposer, topk=3, draft_token_num=7),
 }
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("proposer", ["random chains", "n-gram chains"])
+def test_text_is_the_same_with_drafts_and_a_window(proposer, page_size):
+    prompts = random_prompts(random.Random(page_size), 12)
+    runner = HashingRunner(page_size=page_size, size=192, window=5)
+    texts, engine = generated(prompts, PROPOSERS[proposer](), runner=runner)
+    assert texts == [continued(ids, 12) for ids in prompts]
+    assert engine.stats.drafts.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -371,12 +406,15 @@ def test_a_failure_loses_no_page(when):
     check_all_free(engine)
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_nothing_leaks_in_10000_random_steps(page_size):
-    """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps."""
+def test_nothing_leaks_in_10000_random_steps(page_size, window):
+    """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps. A
+    window takes chains alone."""
     rng = random.Random(11)
-    runner = HashingRunner(rows=5, size=72, page_size=page_size)
-    engine = Engine(runner, drafts=RandomProposer(seed=5), prefill_tokens=13)
+    runner = HashingRunner(rows=5, size=72, page_size=page_size, window=window)
+    drafts = RandomProposer(seed=5, chains=window is not None)
+    engine = Engine(runner, drafts=drafts, prefill_tokens=13)
     asked, alive = {}, set()
     prompts = random_prompts(rng, 200)
 

@@ -110,6 +110,26 @@ def test_greedy_text_is_that_of_each_prompt_alone(
     assert texts_of(engine, prompts) == expected
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "mistral"])
+def test_greedy_text_is_the_same_with_a_window_pool(tiny, run_on, architecture, page_size):
+    model, folder = tiny(architecture)
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = run_on(
+        folder,
+        page_size=page_size,
+        draft_tokens=6,
+        max_total_tokens=1024,
+        window_step_tokens=16,
+    )
+    assert runner.sizes.swa is not None
+    for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
+        engine = Engine(runner, drafts=HalfRight(expected, 1), **options)
+        assert texts_of(engine, prompts) == expected
+        assert engine.stats.drafts.accepted_tokens > 20
+
+
 def test_trees_are_refused_where_a_window_would_hide_ancestors(tiny, run_on):
     folder = tiny("gemma3")[1]
     with pytest.raises(InvalidInput, match=r"draft_topk: .*sliding window"):
@@ -180,6 +200,12 @@ def test_a_second_model_drafts(tiny, run_on, draft, page_size):
             assert stats.accepted_tokens == stats.draft_tokens
         allocator = drafter.steps.allocator
         assert allocator.available_size() == allocator.size
+
+
+def test_a_draft_model_with_a_window_pool_is_refused(run_on, tiny):
+    runner = run_on(tiny("mistral")[1], max_total_tokens=1024, window_step_tokens=16)
+    with pytest.raises(InvalidInput, match="draft: expected window_step_tokens=None"):
+        ModelProposer(runner, vocabulary_size=97)
 
 
 def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):

@@ -98,3 +98,26 @@ def test_encoder_decoder_models_are_for_the_library(tmp_path, vocabulary):
     assert result.stdout == ""
     for words in ("encoder-decoder", "Engine.add"):
         assert words in result.stderr
+
+
+def test_the_gain_of_a_window_pool_is_printed(tmp_path, vocabulary):
+    config = transformers.MistralConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+        max_position_embeddings=64,
+    )
+    folder = save(tmp_path / "mistral", AutoModelForCausalLM, config)
+    args = ["--model", folder, "--dtype", "float32", "--max-new-tokens", 4, "k1, ?k"]
+    result = attnmux(*args, "--memory", "2MB", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["kv_window_tokens"] < answer["kv_one_pool_tokens"] < answer["kv_pool_tokens"]
+    gain = answer["kv_pool_tokens"] / answer["kv_one_pool_tokens"]
+    words = f"KV memory: {answer['kv_pool_tokens']} tokens, {gain:.2f} times as many as without"
+    assert words in result.stderr
+    assert "KV memory" not in attnmux(*args).stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,9 +15,16 @@ from attnmux.core import (
     MHATokenToKVPool,
     MLATokenToKVPool,
     Request,
+    SWAKVPool,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.transformers.pools import bytes_per_token, make_pool
+from attnmux.transformers.pools import (
+    SLOT_MAP_BYTES,
+    bytes_per_token,
+    make_pool,
+    make_pools,
+    pool_sizes,
+)
 
 CPU = torch.device("cpu")
 
@@ -97,3 +106,61 @@ def test_layers_that_no_pool_holds_are_refused(layers, words):
         make_pool(layers, decision(), size=32, device=CPU)
     with pytest.raises(InvalidInput, match=words):
         bytes_per_token(layers, decision())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_gpt_oss_holds_1_9_times_as_many_tokens_at_32768(page_size, batch):
+    """24 layers of 8 KV heads of 64, half of them with a window of 128."""
+    shape = {"tp_q_head_num": 64, "tp_k_head_num": 8, "tp_v_head_num": 8}
+    shape |= {"qk_head_dim": 64, "v_head_dim": 64}
+    layers = [
+        heads(layer_id, **shape, sliding_window_size=-1 if layer_id % 2 else 127)
+        for layer_id in range(24)
+    ]
+    decided = decision(page_size=page_size, kv_dtype="bfloat16")
+    nbytes = (batch * 32_768 + page_size) * bytes_per_token(layers, decided)
+    asked = {"max_tokens": None, "nbytes": nbytes, "max_batch_size": batch}
+    sizes = pool_sizes(layers, decided, **asked, window_step_tokens=2048)
+    assert sizes.one_pool == batch * 32_768
+    assert sizes.gain == pytest.approx(1.88, abs=0.01)
+    one = pool_sizes(layers, decided, **asked, window_step_tokens=None)
+    assert (one.full, one.swa, one.gain) == (batch * 32_768, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("window_layers", "has_pool"), [((), False), ((3,), True), ((0, 3, 5), True)]
+)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("make", [heads, latent])
+def test_both_pools_fit_into_the_memory(window_layers, has_pool, page_size, make):
+    layers = [make(layer_id) for layer_id in (0, 3, 5)]
+    layers = [
+        replace(layer, sliding_window_size=4) if layer.layer_id in window_layers else layer
+        for layer in layers
+    ]
+    decided = decision(page_size=page_size)
+    nbytes = 400 * bytes_per_token(layers, decided)
+    sizes = pool_sizes(
+        layers,
+        decided,
+        max_tokens=None,
+        nbytes=nbytes,
+        max_batch_size=2,
+        window_step_tokens=8,
+    )
+    pool, allocator, tree = make_pools(layers, decided, sizes, device=CPU)
+    assert isinstance(pool, SWAKVPool) == (tree is not None) == (sizes.swa is not None) == has_pool
+    assert allocator.full_available_size() == pool.size == sizes.full
+    assert pool.nbytes + has_pool * SLOT_MAP_BYTES * pool.num_slots <= nbytes
+    if has_pool:
+        assert sizes.full > sizes.one_pool > sizes.full / 20
+        assert pool.swa.layer_ids == window_layers
+
+
+def test_a_window_pool_that_saves_nothing_is_not_made():
+    layers = [heads(0), heads(1, sliding_window_size=100)]
+    asked = {"max_tokens": 256, "nbytes": None, "window_step_tokens": 64}
+    assert pool_sizes(layers, decision(), **asked, max_batch_size=2).swa is None
+    layers[1] = heads(1, attention_chunk_size=20)
+    assert pool_sizes(layers, decision(), **asked, max_batch_size=2).swa == 64 + 2 * 40

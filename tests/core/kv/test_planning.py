@@ -47,18 +47,26 @@ def test_as_many_whole_pages_as_fit(budget: int, page_size: int, layers: int) ->
 @given(
     budget=st.integers(0, 100_000),
     page_size=st.sampled_from([1, 3, 16]),
-    ratio=st.one_of(st.sampled_from([0.125, 0.8, 1.0]), st.floats(0.001, 1)),
+    share=st.integers(1, 20),
+    own=st.integers(0, 100),
 )
-def test_as_many_pages_of_both_pools_as_fit(budget: int, page_size: int, ratio: float) -> None:
+def test_as_many_pages_of_both_pools_as_fit(
+    budget: int, page_size: int, share: int, own: int
+) -> None:
     full_bytes, swa_bytes = per_token(1), per_token(3)
     page = (full_bytes + swa_bytes) * page_size
     arguments = (budget, full_bytes, swa_bytes, page_size)
+
+    def wanted(full: int) -> int:
+        return max(own + full // share, 1)
+
     if budget < 2 * page:
         with pytest.raises(PoolExhausted, match=f"{2 * page} wanted"):
-            swa_tokens_in_budget(*arguments, swa_ratio=ratio)
+            swa_tokens_in_budget(*arguments, swa_tokens=wanted)
         return
-    sizes = swa_tokens_in_budget(*arguments, swa_ratio=ratio)
-    assert sizes.full * ratio <= sizes.swa < sizes.full * ratio + page_size
+    sizes = swa_tokens_in_budget(*arguments, swa_tokens=wanted)
+    least = min(wanted(sizes.full), sizes.full)
+    assert least <= sizes.swa < least + page_size
     pool = SWAKVPool(
         full=pool_of(sizes.full, page_size, range(1)),
         swa=pool_of(sizes.swa, page_size, range(1, 4)),
@@ -67,19 +75,13 @@ def test_as_many_pages_of_both_pools_as_fit(budget: int, page_size: int, ratio: 
     assert pool.nbytes + page > budget
 
 
-@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, float("nan")])
-def test_impossible_ratios(ratio):
-    with pytest.raises(InvalidInput, match="swa_ratio: expected above 0"):
-        swa_tokens_in_budget(10_000, 1, 1, 1, swa_ratio=ratio)
-
-
 def test_impossible_sizes():
     with pytest.raises(InvalidInput, match="bytes_per_token"):
         tokens_in_budget(100, 0, 1)
     with pytest.raises(InvalidInput, match="page_size"):
         tokens_in_budget(100, 1, 0)
     with pytest.raises(InvalidInput, match="swa_bytes_per_token"):
-        swa_tokens_in_budget(100, 1, 0, 1, swa_ratio=0.5)
+        swa_tokens_in_budget(100, 1, 0, 1, swa_tokens=lambda full: full)
     with pytest.raises(PoolExhausted, match="0 available"):
         tokens_in_budget(-5, 1, 1)
 
@@ -90,6 +92,8 @@ def test_budgets_of_real_machines():
     token = MHATokenToKVPool.bytes_per_token(dtype=torch.bfloat16, **wide)
     assert token == 128 * 2**10
     assert tokens_in_budget(128 * 2**30, token, 64) == 2**20 - 64
-    sizes = swa_tokens_in_budget(128 * 2**30, token // 2, token // 2, 64, swa_ratio=0.25)
+    sizes = swa_tokens_in_budget(
+        128 * 2**30, token // 2, token // 2, 64, swa_tokens=lambda full: full // 4
+    )
     assert (sizes.full + 64) * token // 2 + (sizes.swa + 64) * token // 2 <= 128 * 2**30
     assert sizes.full > 1.59 * 2**20

@@ -10,6 +10,7 @@ from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import BlockTable, ReqToTokenPool, RequestTable
 from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
+from attnmux.core.kv.window_tree import WindowPrefixTree, WindowSpan
 
 __all__ = [
     "BlockTable",
@@ -28,6 +29,8 @@ __all__ = [
     "SWAKVPool",
     "SWASizes",
     "TokenAllocator",
+    "WindowPrefixTree",
+    "WindowSpan",
     "swa_tokens_in_budget",
     "tokens_behind_window",
     "tokens_in_budget",

@@ -66,6 +66,10 @@ class PagedAllocator:
 
     def available_size(self) -> int:
         """Tokens that the free pages hold, without the frees of an open group."""
+        return self.full_available_size()
+
+    def full_available_size(self) -> int:
+        """Tokens that the free pages hold, whatever other pools hold for window layers."""
         return self._free_list.available * self.page_size
 
     def alloc(self, num_tokens: int) -> torch.Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.errors import PoolExhausted
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -125,17 +126,14 @@ def swa_tokens_in_budget(
     swa_bytes_per_token: int,
     page_size: int,
     *,
-    swa_ratio: float,
+    swa_tokens: Callable[[int], int],
 ) -> SWASizes:
     """The largest sizes of a `SWAKVPool`'s pools whose buffers take at most `budget` bytes.
 
-    swa_ratio: tokens in the window pool for each token in the full one, above 0 and at most 1,
-    rounded up to a page. For requests of S tokens and a window of w, take about (w + page) / S;
-    for requests shorter than the window, take 1.
-    Raises InvalidInput for another ratio, PoolExhausted like `tokens_in_budget`.
+    swa_tokens: the tokens that the window pool needs for as many in the full one, at least 1 and
+    not falling; more than the full pool's count as equal. They are rounded up to a page.
+    Raises PoolExhausted like `tokens_in_budget`.
     """
-    if not 0 < swa_ratio <= 1:
-        raise InvalidInput("swa_ratio", got=swa_ratio, expected="above 0 and at most 1")
     for argument, value in (
         ("full_bytes_per_token", full_bytes_per_token),
         ("swa_bytes_per_token", swa_bytes_per_token),
@@ -145,13 +143,13 @@ def swa_tokens_in_budget(
     full_page, swa_page = page_size * full_bytes_per_token, page_size * swa_bytes_per_token
 
     def swa_pages(pages: int) -> int:
-        return math.ceil(pages * swa_ratio)
+        return min(pages, math.ceil(swa_tokens(pages * page_size) / page_size))
 
     room = budget - full_page - swa_page
-    pages = int(room / (full_page + swa_ratio * swa_page))
-    # The estimate is a float and does not round the window pool up
-    while pages > 0 and pages * full_page + swa_pages(pages) * swa_page > room:
-        pages -= 1
+    most = max(room // full_page, 0)
+    pages = bisect_right(
+        range(1, most + 1), room, key=lambda each: each * full_page + swa_pages(each) * swa_page
+    )
     if pages < 1:
         raise _too_small(budget, 2 * (full_page + swa_page))
     return SWASizes(full=pages * page_size, swa=swa_pages(pages) * page_size)

@@ -42,6 +42,9 @@ class PrefixNode:
     children: dict[Page, PrefixNode] = field(default_factory=dict, repr=False)
     """By the first page of each."""
     locks: int = 0
+    has_window: bool = True
+    """Whether all of its pages have window pages; only a `WindowPrefixTree` sets it."""
+    window_locks: int = 0
     is_offered: bool = False
     """Whether the tree's heap of leaves has an entry for it."""
     is_root: bool = field(init=False)
@@ -57,6 +60,11 @@ class PrefixNode:
         """The empty prefix."""
         no_slots = torch.empty(0, dtype=torch.int64)
         return cls(parent=None, tokens=(), slots=no_slots, used=0, namespace=namespace)
+
+    @property
+    def start(self) -> int:
+        """Tokens of the prefix that this node continues."""
+        return self.end - len(self.tokens)
 
     @property
     def is_alive(self) -> bool:
@@ -102,6 +110,8 @@ class PrefixNode:
             slots=self.slots[:num_tokens],
             used=self.used,
             locks=self.locks,
+            has_window=self.has_window,
+            window_locks=self.window_locks,
         )
         self.parent.children[head.tokens[:page_size]] = head
         self.tokens = self.tokens[num_tokens:]

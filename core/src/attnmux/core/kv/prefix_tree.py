@@ -40,8 +40,9 @@ class PrefixTree:
 
     `namespace` separates requests with other K and V for the same tokens (a LoRA adapter, the hash
     of an image). Matching and inserting cost O(tokens) and do not synchronise with the device.
-    Pages whose window page a `SWAAllocator` has freed cannot be shared: a request that freed some
-    inserts nothing. With a `SWAAllocator` each insertion checks this, which synchronises.
+    Pages whose window page a `SWAAllocator` has freed cannot be shared here: a request that freed
+    some inserts nothing. With a `SWAAllocator` each insertion checks this, which synchronises. A
+    `WindowPrefixTree` takes them.
     """
 
     def __init__(self, allocator: PagedAllocator, page_size: int) -> None:
@@ -75,8 +76,9 @@ class PrefixTree:
         All of token_ids may match; pass one token less to have one left to run.
         Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
-        tokens = whole_pages(token_ids, self.page_size)
-        node = self._walk(tokens, namespace)
+        return self._match(self._walk(whole_pages(token_ids, self.page_size), namespace))
+
+    def _match(self, node: PrefixNode) -> PrefixMatch:
         parts = [step.slots for step in node.path()]
         return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._no_slots, node=node)
 
@@ -92,22 +94,24 @@ class PrefixTree:
         """
         tokens = whole_pages(token_ids, self.page_size)
         self._check_slots(slots, len(tokens))
+        if tokens:
+            self.allocator.check_owned(slots[: len(tokens)])
         node = self._walk(tokens, namespace)
         there = node.end
         if there < len(tokens):
-            leaf = PrefixNode(
-                parent=node,
-                tokens=tokens[there:],
-                # A copy, since the caller's tensor may be a view of a row that is reused
-                slots=slots[there : len(tokens)].clone(),
-                used=self._clock,
-            )
-            node.children[leaf.tokens[: self.page_size]] = leaf
-            if node.is_root:
-                self._roots[namespace] = node
-            self._cached += len(leaf.tokens)
-            self._offer(leaf)
+            self._append(node, tokens[there:], slots[there : len(tokens)])
         return there
+
+    def _append(self, node: PrefixNode, tokens: tuple[int, ...], slots: torch.Tensor) -> PrefixNode:
+        """A new leaf below `node`."""
+        # A copy, since the caller's tensor may be a view of a row that is reused
+        leaf = PrefixNode(parent=node, tokens=tokens, slots=slots.clone(), used=self._clock)
+        node.children[leaf.tokens[: self.page_size]] = leaf
+        if node.is_root:
+            self._roots[node.namespace] = node
+        self._cached += len(leaf.tokens)
+        self._offer(leaf)
+        return leaf
 
     def lock(self, node: PrefixNode) -> None:
         """Keep the prefix that ends in `node`, until it is unlocked as many times.
@@ -233,10 +237,8 @@ class PrefixTree:
                 got=f"{slots.dtype} of shape {tuple(slots.shape)} on {slots.device}",
                 expected=f"int64 of shape [{num_tokens}], or more, on {device}",
             )
-        if num_tokens:
-            if self.allocator.debug:
-                self._check_pages(slots[:num_tokens])
-            self.allocator.check_owned(slots[:num_tokens])
+        if num_tokens and self.allocator.debug:
+            self._check_pages(slots[:num_tokens])
 
     def _check_pages(self, slots: torch.Tensor) -> None:
         """Require whole pages of the allocator with their slots in order. Synchronises."""

@@ -179,10 +179,6 @@ class SWAAllocator(PagedAllocator):
         """Tokens that can be allocated: the lesser of both pools."""
         return min(self.full_available_size(), self.swa_available_size())
 
-    def full_available_size(self) -> int:
-        """Tokens that the full pool's free pages hold."""
-        return super().available_size()
-
     def swa_available_size(self) -> int:
         """Tokens that the window pool's free pages hold."""
         return self._swa_list.available * self.page_size
@@ -201,13 +197,25 @@ class SWAAllocator(PagedAllocator):
             self._check_paired(slots // self.page_size)
         self._give_swa(self._pages_once(slots))
 
-    def check_owned(self, slots: torch.Tensor) -> None:
-        """Like `PagedAllocator.check_owned`; always checks that the window pages are there too.
+    def move_windows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give the window pages of slots sources [n] int64 to slots targets [n] int64.
+
+        Both are whole pages of the full pool with the same K and V. All sources have window pages,
+        and no target has one. It takes effect at once and does not synchronise.
+        """
+        sources = sources[:: self.page_size] // self.page_size
+        swa_pages = self.pool.swa_pages(sources)
+        self.pool.unpair(sources)
+        self.pool.pair(targets[:: self.page_size] // self.page_size, swa_pages)
+
+    def check_owned(self, slots: torch.Tensor, *, windows_from: int = 0) -> None:
+        """Like `PagedAllocator.check_owned`; always checks that the window pages from
+        slots[windows_from] on are there too.
 
         A shared prefix without them would silently be read as the reserved page.
         """
         super().check_owned(slots)
-        self._check_paired(slots // self.page_size)
+        self._check_paired(slots[windows_from:] // self.page_size)
 
     def mark(self) -> tuple[int, ...]:
         return (*super().mark(), self._swa_list.available)

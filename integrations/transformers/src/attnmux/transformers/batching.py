@@ -15,6 +15,7 @@ from attnmux.core import (
     PrefixTree,
     ReqToTokenPool,
 )
+from attnmux.core.kv import WindowPrefixTree
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.sequence import (
     RequestMemory,
@@ -38,11 +39,14 @@ class StepBuilder(RequestMemory):
         allocator: PagedAllocator,
         *,
         token_to_kv_pool: KVPool | None = None,
+        window_tree: WindowPrefixTree | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
     ) -> None:
         """token_to_kv_pool: holds the slots' K and V; None without any to zero.
 
+        window_tree: an empty tree on `allocator`, for a model with a window pool. Callers then
+        `slide` requests before they build steps.
         max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
@@ -52,7 +56,9 @@ class StepBuilder(RequestMemory):
         """
         super().__init__(req_to_token_pool, allocator)
         self.token_to_kv_pool = token_to_kv_pool
-        self.prefix_tree = PrefixTree(allocator, allocator.page_size)
+        self.prefix_tree = window_tree or PrefixTree(allocator, allocator.page_size)
+        self.window_tree = window_tree
+        """The prefix tree, if the model has a window pool."""
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
 
@@ -177,6 +183,28 @@ class StepBuilder(RequestMemory):
             self._write(row, 0, slots)
         state.row, state.num_cached, state.num_shared = row, slots.shape[0], slots.shape[0]
         self.intact = True
+
+    def slide(self, states: Sequence[SequenceState]) -> None:
+        """Free the window pages of the requests' own tokens that no later token sees.
+
+        Does nothing without a window pool.
+        """
+        tree, page_size = self.window_tree, self.allocator.page_size
+        if tree is None:
+            return
+        freed: list[torch.Tensor] = []
+        least = tree.span.slide_tokens(page_size)
+        for state in states:
+            stop = tree.span.kept_from(state.num_cached, page_size)
+            start = max(state.num_behind, state.num_shared)
+            if state.row is not None and stop - start >= least:
+                columns = self.req_to_token_pool.req_to_token[state.row]
+                freed.append(columns[start:stop:page_size])
+                state.num_behind = stop
+        if freed:
+            self.intact = False
+            tree.swa_allocator.free_swa(torch.cat(freed))
+            self.intact = True
 
     def rewrite(self, state: SequenceState, start: int, slots: torch.Tensor) -> None:
         """Point the request's tokens from `start` on to slots [n] that hold the same K and V."""

@@ -66,6 +66,7 @@ class Drafting:
             max_context_len=min(options.max_context_len, limit),
             max_total_tokens=max_total_tokens + num * options.max_batch_size,
             memory=None,
+            window_step_tokens=None,
             draft_tokens=None,
             draft_topk=1,
             mla=None,

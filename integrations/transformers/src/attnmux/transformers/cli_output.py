@@ -93,7 +93,9 @@ def as_dict(
         },
         "drafts": {**asdict(stats.drafts), "accepted_per_step": stats.drafts.accepted_per_step},
         "retractions": stats.retractions,
-        "kv_pool_tokens": runner.context.token_to_kv_pool.size,
+        "kv_pool_tokens": runner.sizes.full,
+        "kv_window_tokens": runner.sizes.swa,
+        "kv_one_pool_tokens": runner.sizes.one_pool,
         "compiled": runner.is_compiled,
         "graph_batch_sizes": [] if runner.graphs is None else list(runner.graphs.batch_sizes),
         "decision": _decided(runner.decision),
@@ -139,6 +141,11 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         f"{timings.decode_tokens_per_second:.1f} tokens/s, {', '.join([served['decode'], *ways])}",
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
     ]
+    if runner.sizes.swa is not None:
+        parts.append(
+            f"KV memory: {runner.sizes.full} tokens, {runner.sizes.gain:.2f} times as many as "
+            "without a window pool"
+        )
     if stats.drafts.requests:
         parts.append(
             f"drafts: {stats.drafts.accepted_tokens} of {stats.drafts.draft_tokens} accepted, "

@@ -27,7 +27,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.transformers.checkpoint import Checkpoint
-from attnmux.transformers.pools import MemoryBudget, alike
+from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget, alike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,10 @@ class RunnerOptions:
     memory: MemoryBudget | None = None
     """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
     counts."""
+    window_step_tokens: int | None = WINDOW_STEP_TOKENS
+    """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
+    for a prompt's step of at least so many tokens. None for callers that do not use the engine,
+    which frees the tokens that fell out of the windows."""
     draft_tokens: int | None = None
     """Nodes of a request's draft tree, the root included; None without speculative decoding."""
     draft_topk: int = 1

@@ -192,6 +192,7 @@ def _make(
         max_total_tokens=options.max_total_tokens,
         memory=options.memory,
         max_encoder_len=max_encoder_len,
+        window_step_tokens=options.window_step_tokens,
         launches=options.launches,
         debug=options.debug,
         wrap=options.wrap,

@@ -16,9 +16,13 @@ from attnmux.core import (
     LayerSpec,
     MHATokenToKVPool,
     MLATokenToKVPool,
+    PagedAllocator,
+    SWAKVPool,
     free_host_memory,
+    tokens_in_budget,
     torch_dtype,
 )
+from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan, swa_tokens_in_budget
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -76,7 +80,118 @@ def free_memory(device: torch.device) -> int | None:
     return torch.accelerator.get_memory_info(device)[0]
 
 
+WINDOW_STEP_TOKENS = 2048
+"""Prompt tokens of a step for which a window pool has room besides the requests' windows."""
+
+WINDOW_SHARE = 16
+"""A window pool has room for this part of the full pool's tokens besides the requests' windows:
+for longer steps, and for windows at the ends of cached prefixes."""
+
+SLOT_MAP_BYTES = 12
+"""Bytes that a window pool's map takes for each token of the full pool."""
+
 STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSizes:
+    """Tokens that the KV memory of a model holds, in whole pages."""
+
+    full: int
+    """Tokens of all requests together."""
+    swa: int | None = None
+    """Of them, those that layers with windows or chunks hold; None if one pool holds all layers."""
+    one_pool: int
+    """Tokens that one pool for all layers would hold in the same memory."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as many tokens as in one pool."""
+        return self.full / self.one_pool
+
+
+def span_of(layers: Sequence[LayerSpec]) -> WindowSpan | None:
+    """The earlier keys that the layers with windows or chunks need; None without such layers."""
+    windowed = [layer for layer in layers if _is_windowed(layer)]
+    if not windowed:
+        return None
+    chunks = {layer.attention_chunk_size for layer in windowed} - {0}
+    return WindowSpan(
+        sliding_window_size=max(layer.sliding_window_size for layer in windowed),
+        attention_chunk_sizes=tuple(sorted(chunks)),
+    )
+
+
+def _is_windowed(layer: LayerSpec) -> bool:
+    return layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
+
+
+def pool_sizes(
+    layers: Sequence[LayerSpec],
+    decision: Decision,
+    *,
+    max_tokens: int | None,
+    nbytes: int | None,
+    max_batch_size: int,
+    window_step_tokens: int | None,
+) -> PoolSizes:
+    """Sizes of the pools for at most `max_tokens` tokens in at most `nbytes` bytes; one of the two
+    may be None.
+
+    The window pool holds the windows of `max_batch_size` requests, and in addition
+    `window_step_tokens`, or `WINDOW_SHARE` of the full pool if that is more. There is none if
+    `window_step_tokens` is None, or if it would be no smaller than the full pool.
+    Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted for too few bytes.
+    """
+    page_size, token_bytes = decision.page_size, bytes_per_token(layers, decision)
+    limits = [] if max_tokens is None else [max_tokens]
+    one = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
+    sizes = PoolSizes(full=min(one), one_pool=min(one))
+    span = span_of(layers)
+    if span is None or window_step_tokens is None or sizes.full <= page_size:
+        return sizes
+    own, step_tokens = max_batch_size * span.tokens_each(page_size), window_step_tokens
+
+    def swa_tokens(full: int) -> int:
+        tokens = own + max(full // WINDOW_SHARE, step_tokens)
+        return min(-(-tokens // page_size) * page_size, full)
+
+    swa_bytes = token_bytes // len(layers) * sum(map(_is_windowed, layers))
+    full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
+    if nbytes is not None:
+        fitting = swa_tokens_in_budget(
+            nbytes, full_bytes, swa_bytes, page_size, swa_tokens=swa_tokens
+        )
+        limits.append(fitting.full)
+    full = min(limits)
+    swa, one_pool = swa_tokens(full), sizes.one_pool
+    if full == max_tokens:
+        taken = (full + page_size) * full_bytes + (swa + page_size) * swa_bytes
+        one_pool = tokens_in_budget(taken, token_bytes, page_size)
+    if swa >= full or one_pool >= full:
+        return sizes
+    return PoolSizes(full=full, swa=swa, one_pool=one_pool)
+
+
+def make_pools(
+    layers: Sequence[LayerSpec], decision: Decision, sizes: PoolSizes, *, device: torch.device
+) -> tuple[KVPool, PagedAllocator, WindowPrefixTree | None]:
+    """The pools of these sizes, their allocator, and the prefix tree that window pools need.
+
+    Raises as `make_pool` does.
+    """
+    span = span_of(layers)
+    if sizes.swa is None or span is None:
+        pool = make_pool(layers, decision, size=sizes.full, device=device)
+        return pool, PagedAllocator(sizes.full, decision.page_size, device), None
+    alike(layers)
+    groups: list[KVPool] = []
+    for size, windowed in ((sizes.full, False), (sizes.swa, True)):
+        ids = [layer.layer_id for layer in layers if _is_windowed(layer) == windowed]
+        groups.append(_pool_like(layers[0], ids, decision, size=size, device=device))
+    swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
+    allocator = SWAAllocator(swa_pool)
+    return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
 
 
 def make_pool(
@@ -89,9 +204,20 @@ def make_pool(
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
     does not suffice.
     """
+    ids = [layer.layer_id for layer in layers]
+    return _pool_like(alike(layers), ids, decision, size=size, device=device)
+
+
+def _pool_like(
+    first: LayerSpec,
+    layer_ids: Sequence[int],
+    decision: Decision,
+    *,
+    size: int,
+    device: torch.device,
+) -> KVPool:
+    """A pool for layers that are like `first`."""
     dtype = torch_dtype(decision.kv_dtype)
-    layer_ids = [layer.layer_id for layer in layers]
-    first = alike(layers)
     if first.kind == "mla":
         return MLATokenToKVPool(
             size=size,

@@ -21,7 +21,6 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
     ModelInput,
-    PagedAllocator,
     ReqToTokenPool,
     TunedLaunch,
     Workspace,
@@ -29,12 +28,11 @@ from attnmux.core import (
     device_graphs,
     forward_context,
     graph_batch_sizes,
-    tokens_in_budget,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.pools import MemoryBudget, bytes_per_token, make_pool
+from attnmux.transformers.pools import MemoryBudget, make_pools, pool_sizes
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
@@ -61,6 +59,7 @@ class ModelRunner:
         max_total_tokens: int | None = None,
         memory: MemoryBudget | None = None,
         max_encoder_len: int = 0,
+        window_step_tokens: int | None = None,
         launches: tuple[TunedLaunch, ...] = (),
         debug: bool = False,
         wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
@@ -72,25 +71,31 @@ class ModelRunner:
         `record_decoder`. max_total_tokens: tokens of all requests together; they fit even if the
         last page of each request is partly filled. memory: the memory of the KV pool. If both are
         given, the smaller one counts. max_encoder_len: encoder tokens of a request, in addition to
-        its `max_context_len`; 0 for a decoder-only model. launches: as
-        `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
+        its `max_context_len`; 0 for a decoder-only model. window_step_tokens: the prompt tokens of
+        a step, at least, for which a window pool has room (see `pool_sizes`); None puts all layers
+        into one pool. Callers then `slide` requests before each step, as the engine does.
+        launches: as `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
         self.decision = decision
         device = model.device
         page_size = decision.page_size
-        limits = []
+        most = None
         if max_total_tokens is not None:
             part_filled = max_batch_size if page_size > 1 else 0
-            limits.append((max_total_tokens // page_size + part_filled) * page_size)
-        if memory is not None:
-            token_bytes = bytes_per_token(layers, decision)
-            limits.append(tokens_in_budget(memory.resolve(device), token_bytes, page_size))
-        if not limits:
+            most = (max_total_tokens // page_size + part_filled) * page_size
+        elif memory is None:
             raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
-        size = min(limits)
-        pool = make_pool(layers, decision, size=size, device=device)
+        self.sizes = pool_sizes(
+            layers,
+            decision,
+            max_tokens=most,
+            nbytes=None if memory is None else memory.resolve(device),
+            max_batch_size=max_batch_size,
+            window_step_tokens=None if max_encoder_len else window_step_tokens,
+        )
+        pool, allocator, window_tree = make_pools(layers, decision, self.sizes, device=device)
         columns = max_encoder_len + max_context_len
         table = ReqToTokenPool(max_batch_size, columns, device)
         self.context = BackendContext(
@@ -111,8 +116,9 @@ class ModelRunner:
             self.backend = wrap(self.backend, decision)
         self.steps = StepBuilder(
             table,
-            PagedAllocator(size, page_size, device),
+            allocator,
             token_to_kv_pool=pool,
+            window_tree=window_tree,
             max_step_tokens=fixed_row_len(model.config),
             max_encoder_len=max_encoder_len,
         )
@@ -210,11 +216,13 @@ class ModelRunner:
         Returns the logits after each request's last new token, [B, vocabulary]. If the model
         raises, the requests hold slots without K and V: release them with `zero`.
         """
+        self.steps.slide(states)
         step = self.steps.extend(states, num_new)
         return self.forward(step, step.last_indices)
 
     def decode(self, states: Sequence[SequenceState]) -> torch.Tensor:
         """Run the one pending token of each request. Returns its logits, [B, vocabulary]."""
+        self.steps.slide(states)
         step = self.steps.decode(states)
         return self.forward(step, step.last_indices)
 

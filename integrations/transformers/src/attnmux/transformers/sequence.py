@@ -23,6 +23,8 @@ class SequenceState:
     num_shared: int = 0
     """Leading tokens, in whole pages, whose slots belong to another owner such as a prefix tree.
     The request reads them and never frees them."""
+    num_behind: int = 0
+    """Leading tokens, in whole pages, whose window pages the request has freed, or does not own."""
     encoder_states: torch.Tensor | None = None
     """[E, width] in an encoder-decoder model: the input of cross-attention."""
     encoder_cached: bool = False
@@ -45,7 +47,7 @@ class SequenceState:
     def forget(self) -> None:
         """Start over: none of its tokens has K and V in the cache."""
         self.row = None
-        self.num_cached = self.num_shared = 0
+        self.num_cached = self.num_shared = self.num_behind = 0
         self.encoder_cached = False
 
     @property

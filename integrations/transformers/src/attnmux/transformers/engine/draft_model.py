@@ -28,7 +28,8 @@ class ModelProposer:
         """runner: of the draft model; it belongs to the proposer alone. vocabulary_size: of the
         target model. steps: drafts of a chain.
 
-        Raises InvalidInput for fewer than 1, and for a draft model of another vocabulary.
+        Raises InvalidInput for fewer than 1, for a draft model of another vocabulary, and for one
+        with a window pool, which cannot take back windows that it has freed.
         """
         check_positive("steps", steps)
         if runner.vocabulary_size != vocabulary_size:
@@ -37,6 +38,9 @@ class ModelProposer:
                 got=f"a model of {runner.vocabulary_size} tokens",
                 expected=f"the target model's vocabulary of {vocabulary_size}",
             )
+        if runner.steps.window_tree is not None:
+            got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
+            raise InvalidInput("draft", got=got, expected=expected)
         self.draft_token_num = steps + 1
         self._runner = runner
         self._read: dict[SequenceState, SequenceState] = {}

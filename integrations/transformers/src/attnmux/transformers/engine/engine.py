@@ -123,6 +123,11 @@ class Engine:
         """The owners of the pool's pages."""
         return self._cache.memory
 
+    @property
+    def window_memory(self) -> MemoryUse | None:
+        """The owners of the window pool's pages; None if one pool holds all layers."""
+        return self._cache.window_memory
+
     def check(
         self,
         token_ids: Sequence[int],

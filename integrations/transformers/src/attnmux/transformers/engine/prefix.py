@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnmux.core import PrefixMatch
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.engine.request import LiveRequest
 
+EVICTED_SHARE = 32
+"""Evictions of windows free at least this part of the window pool, since each reads the whole
+tree."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """The owners of the KV pool's tokens, in whole pages. The three add up to the pool."""
+    """The owners of a KV pool's tokens, in whole pages. The three add up to the pool."""
 
     free: int
     cached: int
@@ -33,6 +39,7 @@ class PrefixCache:
         self.allocator = steps.allocator
         self.page_size = steps.allocator.page_size
         self._tree = steps.prefix_tree
+        self._window_tree = steps.window_tree
 
     def shares(self, request: LiveRequest) -> bool:
         """Whether it may share a prefix. Tokens after an encoder's are never shared."""
@@ -44,14 +51,36 @@ class PrefixCache:
 
     def lock(self, match: PrefixMatch) -> None:
         self._tree.lock(match.node)
+        if self._window_tree is not None:
+            self._window_tree.lock_windows(match.node)
 
     def unlock(self, match: PrefixMatch) -> None:
+        if self._window_tree is not None:
+            self._window_tree.unlock_windows(match.node)
         self._tree.unlock(match.node)
 
     def admit(self, request: LiveRequest, match: PrefixMatch) -> None:
         """Give the request a row and the matched slots. It takes over the lock of `match`."""
         self.steps.adopt(request.state, match.slots)
         request.node = match.node
+        request.reads_shared_window = True
+
+    def slide(self, requests: Sequence[LiveRequest]) -> None:
+        """Free the window pages that the requests' tokens fell out of, or let others evict them."""
+        if self._window_tree is None:
+            return
+        self.steps.slide([request.state for request in requests])
+        for request in requests:
+            state = request.state
+            behind = self._window_tree.span.kept_from(state.num_cached, self.page_size)
+            if behind >= state.num_shared:
+                self._unlock_windows(request)
+
+    def _unlock_windows(self, request: LiveRequest) -> None:
+        if self._window_tree is not None and request.reads_shared_window:
+            assert request.node is not None
+            self._window_tree.unlock_windows(request.node)
+            request.reads_shared_window = False
 
     def store(self, request: LiveRequest) -> None:
         """Give the request's whole pages to the tree, where others find them.
@@ -64,11 +93,17 @@ class PrefixCache:
             return
         ids = state.token_ids[:whole]
         slots = self.steps.slots(state, 0, whole)
-        known = self._tree.insert(ids, slots)
-        match = self._tree.match(ids)
-        self._tree.lock(match.node)
+        if self._window_tree is None:
+            known = self._tree.insert(ids, slots)
+            match = self._tree.match(ids)
+        else:
+            windows_from = max(state.num_behind, state.num_shared)
+            known = self._window_tree.insert(ids, slots, windows_from=windows_from)
+            match = self._window_tree.find(ids)
+        self.lock(match)
+        self._unlock_windows(request)
         self._tree.unlock(before)
-        request.node = match.node
+        request.node, request.reads_shared_window = match.node, True
         if known > state.num_shared:
             twice = slots[state.num_shared : known : self.page_size]
             self.allocator.free_pages(twice // self.page_size)
@@ -85,18 +120,48 @@ class PrefixCache:
         if request.is_sound:
             self.store(request)
         self.steps.release([request.state], zero=not request.is_sound)
+        self._unlock_windows(request)
         self._tree.unlock(request.node)
         request.node = None
 
     @property
     def obtainable(self) -> int:
-        """Tokens that are free, or that eviction would free."""
-        return self.allocator.available_size() + self._tree.evictable_tokens
+        """Tokens that are free, or that eviction would free, in all pools."""
+        return min(self.full_obtainable, self.window_obtainable)
+
+    @property
+    def full_obtainable(self) -> int:
+        """Tokens that are free, or that eviction would free, whatever their windows take."""
+        return self.allocator.full_available_size() + self._tree.evictable_tokens
+
+    @property
+    def window_obtainable(self) -> int:
+        """Tokens of the window pool that are free, or that eviction would free; without limit if
+        there is none."""
+        tree = self._window_tree
+        if tree is None:
+            return sys.maxsize
+        return tree.swa_allocator.swa_available_size() + tree.evictable_window_tokens
+
+    @property
+    def window_need(self) -> int:
+        """Tokens of the window pool with which a request can always run on; 0 without one."""
+        tree = self._window_tree
+        if tree is None:
+            return 0
+        return tree.span.tokens_each(self.page_size)
 
     def make_room(self, num_tokens: int) -> int:
-        """Evict until `num_tokens` are free. Returns how many tokens it evicted."""
-        missing = num_tokens - self.allocator.available_size()
-        return self._tree.evict(missing) if missing > 0 else 0
+        """Evict until `num_tokens` are free in all pools. Returns how many tokens it evicted;
+        those that lost only their windows do not count."""
+        missing = num_tokens - self.allocator.full_available_size()
+        evicted = self._tree.evict(missing) if missing > 0 else 0
+        tree = self._window_tree
+        if tree is not None:
+            missing = num_tokens - tree.swa_allocator.swa_available_size()
+            if missing > 0:
+                tree.evict_windows(max(missing, tree.swa_allocator.pool.swa.size // EVICTED_SHARE))
+        return evicted
 
     def clear(self) -> None:
         """Evict every prefix that no request reads."""
@@ -104,6 +169,16 @@ class PrefixCache:
 
     @property
     def memory(self) -> MemoryUse:
-        free = self.allocator.available_size()
+        free = self.allocator.full_available_size()
         cached = self._tree.evictable_tokens + self._tree.protected_tokens
         return MemoryUse(free=free, cached=cached, held=self.allocator.size - free - cached)
+
+    @property
+    def window_memory(self) -> MemoryUse | None:
+        """The owners of the window pool's pages; None without one."""
+        tree = self._window_tree
+        if tree is None:
+            return None
+        free, cached = tree.swa_allocator.swa_available_size(), tree.window_tokens
+        held = tree.swa_allocator.pool.swa.size - free - cached
+        return MemoryUse(free=free, cached=cached, held=held)

@@ -59,6 +59,8 @@ class LiveRequest:
     on_text: OnText | None
     node: PrefixNode | None = None
     """Its node of the prefix tree, locked from admission to release."""
+    reads_shared_window: bool = False
+    """Whether its windows reach into the node's prefix, so that the windows there are locked."""
     reused_tokens: int | None = None
     """None until it is admitted for the first time."""
     finish_reason: FinishReason | None = None

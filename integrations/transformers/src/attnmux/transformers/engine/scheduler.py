@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ class Scheduler:
         return len(self.waiting) + len(self.prefilling) + len(self.decoding)
 
     def plan(self) -> Plan | None:
-        """The next step, for which the pool has room; None if nothing can run."""
+        """The next step, for which the pools have room; None if nothing can run."""
+        self._cache.slide(self.prefilling + self.decoding)
         while not self._make_room(chunks := self._chunks()):
             if len(self.prefilling) + len(self.decoding) < 2:
                 return None
@@ -122,16 +124,36 @@ class Scheduler:
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
     def _chunks(self) -> list[tuple[LiveRequest, int]]:
-        """The next parts of the prompts that have begun, up to the limits of a step."""
+        """The next parts of the prompts that have begun, up to the limits of a step. The window
+        pool must hold a whole part, so that a long prompt may run in smaller ones."""
         chunks: list[tuple[LiveRequest, int]] = []
         room = self._room()
         for request in self.prefilling:
             if room == 0:
                 break
-            count = min(request.state.num_pending, room)
+            # A page at least: where not even that is free, a request is retracted.
+            pages = max(self._window_pages(chunks), not chunks)
+            count = self._next_tokens(request, room, pages)
+            if not count:
+                break
             chunks.append((request, count))
             room -= count
         return chunks
+
+    def _window_pages(self, chunks: list[tuple[LiveRequest, int]]) -> int:
+        """Pages of the window pool that a step with these chunks leaves; without limit if there is
+        no window pool."""
+        if not self._cache.window_need:
+            return sys.maxsize
+        used = sum(one.state.num_columns % self._page_size == 0 for one in self.decoding)
+        used += sum(self._new_pages(one, count) for one, count in chunks)
+        return self._cache.window_obtainable // self._page_size - used
+
+    def _next_tokens(self, request: LiveRequest, room: int, pages: int) -> int:
+        """Its pending tokens up to `room` that open at most so many pages."""
+        state = request.state
+        in_page = -state.num_columns % self._page_size
+        return min(state.num_pending, room, in_page + pages * self._page_size)
 
     def _room(self) -> int:
         if self._max_step_tokens is None:
@@ -180,11 +202,14 @@ class Scheduler:
             if self._worth_waiting(request, match.slots.shape[0]):
                 continue
             self._cache.lock(match)
-            if not self._fits(request, match):
+            pages = self._window_pages(chunks)
+            fits = self._fits(request, match)
+            if not fits or pages < 1:
                 self._cache.unlock(match)
-                self._closed = True
+                self._closed = not fits
                 break
-            count = self._let_in(request, match, room)
+            self._let_in(request, match)
+            count = self._next_tokens(request, room, pages)
             chunks.append((request, count))
             room, rows = room - count, rows - 1
         # It fits: each request was admitted only if the needs of all others left room for it.
@@ -210,9 +235,24 @@ class Scheduler:
             need += self._new_pages(one, one.state.num_pending)
         for one in self.prefilling + self.decoding:
             need += self._pages(0, min(one.num_remaining, GROWTH))
-        return need * self._page_size <= self._cache.obtainable
+        return need * self._page_size <= self._cache.full_obtainable and self._window_fits(
+            request, match
+        )
 
-    def _let_in(self, request: LiveRequest, match: PrefixMatch, room: int) -> int:
+    def _window_fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
+        """`_fits` for the window pool, of which no request needs more than its windows."""
+        most = self._cache.window_need // self._page_size
+        if not most:
+            return True
+        pending = self._new_pages(request, request.state.num_pending)
+        need = min(pending - match.slots.shape[0] // self._page_size, most)
+        for one in self.prefilling:
+            need += min(self._new_pages(one, one.state.num_pending), most)
+        for one in self.prefilling + self.decoding:
+            need += min(self._pages(0, min(one.num_remaining, GROWTH)), most)
+        return need * self._page_size <= self._cache.window_obtainable
+
+    def _let_in(self, request: LiveRequest, match: PrefixMatch) -> None:
         self._cache.admit(request, match)
         self.waiting.remove(request)
         self.prefilling.append(request)
@@ -220,4 +260,3 @@ class Scheduler:
             request.reused_tokens = match.slots.shape[0]
             self.stats.prompt_tokens += request.prompt_len
             self.stats.reused_tokens += request.reused_tokens
-        return min(request.state.num_pending, room)
