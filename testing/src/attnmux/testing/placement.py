@@ -165,7 +165,9 @@ def stored_rows(
 
 def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows of the buffer's dtype as bytes, which torch supports for every dtype."""
-    buffer.view(torch.uint8)[slots] = rows.contiguous().view(torch.uint8)
+    # A clone, since a row of one value may have any stride and still count as contiguous
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    buffer.view(torch.uint8)[slots] = rows.view(torch.uint8)
 
 
 def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:

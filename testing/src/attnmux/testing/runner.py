@@ -156,7 +156,10 @@ def _check_unchanged(
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of one shape and dtype are equal. NaN equals itself."""
-    raw = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    flat = (
+        tensor.clone(memory_format=torch.contiguous_format).flatten() for tensor in (one, other)
+    )
+    raw = (tensor.view(torch.uint8) for tensor in flat)
     return torch.equal(*raw)
 
 
