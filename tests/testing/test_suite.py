@@ -12,9 +12,13 @@ from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
     FakeBackend,
+    extend,
     fake_card,
     fake_platform,
+    find_candidate,
+    run_case,
 )
+from attnmux.testing.standard import case_of
 
 
 class TestFakeBackend(AttentionBackendTests):
@@ -99,3 +103,12 @@ def test_unknown_executions_are_refused() -> None:
 def test_imports_only_what_it_needs(module: str, absent: tuple[str, ...]) -> None:
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {absent!r}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("strided_kv", [False, True])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 8), (8, 1), (1, 1)])
+def test_heads_of_one_value(head_dim, v_head_dim, strided_kv) -> None:
+    dims = {"head_dim": head_dim, "v_head_dim": v_head_dim, "strided_kv": strided_kv}
+    case = case_of("one-value", 4, extend((0, 5), (7, 3)), **dims)
+    outcome = run_case(find_candidate("torch_native", device="cpu"), case)
+    assert outcome.status == "passed", outcome.message

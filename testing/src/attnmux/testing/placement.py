@@ -165,7 +165,7 @@ def stored_rows(
 
 def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows of the buffer's dtype as bytes, which torch supports for every dtype."""
-    # A clone, since a row of one value may have any stride and still count as contiguous
+    # A clone, since heads of one value have any stride in a tensor that counts as contiguous
     rows = rows.clone(memory_format=torch.contiguous_format)
     buffer.view(torch.uint8)[slots] = rows.view(torch.uint8)
 

@@ -32,6 +32,7 @@ from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
 from attnmux.testing.failures import KeptFailure, load_failure
+from attnmux.testing.placement import put
 from attnmux.testing.watched import kv_memory
 
 
@@ -154,7 +155,7 @@ class _Remade:
             if rows is None:
                 rows = self._random(len(slots), *buffer.shape[1:])
                 rows = quantise(rows, pool.dtype, None)
-            buffer.view(torch.uint8)[slots] = rows.contiguous().view(torch.uint8)
+            put(buffer, slots, rows)
 
     def _batch(self, rows: torch.Tensor, page: int) -> ForwardBatch:
         facts = self._kept.facts

@@ -156,10 +156,7 @@ def _check_unchanged(
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of one shape and dtype are equal. NaN equals itself."""
-    flat = (
-        tensor.clone(memory_format=torch.contiguous_format).flatten() for tensor in (one, other)
-    )
-    raw = (tensor.view(torch.uint8) for tensor in flat)
+    raw = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
     return torch.equal(*raw)
 
 
