@@ -28,7 +28,7 @@ from attnmux.testing import Case, decode, make_setup, prepare_step
 pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend  # where there is a Triton
-from attnmux.triton.write import KVWriter, KVWriters  # as above
+from attnmux.triton.write import KVWriter  # as above
 
 PAGE_SIZE = 4
 NUM_SLOTS = 36
@@ -351,11 +351,3 @@ def test_refuses_slots_that_are_no_vector(loc):
         lambda: super(TritonBackend, backend).save_kv(call.k, call.v, call.layer, batch)
     )
     assert ours == theirs
-
-
-@pytest.mark.parametrize("make", [mha, mla])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
-def test_warming_up_writes_nothing(make, stored):
-    pool, untouched = make(stored), make(stored)
-    KVWriters(pool).warm_up(layer_of(pool))
-    assert_same(pool, untouched)

@@ -22,6 +22,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    LibraryBackend,
     imported,
     rehearse,
     torch_dtype,
@@ -37,7 +38,6 @@ from attnmux.nvidia.dual_chunk_regions import (
 from attnmux.nvidia.page_tables import Keys
 from attnmux.nvidia.pools import kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, is_aligned
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -86,9 +86,7 @@ class DualChunkStep:
     """By the chunks' length, made when the first such layer is called."""
 
 
-class DualChunkBackend(
-    CudaLibraryBackend[DualChunkKernels, DualChunkLayer, DualChunkStep, Buffers]
-):
+class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChunkStep, Buffers]):
     """Qwen2.5-1M's attention on Hopper and Ampere GPUs, over all keys."""
 
     def __init__(

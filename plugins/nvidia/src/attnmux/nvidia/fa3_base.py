@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import InvalidInput, quantise
+from attnmux.core import InvalidInput, LibraryBackend, quantise
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
 from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
 from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
@@ -28,7 +28,6 @@ from attnmux.nvidia.rows import (
     is_writable,
     store_lse,
 )
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
@@ -60,7 +59,7 @@ class FA3Step:
     """Of a draft tree: a row for each draft token."""
 
 
-class FA3Base(CudaLibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
+class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
     """Prepares steps and calls the library; subclasses prepare layers, queries and keys."""
 
     def __init__(

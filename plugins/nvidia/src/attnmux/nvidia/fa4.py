@@ -22,6 +22,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    LibraryBackend,
     imported,
     rehearse,
 )
@@ -29,7 +30,6 @@ from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages,
 from attnmux.nvidia.page_tables import KeyGroup, PageTables
 from attnmux.nvidia.pools import check_sixteen_bits, kv_pages, not_in_pool
 from attnmux.nvidia.rows import aligned, check_keys_dtype, store_lse
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import (
@@ -79,7 +79,7 @@ class FA4Step:
     """[T, 1, 1] bool: the rows of no request. Set by `fill_step` where there may be one."""
 
 
-class FA4Backend(CudaLibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
+class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
     """Prefill of MHA, GQA and MLA; decoding, verification and drafts are another backend's."""
 
     def __init__(

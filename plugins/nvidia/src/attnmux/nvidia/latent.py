@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, LibraryBackend
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 from attnmux.nvidia.page_tables import KeyGroup
 from attnmux.nvidia.rows import is_aligned
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -118,7 +117,7 @@ def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
     )
 
 
-class LatentDecodeBackend(CudaLibraryBackend[K, L, S, B]):
+class LatentDecodeBackend(LibraryBackend[K, L, S, B]):
     """The base of backends that decode, verify or draft over latents, and never prefill."""
 
     modes: ClassVar[tuple[ForwardMode, ...]]

@@ -13,7 +13,7 @@ from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import ForwardBatch, KVPool, LayerSpec
+    from attnmux.core import KVPool, LayerSpec
 
 FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
 """The bits of a format's mantissa, and its largest finite value as bits."""
@@ -166,53 +166,3 @@ class KVWriter:
             counts=("num_tokens",),
             options={"num_warps": 4},
         )
-
-
-class KVWriters:
-    """A backend's writers, one for each layer and kind of rows, made when they are first needed."""
-
-    def __init__(self, pool: KVPool, launcher: Launcher | None = None) -> None:
-        self._pool = pool
-        self._launcher = launcher or Launcher()
-        self._writers: dict[tuple[int, bool], KVWriter] = {}
-
-    def save(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        k_rope: torch.Tensor | None,
-    ) -> bool:
-        """Do what `AttentionBackend.save_kv` does, in one launch.
-
-        False, and nothing is written, where V or the slots are missing: `AttentionBackend.save_kv`
-        says so. Raises what `KVWriter` raises.
-        """
-        loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
-        second = v if k_rope is None else k_rope
-        if loc is None or second is None:
-            return False
-        key = layer.layer_id, k_rope is not None
-        writer = self._writers.get(key)
-        if writer is None:
-            writer = self._writers[key] = KVWriter.of(
-                self._pool, layer, loc, k, is_latent=k_rope is not None, launcher=self._launcher
-            )
-        writer.write(layer, loc, k, second)
-        return True
-
-    def warm_up(self, layer: LayerSpec) -> None:
-        """Compile a layer's writer by a launch that writes nothing: its one slot is not there."""
-        first, second = self._pool.get_kv_buffer(layer.layer_id)
-        dtype = first.dtype if first.dtype.itemsize > 1 else torch.bfloat16
-        is_latent = layer.kind == "mla"
-        if is_latent:
-            first, second = first[..., : second.shape[-1]], first[..., second.shape[-1] :]
-        loc = torch.full((1,), -1, dtype=torch.int64, device=first.device)
-        rows = (loc.new_zeros((1, *part.shape[1:]), dtype=dtype) for part in (first, second))
-        k, rest = rows
-        writer = KVWriter.of(
-            self._pool, layer, loc, k, is_latent=is_latent, launcher=self._launcher
-        )
-        writer.write(layer, loc, k, rest)

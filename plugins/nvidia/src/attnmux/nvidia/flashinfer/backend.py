@@ -16,6 +16,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    LibraryBackend,
     imported,
     rehearse,
     smallest_batches,
@@ -27,7 +28,6 @@ from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_setti
 from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
 from attnmux.nvidia.rows import aligned, is_writable
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -43,7 +43,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class FlashInferBackend(
-    CudaLibraryBackend[FlashInferKernels, FlashInferLayer, FlashInferStep, GraphPlans]
+    LibraryBackend[FlashInferKernels, FlashInferLayer, FlashInferStep, GraphPlans]
 ):
     """MHA and GQA through flashinfer, eager and in graphs.
 

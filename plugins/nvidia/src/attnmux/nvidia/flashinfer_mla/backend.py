@@ -15,6 +15,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    LibraryBackend,
     imported,
     rehearse,
     torch_dtype,
@@ -31,7 +32,6 @@ from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, P
 from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
 from attnmux.nvidia.pools import SIXTEEN_BITS
 from attnmux.nvidia.rows import aligned, is_aligned
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -84,7 +84,7 @@ class FlashInferMLALayer:
 
 
 class FlashInferMLABackend(
-    CudaLibraryBackend[FlashInferMLAKernels, FlashInferMLALayer, FlashInferMLAStep, GraphIndices]
+    LibraryBackend[FlashInferMLAKernels, FlashInferMLALayer, FlashInferMLAStep, GraphIndices]
 ):
     """Absorbed MLA, eager and in graphs. A pool of 8-bit floats is read eagerly alone."""
 

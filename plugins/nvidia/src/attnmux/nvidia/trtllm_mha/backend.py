@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, KernelLibrary, imported, rehearse
+from attnmux.core import InvalidInput, KernelLibrary, LibraryBackend, imported, rehearse
 from attnmux.nvidia.decode_steps import DecodeBuffers
 from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.pools import check_own_or_fp8
@@ -24,7 +24,6 @@ from attnmux.nvidia.trtllm import by_major, workspace
 from attnmux.nvidia.trtllm_mha.decode import GeneratedDecode, XQADecode
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 from attnmux.nvidia.trtllm_mha.prefill import GeneratedPrefill, StagedPrefill
-from attnmux.nvidia.writing import CudaLibraryBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -37,7 +36,7 @@ GENERATED: tuple[type[Half], type[Half]] = (GeneratedDecode, GeneratedPrefill)
 
 
 class TRTLLMMHABackend(
-    CudaLibraryBackend[TRTLLMMHAKernels, TRTLLMMHALayer, Half, DecodeBuffers],
+    LibraryBackend[TRTLLMMHAKernels, TRTLLMMHALayer, Half, DecodeBuffers],
 ):
     """MHA and GQA over pages of 16 to 128 tokens."""
 
