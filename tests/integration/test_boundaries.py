@@ -43,18 +43,13 @@ def inside(module: str, parent: str) -> bool:
     return module == parent or module.startswith(f"{parent}.")
 
 
-WHERE_INSTALLED = {("nvidia/nsa.py", "attnmux.triton.picks")}
-"""Portable kernels that a plugin takes where they are, and does without where they are not."""
-
-
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 def test_a_member_imports_only_core_and_itself(member: Path) -> None:
     own = package(member)
     for path in sources(member):
         for module in imports(path):
             if inside(module, "attnmux") and not inside(module, "attnmux.core"):
-                known = ("/".join(path.parts[-2:]), module) in WHERE_INSTALLED
-                assert known or inside(module, own), f"{path}: {module}"
+                assert inside(module, own), f"{path}: {module}"
 
 
 def test_choosing_and_plugin_modules_import_no_torch() -> None:

@@ -11,13 +11,13 @@ import torch
 
 from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform, indices, rehearse
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
+from attnmux.nvidia import nsa
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.nsa import (
     NSABackend,
     NSAKernels,
     from_flash_mla,
     from_sgl_kernel,
-    lookup,
     make,
 )
 from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case, verify
@@ -201,24 +201,12 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
     assert make(context)._lse_unit == LN2
 
 
-def test_picks_are_looked_up_in_one_launch_where_triton_is(monkeypatch) -> None:
-    context = SPARSE.world(decode(3)).context
-    triton = "attnmux.triton.picks"
-    monkeypatch.setitem(sys.modules, triton, None)
-    assert lookup(context) is indices.topk_slots
-
-    def own(table, rows, picks) -> torch.Tensor:
-        return picks
-
-    monkeypatch.setitem(sys.modules, triton, SimpleNamespace(TopkSlots=lambda: own))
-    assert lookup(context) is own
-
-    def broken(*args) -> None:
-        raise FileNotFoundError("no C compiler")
-
-    monkeypatch.setitem(sys.modules, triton, SimpleNamespace(TopkSlots=lambda: broken))
-    with pytest.warns(UserWarning, match="no C compiler"):
-        assert lookup(context) is indices.topk_slots
+@pytest.mark.parametrize("offered", [None, lambda table, rows, picks: picks])
+def test_picks_are_looked_up_by_an_offered_kernel(monkeypatch, offered) -> None:
+    monkeypatch.setattr(nsa, "shared_kernel", lambda name, context: offered)
+    monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
+    kernels = make(SPARSE.world(decode(3)).context).kernels
+    assert kernels.topk_slots is (offered or indices.topk_slots)
 
 
 def test_the_emulator_s_lse() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,11 +25,12 @@ from attnmux.core import (
 from attnmux.core.kv import SWAKVPool
 from attnmux.core.kv.quantise import FP8_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
+from attnmux.testing.fakes import FakeBackend
 
 pytest.importorskip("triton")
 
 from attnmux.triton.backend import TritonBackend  # where there is a Triton
-from attnmux.triton.write import KVWriter  # as above
+from attnmux.triton.write import LayerWriter, PoolWriter, make_writer  # as above
 
 PAGE_SIZE = 4
 NUM_SLOTS = 36
@@ -98,7 +100,7 @@ def as_the_pool_does(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: An
 
 
 def in_one_launch(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: Any) -> None:
-    writer = KVWriter.of(pool, layer, loc, rows[0], is_latent=layer.kind == "mla")
+    writer = LayerWriter.of(pool, layer, loc, rows[0], is_latent=layer.kind == "mla")
     writer.write(layer, loc, *rows)
 
 
@@ -305,6 +307,13 @@ BAD: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+def without_writer(backend: TritonBackend) -> TritonBackend:
+    """The same backend, whose rows the pool's own methods write."""
+    plain = copy.copy(backend)
+    plain._kv_writer = None
+    return plain
+
+
 @pytest.mark.parametrize("has_written", [False, True])
 @pytest.mark.parametrize("case", BAD)
 def test_refuses_as_the_pool_does(case, has_written):
@@ -317,7 +326,7 @@ def test_refuses_as_the_pool_does(case, has_written):
     before = [bits(buffer) for buffer in memory]
     given |= BAD[case](call)
     ours = refusal(lambda: backend.save_kv(**given))
-    theirs = refusal(lambda: super(TritonBackend, backend).save_kv(**given))
+    theirs = refusal(lambda: without_writer(backend).save_kv(**given))
     assert ours == theirs
     assert all(map(torch.equal, before, map(bits, memory)))
 
@@ -337,7 +346,7 @@ def test_refuses_what_a_pool_of_latents_does(change):
     given = {"k": call.k, "v": None, "layer": call.layer, "k_rope": call.k_rope}
     given |= {"batch": step.batch} | change(call)
     ours = refusal(lambda: backend.save_kv(**given))
-    assert ours == refusal(lambda: super(TritonBackend, backend).save_kv(**given))
+    assert ours == refusal(lambda: without_writer(backend).save_kv(**given))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +356,34 @@ def test_refuses_slots_that_are_no_vector(loc):
     backend, step = backend_of()
     call, batch = step.inputs[0], replace(step.batch, out_cache_loc=loc)
     ours = refusal(lambda: backend.save_kv(call.k, call.v, call.layer, batch))
-    theirs = refusal(
-        lambda: super(TritonBackend, backend).save_kv(call.k, call.v, call.layer, batch)
-    )
+    theirs = refusal(lambda: without_writer(backend).save_kv(call.k, call.v, call.layer, batch))
     assert ours == theirs
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_warming_up_writes_nothing(make, stored):
+    pool, untouched = make(stored), make(stored)
+    PoolWriter(pool).warm_up(layer_of(pool), torch.bfloat16)
+    assert_same(pool, untouched)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_dtype": "fp8_e4m3"}, LATENT])
+def test_serves_other_backends(changes):
+    """`save_kv` of a backend without a writer of its own, by the context's and by the pool."""
+    backend, step = backend_of(**changes)
+    context = backend.context
+    writer = make_writer(context)
+    saved = []
+    for kv_writer in (writer, None):
+        other = FakeBackend(replace(context, kv_writer=kv_writer))
+        for _ in range(2):  # the first asks the pool whether it stores such a layer
+            context.token_to_kv_pool.zero()
+            with Launches() as seen:
+                for call in step.inputs:
+                    other.save_kv(call.k, call.v, call.layer, step.batch, k_rope=call.k_rope)
+        is_fused = seen.names == ["attnmux_interpreted.launch.default"] * len(step.inputs)
+        assert is_fused == (kv_writer is not None)
+        buffers = [context.token_to_kv_pool.get_kv_buffer(each.layer_id) for each in context.layers]
+        saved.append([bits(buffer) for pair in buffers for buffer in pair])
+    assert all(map(torch.equal, *saved))

@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
     from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
+    from attnmux.core.kv.writer import KVWriter as KVWriter
     from attnmux.core.latent import UpProjection as UpProjection
     from attnmux.core.layer import LayerSpec as LayerSpec
     from attnmux.core.library import KernelLibrary as KernelLibrary
@@ -143,6 +144,8 @@ if TYPE_CHECKING:
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
+    from attnmux.core.shared_kernels import shared_kernel as shared_kernel
+    from attnmux.core.shared_kernels import with_shared_kernels as with_shared_kernels
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
     from attnmux.core.speculation import DraftTree as DraftTree
@@ -332,6 +335,7 @@ _NAMES_BY_MODULE = {
         "MHATokenToKVPool",
         "MLATokenToKVPool",
     ),
+    "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
     "library": (
@@ -355,6 +359,10 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "spec": ("SpecInput",),
+    "shared_kernels": (
+        "shared_kernel",
+        "with_shared_kernels",
+    ),
     "speculation": (
         "AcceptedDrafts",
         "DraftTree",

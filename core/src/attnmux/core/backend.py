@@ -47,6 +47,7 @@ class AttentionBackend(ABC):
         self.context = context
         self.options = options
         self._dtype = torch_dtype(context.request.dtype) if context.request.dtype else None
+        self._kv_writer = context.kv_writer
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch."""
@@ -91,18 +92,25 @@ class AttentionBackend(ABC):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        """Write the new tokens' K and V to the pool. Backends with a fused writer override it."""
-        pool = self.context.token_to_kv_pool
+        """Write the new tokens' K and V to the pool, by the context's `kv_writer` if it has one.
+
+        Raises InvalidInput, before anything is written, for missing slots or a missing V, and for
+        what the pool refuses.
+        """
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         if loc is None:
             expected = "slots for the encoder's K and V"
             raise InvalidInput("encoder_out_cache_loc", got=None, expected=expected)
-        if k_rope is not None:
-            pool.set_mla_kv_buffer(layer, loc, k, k_rope, layer.k_scale)
-        elif v is not None:
-            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
-        else:
+        second = v if k_rope is None else k_rope
+        if second is None:
             raise InvalidInput("v", got=None, expected="V next to K, or k_rope for MLA")
+        pool = self.context.token_to_kv_pool
+        if self._kv_writer is not None:
+            self._kv_writer.write(layer, loc, k, second, is_latent=k_rope is not None)
+        elif k_rope is not None:
+            pool.set_mla_kv_buffer(layer, loc, k, second, layer.k_scale)
+        else:
+            pool.set_kv_buffer(layer, loc, k, second, layer.k_scale, layer.v_scale)
 
     @final
     def forward(

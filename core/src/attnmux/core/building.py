@@ -25,6 +25,7 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
+from attnmux.core.shared_kernels import with_shared_kernels
 from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
     `TboAttnBackend` over three of all these where the request asks for two batches.
     A context with an encoder's layers gets the backend of the phase "encoder".
+    A context without a `kv_writer` gets the one that an installed plugin offers for its device.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.
@@ -63,6 +65,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     differences = _differences(context.request, decision.request)
     if differences:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
+    context = with_shared_kernels(context)
     made = _assemble(decision, context, serving)
     if not decision.request.two_batches:
         return made

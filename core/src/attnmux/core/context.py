@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.measured.launches import TunedLaunch
     from attnmux.core.kv import KVPool, RequestTable
+    from attnmux.core.kv.writer import KVWriter
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
 
@@ -36,6 +37,9 @@ class BackendContext:
     launches: tuple[TunedLaunch, ...] = ()
     """Everything that was tuned on this machine, as `launch_file` holds it. A factory takes its
     backend's with `current_launches`."""
+    kv_writer: KVWriter | None = None
+    """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
+    plugin's for the device."""
     debug: bool = False
     """Run the checks that cost a device synchronisation."""
     _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)

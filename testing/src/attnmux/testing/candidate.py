@@ -19,6 +19,7 @@ from attnmux.core import (
     TunedLaunch,
     detect,
     load_plugins,
+    with_shared_kernels,
 )
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.judge.checking import check
@@ -142,7 +143,7 @@ class Candidate:
         factory = self.factory
         if factory is None:
             factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
-        return factory(context, complete(self.card, self.options))
+        return factory(with_shared_kernels(context), complete(self.card, self.options))
 
 
 def find_candidate(

@@ -11,7 +11,6 @@ for this one.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -30,9 +29,9 @@ from attnmux.core import (
     cu_seqlens,
     filled,
     rehearse,
+    shared_kernel,
     token_rows,
     topk_slots,
-    trying,
 )
 from attnmux.nvidia.latent import RANK, ROPE, check_plain, joined, latent_layers, rotary
 from attnmux.nvidia.pools import FP8, check_bfloat16_or_fp8
@@ -280,29 +279,13 @@ def from_sgl_kernel(library: Any) -> NSAKernels:  # noqa: ANN401  # a module
     )
 
 
-def lookup(context: BackendContext) -> Callable[..., torch.Tensor]:
-    """`topk_slots` in one launch where attnmux-triton and Triton are installed, else in several of
-    torch. Warns, and takes the latter, where Triton does not compile."""
-    try:
-        from attnmux.triton.picks import TopkSlots  # noqa: PLC0415  # another package's
-    except ImportError:
-        return topk_slots
-    fused = TopkSlots()
-    nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
-    try:
-        with trying("nvidia/nsa", context.device):
-            fused(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
-    except BackendFailed as error:
-        warnings.warn(f"nsa goes on without Triton: {error.reason}", stacklevel=2)
-        return topk_slots
-    return fused
-
-
 def _with_lookup(
     context: BackendContext, options: Mapping[str, object], kernels: NSAKernels
 ) -> NSABackend:
     backend = NSABackend(context, options, kernels)  # first, since it may not run here
-    backend.kernels = replace(kernels, topk_slots=lookup(context))
+    fused = shared_kernel("topk_slots", context)
+    if fused is not None:
+        backend.kernels = replace(kernels, topk_slots=fused)
     return backend
 
 

@@ -29,10 +29,10 @@ from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep
 from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
-from attnmux.triton.write import KVWriter
+from attnmux.triton.write import PoolWriter
 
 if TYPE_CHECKING:
-    from attnmux.core import ForwardBatch, LayerSpec
+    from attnmux.core import ForwardBatch
 
 
 class TritonBackend(AttentionBackend):
@@ -82,7 +82,7 @@ class TritonBackend(AttentionBackend):
                     tiles[key] = TilePlan(key, context.device, self.launcher)
                 self._tile_plans[name, hides] = tiles[key]
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
-        self._writers: dict[tuple[int, bool], KVWriter] = {}
+        self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         self._step: TritonStep | None = None
 
     def init_forward_metadata_out_graph(
@@ -117,31 +117,6 @@ class TritonBackend(AttentionBackend):
                 f"graphs of {max_bs} requests with room for {self._max_batch_size}: build the "
                 "backend with a larger max_batch_size"
             )
-
-    def save_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        k_rope: torch.Tensor | None = None,
-    ) -> None:
-        """One launch. Raises what the pool's own methods raise."""
-        loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
-        second = v if k_rope is None else k_rope
-        if loc is None or second is None:
-            super().save_kv(k, v, layer, batch, k_rope=k_rope)  # raises what is missing
-            return
-        key = layer.layer_id, k_rope is not None
-        writer = self._writers.get(key)
-        if writer is None:
-            pool = self.context.token_to_kv_pool
-            writer = KVWriter.of(
-                pool, layer, loc, k, is_latent=k_rope is not None, launcher=self.launcher
-            )
-            self._writers[key] = writer
-        writer.write(layer, loc, k, second)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         return self._attend(call, over_pool=True)

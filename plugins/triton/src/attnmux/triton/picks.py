@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attnmux.core import check_picks, check_table
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import look_up_picks
+
+if TYPE_CHECKING:
+    from attnmux.core import BackendContext
 
 BLOCK = 512
 """Places that a program looks up. A token's 2048 take four programs."""
@@ -46,3 +51,11 @@ class TopkSlots:
                 (req_to_token.shape[1], picks.stride(0), topk),
             )
         return result
+
+
+def make_lookup(context: BackendContext) -> TopkSlots:
+    """The compiled look-up, for the context's device."""
+    fused = TopkSlots()
+    nowhere = torch.full((1, 1), -1, dtype=torch.int32, device=context.device)
+    fused(nowhere, torch.zeros(1, dtype=torch.int64, device=context.device), nowhere)
+    return fused

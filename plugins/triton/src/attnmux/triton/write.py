@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import check_loc, check_rows
+from attnmux.core import check_loc, check_rows, torch_dtype
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import KVPool, LayerSpec
+    from attnmux.core import BackendContext, KVPool, LayerSpec
 
 FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
 """The bits of a format's mantissa, and its largest finite value as bits."""
@@ -24,7 +24,7 @@ TILE = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KVWriter:
+class LayerWriter:
     """Writes a layer's rows to the pool's memory, in the two parts that a call has."""
 
     pool: KVPool
@@ -52,7 +52,7 @@ class KVWriter:
         *,
         is_latent: bool,
         launcher: Launcher | None = None,
-    ) -> KVWriter:
+    ) -> LayerWriter:
         """A writer for rows like k at slots like loc.
 
         Raises InvalidInput where the pool does: for a layer that it does not store, for K and V in
@@ -166,3 +166,54 @@ class KVWriter:
             counts=("num_tokens",),
             options={"num_warps": 4},
         )
+
+
+class PoolWriter:
+    """Writes to all layers of a pool: the `KVWriter` of a context. Each layer's writer is made when
+    it is first needed."""
+
+    def __init__(self, pool: KVPool, launcher: Launcher | None = None) -> None:
+        self._pool = pool
+        self._launcher = launcher or Launcher()
+        self._writers: dict[tuple[int, bool], LayerWriter] = {}
+
+    def write(
+        self,
+        layer: LayerSpec,
+        loc: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        is_latent: bool,
+    ) -> None:
+        """As `KVWriter.write`, in one launch."""
+        key = layer.layer_id, is_latent
+        writer = self._writers.get(key)
+        if writer is None:
+            writer = self._writers[key] = LayerWriter.of(
+                self._pool, layer, loc, first, is_latent=is_latent, launcher=self._launcher
+            )
+        writer.write(layer, loc, first, second)
+
+    def warm_up(self, layer: LayerSpec, dtype: torch.dtype) -> None:
+        """Compile a layer's kernel for rows of a dtype by a launch that writes nothing: its one
+        slot does not exist."""
+        first, second = self._pool.get_kv_buffer(layer.layer_id)
+        is_latent = layer.kind == "mla"
+        if is_latent:
+            first, second = first[..., : second.shape[-1]], first[..., second.shape[-1] :]
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=first.device)
+        rows = [nowhere.new_zeros((1, *part.shape[1:]), dtype=dtype) for part in (first, second)]
+        self.write(layer, nowhere, *rows, is_latent=is_latent)
+
+
+def make_writer(context: BackendContext) -> PoolWriter | None:
+    """The writer of the context's pool; None where no layer is stored."""
+    pool = context.token_to_kv_pool
+    stored = [layer for layer in context.layers if layer.layer_id in pool.layer_ids]
+    if not stored:
+        return None
+    writer = PoolWriter(pool)
+    dtype = context.request.dtype
+    writer.warm_up(stored[0], torch.bfloat16 if dtype is None else torch_dtype(dtype))
+    return writer
