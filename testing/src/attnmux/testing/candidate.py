@@ -19,7 +19,6 @@ from attnmux.core import (
     TunedLaunch,
     detect,
     load_plugins,
-    with_shared_kernels,
 )
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.judge.checking import check
@@ -140,6 +139,8 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
+        from attnmux.core import with_shared_kernels  # noqa: PLC0415  # imports torch
+
         factory = self.factory
         if factory is None:
             factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
