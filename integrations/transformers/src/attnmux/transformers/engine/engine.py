@@ -335,28 +335,23 @@ class Engine:
         return num_new
 
     def _take(self, request: LiveRequest, token: int) -> None:
-        ids = request.state.token_ids
+        reason: FinishReason | None = None
         if token == NOT_A_NUMBER:
             request.is_sound = False
-            self._end(request, "error")
-        else:
-            ids.append(token)
-            if token in request.stop_ids:
-                self._end(request, "stop")
-            elif len(ids) >= request.end_len:
-                self._end(request, "length")
-        is_last = request.finish_reason is not None
-        self.stats.finished += is_last
-        self._outputs.add(request, token, is_last)
-
-    def _end(self, request: LiveRequest, reason: FinishReason) -> None:
-        """Mark a request as ended; `_settle` frees its memory."""
-        self._has_ended = True
-        request.finish_reason = reason
+            reason = "error"
+        elif token in request.stop_ids:
+            reason = "stop"
+        elif request.num_remaining <= 1:
+            reason = "length"
+        self._has_ended |= reason is not None
+        self._outputs.add(request, token, reason)
+        self.stats.finished += reason is not None
 
     def _abort(self, request: LiveRequest) -> None:
+        """End a request without a result; `_settle` frees its memory."""
         self.stats.aborted += 1
-        self._end(request, "abort")
+        self._has_ended = True
+        request.finish_reason = "abort"
         self._outputs.forget(request)
 
     def _drop(self, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from attnmux.core import PoolExhausted, PrefixNode, check_positive
 from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.sampling import Sampler
+from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
 from attnmux.transformers.sequence import SequenceState, check_encoder_len
 from attnmux.transformers.tokenization import TextStream, check_prompt
 
@@ -154,9 +154,15 @@ class OutputQueue:
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
-    def add(self, request: LiveRequest, token: int, is_last: bool) -> None:
-        """Note a request's new token."""
-        self.entries.append(_Entry(request=request, token=token, is_last=is_last))
+    def add(self, request: LiveRequest, token: int, reason: FinishReason | None) -> None:
+        """Give a request its new token, and note it; NOT_A_NUMBER is only noted.
+
+        reason: why the request ends with it, or None.
+        """
+        entry = _Entry(request=request, token=token, is_last=reason is not None)
+        ids, new = request.state.token_ids, [] if token == NOT_A_NUMBER else [token]
+        # One line, so that an interrupt leaves the token with the request and here, or nowhere
+        request.finish_reason = self.entries.append(entry) or ids.extend(new) or reason  # type: ignore[func-returns-value,redundant-expr]
 
     def ends(self, request: LiveRequest) -> bool:
         """Whether the request's last token waits here."""
