@@ -23,7 +23,7 @@ from attnmux.testing import (
     standard_cases,
 )
 from attnmux.testing.by_length import by_length
-from attnmux.testing.candidate import StepFigures
+from attnmux.testing.candidate import Outcome, StepFigures
 
 
 class NoScale(FakeBackend):
@@ -214,3 +214,80 @@ def test_errors_by_length_and_dtype() -> None:
         ["0.5 (0.75)", "0.75 (1.5)", ""],
         ["", "", "1 (2)"],
     ]
+
+
+class Passing:
+    """Counts the cases that ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        monkeypatch.setattr("attnmux.testing.runner.run_case", self)
+
+    def __call__(self, candidate: Candidate, case, *, seed: int) -> Outcome:
+        self.ran.append(f"{case.name} {case.execution} {seed}")
+        if len(self.ran) == 6:
+            raise KeyboardInterrupt
+        status = "failed" if len(self.ran) == 3 else "passed"
+        return Outcome(case=case.name, execution=case.execution, status=status, max_error=0.25)
+
+
+RESUMED = ("fake", "--page-size", "16", "-k", "decode", "--json")
+
+
+def test_an_interrupted_run_goes_on(on_trial, monkeypatch, tmp_path) -> None:
+    on_trial()
+    file = str(tmp_path / "run.jsonl")
+    first = Passing(monkeypatch)
+    assert invoke(*RESUMED, "--resume", file).exit_code != 0
+    assert len(first.ran) == 6
+    second = Passing(monkeypatch)
+    second.ran = ["earlier"] * 6
+    result = invoke(*RESUMED, "--resume", file)
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    # The failed one and the interrupted one run again, with the same seed
+    assert second.ran[6:8] == [first.ran[2], first.ran[5]]
+    assert answer["resumed"] == 4
+    assert answer["passed"] == len(second.ran) - 6 + 4
+    assert answer["max_error"] == 0.25
+    third = Passing(monkeypatch)
+    assert json.loads(invoke(*RESUMED, "--resume", file).stdout)["resumed"] == answer["passed"]
+    assert third.ran == []
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"card": fake_card(page_size=one_of(16))}])
+def test_another_seed_or_card_starts_anew(on_trial, monkeypatch, tmp_path, change) -> None:
+    on_trial()
+    file = tmp_path / "run.jsonl"
+    Passing(monkeypatch).ran = ["earlier"] * 6
+    invoke(*RESUMED, "--resume", str(file), "--seed", "4")
+    assert len(file.read_text().splitlines()) > 10
+    if "card" in change:
+        on_trial(**change)
+    passing = Passing(monkeypatch)
+    passing.ran = ["earlier"] * 6
+    seed = str(change.get("seed", 4))
+    answer = json.loads(invoke(*RESUMED, "--resume", str(file), "--seed", seed).stdout)
+    assert answer["resumed"] == 0
+    assert len(passing.ran) > 10
+
+
+def test_a_line_that_was_cut_off_is_dropped(on_trial, monkeypatch, tmp_path) -> None:
+    on_trial()
+    file = tmp_path / "run.jsonl"
+    Passing(monkeypatch).ran = ["earlier"] * 6
+    passed = json.loads(invoke(*RESUMED, "--resume", str(file)).stdout)["passed"]
+    file.write_bytes(file.read_bytes()[:-9])
+    Passing(monkeypatch).ran = ["earlier"] * 6
+    assert json.loads(invoke(*RESUMED, "--resume", str(file)).stdout)["resumed"] == passed - 1
+
+
+@pytest.mark.parametrize("content", ["[1]\n", "not json\n{}\n", '{"subject": 1}\n', "{}", "hello"])
+def test_a_file_of_something_else(on_trial, tmp_path, content) -> None:
+    on_trial()
+    file = tmp_path / "notes.txt"
+    file.write_text(content)
+    result = invoke(*RESUMED, "--resume", str(file))
+    assert result.exit_code == 2
+    assert "a file that `verify --resume` wrote" in result.output
+    assert file.read_text() == content

@@ -9,22 +9,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from random import SystemRandom
 
 import click
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from rich.text import Text
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.testing.by_length import by_length
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.cases import Case
 from attnmux.testing.children import Trial, run_in_children
+from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.sampling import Sampler
+from attnmux.testing.verify_report import report
 
 FAILED, NOTHING_RAN = 1, 3
 QUICK = 30.0
@@ -73,6 +73,11 @@ QUICK = 30.0
     show_default=True,
     help="Seconds after which a case in a child process has failed.",
 )
+@click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the cases that pass in this file, and do not run those that passed there before.",
+)
 @common_options
 @pass_run
 def verify(
@@ -88,6 +93,7 @@ def verify(
     fail_fast: bool,
     jobs: int,
     timeout: float,
+    resume: Path | None,
     as_json: bool,
 ) -> int:
     """Run the conformance suite on BACKEND.
@@ -122,6 +128,11 @@ def verify(
             got=execution,
             expected=f"eager: the card of {candidate.card.name} declares no graphs",
         )
+    kept = None
+    if resume is not None:
+        owners = {plugin.name: plugin.distribution for plugin in plugins.loaded}
+        kept = KeptRun.open(resume, candidate, owners.get(candidate.plugin, ""), seed)
+        seed = kept.seed
     seed = SystemRandom().randrange(1 << 31) if seed is None else seed
     sampler = Sampler(candidate=candidate, seed=seed, page_sizes=frozenset(page_sizes))
     plan = _Plan(
@@ -133,12 +144,17 @@ def verify(
         ),
         budget=min(budget, QUICK) if quick else budget,
         seed=seed,
+        kept=kept,
     )
-    trials = _stopping(_trials(candidate, plan, jobs, timeout), fail_fast=fail_fast)
+    trials = _trials(candidate, plan, jobs, timeout)
+    trials = _stopping(kept.keeping(trials) if kept else trials, fail_fast=fail_fast)
     outcomes = list(trials if as_json else _track(trials, candidate))
+    outcomes += plan.resumed
     limits = _limits(candidate)
     if not as_json:
-        _report(candidate, outcomes, limits)
+        report(candidate, outcomes, limits)
+        if kept:
+            click.echo(f"{len(plan.resumed)} of these passed in an earlier run: {kept.path}")
         _say_sampled(sampler, plan)
         return _exit_code(outcomes, limits)
     counts = Counter(outcome.status for outcome in outcomes)
@@ -149,6 +165,7 @@ def verify(
             "platform": candidate.platform.to_dict(),
             "device": candidate.device,
             "seed": seed,
+            "resumed": len(plan.resumed),
             **{status: counts[status] for status in ("passed", "failed", "refused")},
             "sampled": plan.drawn,
             "pairs": sampler.coverage.total,
@@ -170,17 +187,27 @@ class _Plan:
     sampled: Iterator[Case]
     budget: float
     seed: int
+    kept: KeptRun | None
     drawn: int = field(default=0, init=False)
     """Sampled cases so far."""
+    resumed: list[Outcome] = field(default_factory=list, init=False)
+    """Of the cases that passed in the run that this one continues."""
 
     def trials(self) -> Iterator[Trial]:
-        for case in self.fixed:
-            yield case, self.seed
+        """The cases that are left to run."""
+        for case in self._cases():
+            if self.kept is not None and self.kept.has(case):
+                self.resumed.append(self.kept.passed[case.name, case.execution])
+            else:
+                yield case, self.seed
+
+    def _cases(self) -> Iterator[Case]:
+        yield from self.fixed
         end = time.monotonic() + self.budget
         # An unlimited source that is not asked once the time is over
         while time.monotonic() < end and (drawn := next(self.sampled, None)) is not None:
             self.drawn += 1
-            yield drawn, self.seed
+            yield drawn
 
 
 def _trials(candidate: Candidate, plan: _Plan, jobs: int, timeout: float) -> Iterator[Outcome]:
@@ -226,57 +253,3 @@ def _track(trials: Iterable[Outcome], candidate: Candidate) -> Iterator[Outcome]
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def _report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[Outcome]) -> None:
-    """Print failures, refusals by reason, errors by length, and the number of cases that ran."""
-    console = Console(highlight=False)
-    failed = [outcome for outcome in (*outcomes, *limits) if outcome.status == "failed"]
-    if failed:
-        console.print(_failures(failed))
-    refused = [outcome for outcome in outcomes if outcome.status == "refused"]
-    if refused:
-        console.print(_refusals(refused))
-    steps = [step for outcome in outcomes for step in outcome.steps]
-    if steps:
-        console.print(by_length(steps))
-    ran = [outcome for outcome in outcomes if outcome.status != "refused"]
-    counts = "no case was run"
-    if ran:
-        largest = max(outcome.max_error for outcome in ran)
-        agree = " and ".join(_counts(ran))
-        counts = f"{agree} with the reference (largest error {largest:.2g})"
-    where = candidate.platform.name or str(candidate.platform)
-    console.print(
-        Text(
-            f"{candidate.card.name} on {where} ({candidate.device}): {counts}, "
-            f"{len(refused)} refused by the card; "
-            f"{sum(limit.status == 'refused' for limit in limits)} of {len(limits)} points beyond "
-            "its limits refused",
-            style="red" if failed or not ran else "green",
-        )
-    )
-
-
-def _counts(ran: Sequence[Outcome]) -> Iterator[str]:
-    """The number of cases that agree, by execution."""
-    for execution, words in (("eager", "cases agree"), ("graph", "cases in graphs agree")):
-        statuses = [outcome.status for outcome in ran if outcome.execution == execution]
-        if statuses:
-            yield f"{statuses.count('passed')} of {len(statuses)} {words}"
-
-
-def _failures(failed: Sequence[Outcome]) -> Table:
-    table = Table("case", "what went wrong", title="failed", title_style="red", box=None)
-    for outcome in failed:
-        table.add_row(Text(outcome.case), Text(outcome.message))
-    return table
-
-
-def _refusals(refused: Sequence[Outcome]) -> Table:
-    """Refused cases by their first reason, since most share a few."""
-    counts = Counter(str(outcome.reasons[0]) for outcome in refused)
-    table = Table("cases", "reason", title="refused by the card", box=None)
-    for reason, count in counts.most_common():
-        table.add_row(str(count), Text(reason))
-    return table

@@ -17,6 +17,7 @@ from attnmux.core.lock import installed, libraries
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.children import Trial, run_in_children
+from attnmux.testing.kept_run import OTHERS
 from attnmux.testing.shaped import cases_in_shape
 
 CASES = 4
@@ -25,8 +26,6 @@ SECONDS = 30.0
 """After which no further case begins."""
 TIMEOUT = 180.0
 """Seconds of a case, in which a kernel may be compiled."""
-OTHERS = ("attnmux-core", "attnmux-testing", "torch", "triton")
-"""Distributions besides a plugin and its libraries whose change asks for another look."""
 
 
 class FirstUse:
