@@ -122,6 +122,33 @@ TORCH_NATIVE = BackendCard(
 )
 
 
+_COMPILED: dict[str, Condition] = {
+    "vendor": one_of("cpu"),
+    "features": includes("cxx_compiler"),
+}
+
+NATIVE = BackendCard(
+    name="native",
+    summary="C++ that is compiled for this CPU: rows are read where they lie, in any page size",
+    factory="attnmux.cpu.native:NativeBackend",
+    requires=("torch>=2.11",),
+    extra="torch",
+    sources={
+        "features": "the kernels are compiled when the backend is first made, and kept",
+        "dtype": "values are widened to float32",
+        "kv_dtype": "as dtype",
+    },
+    clauses=(_plain("mha", **_COMPILED), _plain("mla", **_LATENT, **_COMPILED)),
+    priors=(
+        Prior(
+            rank=55,
+            source="new: faster than torch_native where it was measured, and not yet tried on many "
+            "CPUs (benchmarks/results/native-cpu.md)",
+        ),
+    ),
+)
+
+
 def _flex(dtype: str, **more: Condition) -> Clause:
     """The clause of flex_attention for one dtype. K and V must be stored in it."""
     everywhere: dict[str, Condition] = {
@@ -210,4 +237,4 @@ FLEX_ATTENTION = BackendCard(
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return [TORCH_NATIVE, FLEX_ATTENTION]
+    return [TORCH_NATIVE, NATIVE, FLEX_ATTENTION]

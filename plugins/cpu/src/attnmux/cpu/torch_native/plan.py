@@ -181,7 +181,7 @@ class _Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Spans:
+class Spans:
     """For each request, the stretch of keys that its queries see. On the host."""
 
     start: torch.Tensor
@@ -201,8 +201,8 @@ def make_plan(
     """Cut the step into tiles, for all layers that share the rule, the size and the group."""
     visible = visibility(rule, batch, lens)
     qo_indptr = cu_seqlens(lens.new)
-    spans = _spans(visible, qo_indptr)
-    slots = _slots(spans, rule, layer, batch, lens, context)
+    spans = spans_of(visible, qo_indptr)
+    slots = slots_of(spans, rule, layer, batch, lens, context)
     work, keyless = _work(visible, spans, qo_indptr, size)
     keyless += range(visible.first.numel(), batch.num_tokens)
     # How products are rounded depends on the tile's shape, so no two requests share a tile.
@@ -214,7 +214,7 @@ def make_plan(
     )
 
 
-def _spans(visible: Visibility, qo_indptr: torch.Tensor) -> _Spans:
+def spans_of(visible: Visibility, qo_indptr: torch.Tensor) -> Spans:
     start = torch.zeros_like(qo_indptr[1:])
     lens = torch.zeros_like(start)
     has_queries = qo_indptr.diff() > 0
@@ -222,11 +222,11 @@ def _spans(visible: Visibility, qo_indptr: torch.Tensor) -> _Spans:
     end = visible.end[qo_indptr[1:][has_queries] - 1]
     start[has_queries] = first.int()
     lens[has_queries] = (end - first).clamp_(min=0).int()
-    return _Spans(start=start, indptr=cu_seqlens(lens))
+    return Spans(start=start, indptr=cu_seqlens(lens))
 
 
-def _slots(
-    spans: _Spans,
+def slots_of(
+    spans: Spans,
     rule: KeyRule,
     layer: LayerSpec,
     batch: ForwardBatch,
@@ -250,7 +250,7 @@ def _slots(
 
 
 def _work(
-    visible: Visibility, spans: _Spans, qo_indptr: torch.Tensor, size: TileSize
+    visible: Visibility, spans: Spans, qo_indptr: torch.Tensor, size: TileSize
 ) -> tuple[list[_Work], list[int]]:
     """The work of all queries that see keys, and the rows of those that see none."""
     first, end = visible.first.tolist(), visible.end.tolist()

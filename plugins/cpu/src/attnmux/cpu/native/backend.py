@@ -1,0 +1,198 @@
+"""The contract on top of one C++ function, which attends over rows wherever their slots are.
+
+A step's ranges of keys and slots are prepared once (`torch_native/plan.py` finds them); each layer
+is then one call, whose work torch's threads share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core import (
+    NO_OPTIONS,
+    AttentionBackend,
+    AttnmuxError,
+    ForwardMode,
+    InvalidInput,
+    cu_seqlens,
+)
+from attnmux.cpu.native.library import Call, load
+from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
+from attnmux.cpu.torch_native.plan import Visibility, slots_of, spans_of, visibility
+
+if TYPE_CHECKING:
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+
+TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+"""As `Type` in attend.cpp."""
+FIXED_SPLIT = 1024
+"""Keys of a part where `deterministic` is asked: the cuts must not follow the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranges:
+    """A step's keys for the layers that share a rule and a group of the pool, on the CPU."""
+
+    qo_indptr: torch.Tensor
+    """[B + 1] int32: where each request's tokens begin."""
+    span_indptr: torch.Tensor
+    """[B + 1] int32: where each request's keys begin among the slots."""
+    span_start: torch.Tensor
+    """[B] int32: the position of the first of them."""
+    slots: torch.Tensor
+    """[keys] int32: slots, or rows of the call's own k."""
+    visible: Visibility
+
+    @classmethod
+    def of(
+        cls,
+        rule: KeyRule,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        lens: StepLens,
+        context: BackendContext,
+    ) -> Ranges:
+        visible = visibility(rule, batch, lens)
+        qo_indptr = cu_seqlens(lens.new)
+        spans = spans_of(visible, qo_indptr)
+        slots = slots_of(spans, rule, layer, batch, lens, context)
+        return cls(
+            qo_indptr=qo_indptr,
+            span_indptr=spans.indptr,
+            span_start=spans.start,
+            slots=slots.int().contiguous(),
+            visible=visible,
+        )
+
+    def fill(self, call: Call) -> None:
+        """Point the call at them."""
+        visible = self.visible
+        call.qo_indptr = self.qo_indptr.data_ptr()
+        call.span_indptr = self.span_indptr.data_ptr()
+        call.span_start = self.span_start.data_ptr()
+        call.slots = self.slots.data_ptr()
+        call.first, call.end = visible.first.data_ptr(), visible.end.data_ptr()
+        if visible.item is not None:
+            call.hidden_from, call.hidden_to = (each.data_ptr() for each in visible.item)
+        if visible.mask is not None:
+            call.mask, call.mask_row = (each.data_ptr() for each in visible.mask)
+        call.num_requests = len(self.span_start)
+
+
+class NativeBackend(AttentionBackend):
+    """MHA, GQA and absorbed MLA on a CPU, with any page size."""
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        """Raises BackendFailed where the kernels cannot be compiled, InvalidInput for pools and
+        layers that they do not serve."""
+        super().__init__(context, options)
+        if context.device.type != "cpu":
+            raise InvalidInput("context.device", got=context.device, expected="cpu")
+        if context.token_to_kv_pool.dtype not in TYPES:
+            expected = f"one of {', '.join(map(str, TYPES))}"
+            got = context.token_to_kv_pool.dtype
+            raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
+        for layer in context.layers:
+            if layer.kind == "dual_chunk":
+                expected = "layers of kind mha or mla"
+                raise InvalidInput("layers", got=f"kind {layer.kind}", expected=expected)
+        self._kernel = load(context.platform)
+        self._split = FIXED_SPLIT if context.request.deterministic else 0
+        self._lens: StepLens | None = None
+        self._ranges: dict[tuple[KeyRule, int], Ranges] = {}
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Prepare the step for every layer whose K and V are in the pool."""
+        self._ranges.clear()
+        self._lens = None
+        if batch.forward_mode is ForwardMode.IDLE:
+            return
+        self._lens = StepLens.on_host(batch)
+        for layer in self.context.layers:
+            if layer.layer_id in self.context.token_to_kv_pool.layer_ids:
+                self._ranges_of(layer, batch, in_call=False)
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call, batch, in_call=False)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(call, batch, in_call=call.has_own_kv)
+
+    def _attend(self, call: AttentionCall, batch: ForwardBatch, *, in_call: bool) -> torch.Tensor:
+        ranges = self._ranges_of(call.layer, batch, in_call=in_call)
+        layer, pool, q = call.layer, self.context.token_to_kv_pool, call.q.detach()
+        keys, values = (
+            None if each is None else _rows(each.detach())
+            for each in keys_and_values(call, pool, in_call=in_call)
+        )
+        assert keys is not None  # V alone may be part of K
+        out = call.out
+        if out is None or out.stride(-1) != 1:
+            out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        scales = (1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale)
+        native = Call(
+            q=q.data_ptr(),
+            k=keys.data_ptr(),
+            out=out.data_ptr(),
+            q_token=q.stride(0),
+            q_head=q.stride(1),
+            k_slot=keys.stride(0),
+            k_head=keys.stride(1),
+            out_token=out.stride(0),
+            out_head=out.stride(1),
+            num_tokens=q.shape[0],
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            D=layer.query_dim,
+            rope=layer.qk_rope_head_dim,
+            Dv=layer.v_head_dim,
+            q_type=TYPES[q.dtype],
+            kv_type=TYPES[keys.dtype],
+            scaling=layer.scaling * scales[0],
+            cap=layer.logit_cap,
+            v_scale=scales[0 if values is None else 1],
+            split=self._split,
+            num_threads=torch.get_num_threads(),
+        )
+        if values is not None:
+            native.v, native.v_slot, native.v_head = values.data_ptr(), *values.stride()[:2]
+        if call.q_rope is not None:
+            rope = call.q_rope
+            native.q_rope, native.rope_token, native.rope_head = rope.data_ptr(), *rope.stride()[:2]
+        if call.lse is not None:
+            native.lse, native.lse_token, native.lse_head = call.lse.data_ptr(), *call.lse.stride()
+        if layer.sinks is not None:
+            native.sinks = layer.sinks.data_ptr()
+        ranges.fill(native)
+        self._kernel(native)
+        return out
+
+    def _ranges_of(self, layer: LayerSpec, batch: ForwardBatch, *, in_call: bool) -> Ranges:
+        """The step's ranges for a layer. The first of the layers that share them makes them."""
+        if self._lens is None:
+            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        rule = KeyRule.of(layer, in_call=in_call)
+        # The call's own k and v have no slots, so their group does not matter.
+        group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
+        ranges = self._ranges.get((rule, group))
+        if ranges is None:
+            ranges = Ranges.of(rule, layer, batch, self._lens, self.context)
+            self._ranges[rule, group] = ranges
+        return ranges
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """[n, Hkv, D] whose values of a head are next to each other."""
+    return cache if cache.stride(-1) == 1 else cache.contiguous()

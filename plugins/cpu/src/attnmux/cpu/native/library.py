@@ -1,0 +1,130 @@
+"""Compiles `attend.cpp` for this CPU, keeps the result in the cache folder, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.core import BackendFailed, Settings
+
+if TYPE_CHECKING:
+    from attnmux.core import Platform
+
+SOURCE = Path(__file__).with_name("attend.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+SECONDS = 300.0
+"""For the compiler, which takes a few."""
+ADDRESS = "cpu/native"
+HINT = "install g++ 12 or later, or clang++, or take torch_native"
+
+
+class Call(ctypes.Structure):
+    """The struct `Call` of attend.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "q_rope", "k", "v", "out", "lse", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("qo_indptr", "span_indptr", "span_start", "slots")),
+        *((name, ctypes.c_void_p) for name in ("first", "end", "hidden_from", "hidden_to")),
+        *((name, ctypes.c_void_p) for name in ("mask", "mask_row")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "rope_token", "rope_head")),
+        *((name, ctypes.c_int64) for name in ("k_slot", "k_head", "v_slot", "v_head")),
+        *((name, ctypes.c_int64) for name in ("out_token", "out_head", "lse_token", "lse_head")),
+        *((name, ctypes.c_int32) for name in ("num_requests", "num_tokens", "num_heads")),
+        *((name, ctypes.c_int32) for name in ("num_kv_heads", "D", "rope", "Dv")),
+        *((name, ctypes.c_int32) for name in ("q_type", "kv_type")),
+        *((name, ctypes.c_float) for name in ("scaling", "cap", "v_scale")),
+        *((name, ctypes.c_int32) for name in ("split", "num_threads")),
+    )
+
+
+Attend = Callable[[Call], None]
+
+
+@lru_cache(maxsize=4)
+def load(platform: Platform) -> Attend:
+    """The compiled function, which runs on torch's threads.
+
+    platform: the CPU that it is compiled for. Raises BackendFailed where there is no compiler, or
+    where what it made cannot be loaded.
+    """
+    try:
+        library = ctypes.CDLL(str(_compiled(platform)))
+        torch_library = ctypes.CDLL(str(_torch_library()))
+        parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
+    except (OSError, AttributeError) as error:
+        raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
+    function: Any = library.attend
+    function.argtypes = (ctypes.POINTER(Call), ctypes.c_void_p)
+    function.restype = ctypes.c_int
+
+    def attend(call: Call) -> None:
+        if function(ctypes.byref(call), parallel_for):
+            raise torch.OutOfMemoryError("the partial results of a step do not fit into memory")
+
+    return attend
+
+
+def _torch_library() -> Path:
+    ending = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{ending}"
+
+
+def _compiled(platform: Platform) -> Path:
+    """The shared library for this source, compiler and CPU, compiled unless it is there."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
+    target = "-mcpu=native" if platform.arch == "aarch64" else "-march=native"
+    command = [compiler, *FLAGS, target, str(SOURCE)]
+    parts = [SOURCE.read_text(), command, platform.to_dict()]
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    folder = Settings.load().cache_folder()
+    path = None if folder is None else folder / f"native-{name[:16]}.so"
+    if path is not None and path.is_file() and _is_own(path):
+        return path
+    made = Path(tempfile.mkdtemp(prefix="attnmux-")) / "native.so"
+    _run([*command, "-o", str(made)])
+    if path is None:
+        return made
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+        shutil.copyfile(made, scratch)
+        scratch.chmod(0o700)
+        scratch.replace(path)
+    except OSError:
+        return made
+    shutil.rmtree(made.parent, ignore_errors=True)
+    return path
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user and root can write the code that will be loaded."""
+    status = path.stat()
+    return not hasattr(os, "geteuid") or (
+        status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+    )
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        reason = f"{command[0]} took more than {SECONDS:g} s"
+        raise BackendFailed(ADDRESS, reason, hint=HINT) from error
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or [str(error)]
+        raise BackendFailed(ADDRESS, f"{command[0]}: {lines[0]}", hint=HINT) from error
