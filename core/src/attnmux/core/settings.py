@@ -12,7 +12,6 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +21,7 @@ from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
+from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
@@ -301,7 +301,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
     if name not in READERS:
-        known = [item.name for item in fields(Settings) if item.name in READERS]
+        known = [each for each in Settings.__slots__ if each in READERS]
         near = nearest(name, known)
         guess = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise SettingsError(f"{where}: no setting has this name; {guess}")

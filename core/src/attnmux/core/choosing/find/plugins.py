@@ -6,12 +6,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -216,7 +216,7 @@ def _row(examined: Examined) -> dict[str, Any] | None:
         "files": files,
         "cards": to_data(examined.cards),
         "probes": examined.probes,
-        "failures": [asdict(failure) for failure in examined.failures],
+        "failures": [failure.to_dict() for failure in examined.failures],
     }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several
+from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.machine.platform import Platform
 
 PLATFORM = re.compile(r"[^:,\s]+:[^:,\s]+")
