@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -18,7 +18,10 @@ def main() -> None:
     gc.disable()
     try:
         with answers_apart():
-            importlib.import_module("attnmux.core.cli.verbs").verbs()
+            code = _quick(sys.argv[1:])
+            if code is None:
+                importlib.import_module("attnmux.core.cli.verbs").verbs()
+            sys.exit(code)
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -29,6 +32,15 @@ def main() -> None:
         sys.exit(1)
     finally:
         gc.freeze()
+
+
+def _quick(args: list[str]) -> int | None:
+    """The exit code of a plain `select --json`; None for what click must read."""
+    # On Windows click expands patterns in the arguments
+    if args[:1] != ["select"] or "--json" not in args or os.name == "nt":
+        return None
+    answer: Callable[[list[str]], int | None] = importlib.import_module(f"{__name__}.quick").answer
+    return answer(args[1:])
 
 
 @contextmanager

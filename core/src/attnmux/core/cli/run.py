@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
-import click
-
+from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
 from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
 from attnmux.core.choosing.measured.unverified import unverified
-from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.errors import (
+    AmbiguousPlatform,
+    AttnmuxError,
+    InvalidInput,
+    NoBackend,
+    SettingsError,
+    UnknownBackend,
+    in_brief,
+)
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
 
@@ -26,21 +34,26 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import Measurement
     from attnmux.core.choosing.offer.card import Offer
     from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.cli.options import common_options as common_options
+    from attnmux.core.cli.options import echo_json as echo_json
+    from attnmux.core.cli.options import pass_run as pass_run
 
-F = TypeVar("F", bound=Callable[..., Any])
+JSON = "--json"
+UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
+USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
 
 
-@dataclass
 class Run:
     """One invocation of the command."""
 
-    debug: bool = False
-    no_plugins: bool = False
-    locked: str | None = None
-    warnings: list[str] = field(default_factory=list)
-    """Printed on stderr, and part of a JSON answer."""
-    answer: TextIO | None = None
-    """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
+    def __init__(self) -> None:
+        self.debug = False
+        self.no_plugins = False
+        self.locked: str | None = None
+        self.warnings: list[str] = []
+        """Printed on stderr, and part of a JSON answer."""
+        self.answer: TextIO | None = None
+        """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
 
     def settings(self) -> Settings:
         settings = Settings.load()
@@ -128,70 +141,38 @@ class Run:
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
-        click.echo(f"attnmux: warning: {text}", err=True)
+        print(f"attnmux: warning: {text}", file=sys.stderr)
+
+    def echo_json(self, answer: object) -> None:
+        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
+
+    def report(self, error: Exception) -> int:
+        """Print the error on stderr, if asked with its traceback. Returns the exit code.
+
+        Raises an answer that cannot be written, which the caller reports.
+        """
+        if getattr(error, "errno", None) in UNWRITABLE:
+            raise error
+        if self.debug:
+            import traceback  # noqa: PLC0415  # off the path without a failure
+
+            traceback.print_exc()
+        if isinstance(error, AttnmuxError):
+            print(f"attnmux: {error}", file=sys.stderr)
+            if isinstance(error, NoBackend):
+                return NOTHING_FITS
+            usage = (InvalidInput, UnknownBackend, AmbiguousPlatform, SettingsError)
+            return USAGE if isinstance(error, usage) else FAILURE
+        kind = type(error).__name__
+        print(f"attnmux: {kind}: {error} (--debug shows where)", file=sys.stderr)
+        return FAILURE
 
 
-pass_run = click.make_pass_decorator(Run)
-
-
-def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    run = ctx.find_object(Run)
-    if run is not None:
-        run.debug = run.debug or value
-
-
-def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    run = ctx.find_object(Run)
-    if run is not None:
-        run.no_plugins = value
-
-
-def _set_locked(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    run = ctx.find_object(Run)
-    if run is not None:
-        run.locked = value
-
-
-def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    run = ctx.find_object(Run)
-    if run is not None and value and sys.stdout is not None:
-        run.answer = sys.stdout
-        ctx.with_resource(redirect_stdout(sys.stderr))
-    return value
-
-
-def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins, --locked and --debug."""
-    command = click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=_set_debug,
-        help="Show the traceback of an error.",
-    )(command)
-    command = click.option(
-        "--no-plugins",
-        is_flag=True,
-        expose_value=False,
-        callback=_set_no_plugins,
-        help="Load no plugin.",
-    )(command)
-    command = click.option(
-        "--locked",
-        metavar="FILE",
-        expose_value=False,
-        callback=_set_locked,
-        help="Refuse what differs from this file of `attnmux lock`.",
-    )(command)
-    return click.option(
-        "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
-    )(command)
-
-
-def echo_json(answer: object) -> None:
-    run = click.get_current_context().find_object(Run)
-    click.echo(json.dumps(answer, indent=2), file=None if run is None else run.answer)
+def escape_unknown() -> None:
+    """Write characters that the terminal's encoding lacks as escapes: names and texts may hold any."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -202,3 +183,12 @@ def writing(path: Path, *, otherwise: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {in_brief(error)}; {otherwise}") from error
+
+
+def __getattr__(name: str) -> object:
+    """The names that need click, which not every answer does."""
+    if name not in ("common_options", "echo_json", "pass_run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attnmux.core.cli import options  # noqa: PLC0415  # as above
+
+    return getattr(options, name)

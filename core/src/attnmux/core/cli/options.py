@@ -1,0 +1,76 @@
+"""What every verb shares with click: the common options, and how a verb gets its invocation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any, TypeVar
+
+import click
+
+from attnmux.core.cli.run import JSON, Run
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+pass_run = click.make_pass_decorator(Run)
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.debug = run.debug or value
+
+
+def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.no_plugins = value
+
+
+def _set_locked(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    run = ctx.find_object(Run)
+    if run is not None:
+        run.locked = value
+
+
+def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    run = ctx.find_object(Run)
+    if run is not None and value and sys.stdout is not None:
+        run.answer = sys.stdout
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return value
+
+
+def common_options(command: F) -> F:
+    """The options of every verb: --json, --no-plugins, --locked and --debug."""
+    command = click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=_set_debug,
+        help="Show the traceback of an error.",
+    )(command)
+    command = click.option(
+        "--no-plugins",
+        is_flag=True,
+        expose_value=False,
+        callback=_set_no_plugins,
+        help="Load no plugin.",
+    )(command)
+    command = click.option(
+        "--locked",
+        metavar="FILE",
+        expose_value=False,
+        callback=_set_locked,
+        help="Refuse what differs from this file of `attnmux lock`.",
+    )(command)
+    return click.option(
+        JSON, "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
+    )(command)
+
+
+def echo_json(answer: object) -> None:
+    run = click.get_current_context().find_object(Run)
+    (run or Run()).echo_json(answer)
