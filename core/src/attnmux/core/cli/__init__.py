@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -20,7 +19,9 @@ def main() -> None:
         with answers_apart():
             code = _quick(sys.argv[1:])
             if code is None:
-                importlib.import_module("attnmux.core.cli.verbs").verbs()
+                from attnmux.core.cli.verbs import verbs  # noqa: PLC0415  # imports click
+
+                verbs()
             sys.exit(code)
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
@@ -39,7 +40,8 @@ def _quick(args: list[str]) -> int | None:
     # On Windows click expands patterns in the arguments
     if args[:1] != ["select"] or "--json" not in args or os.name == "nt":
         return None
-    answer: Callable[[list[str]], int | None] = importlib.import_module(f"{__name__}.quick").answer
+    from attnmux.core.cli.quick import answer  # noqa: PLC0415  # imports choosing
+
     return answer(args[1:])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.find.examine import (
     Entry,
@@ -136,7 +136,7 @@ def _state(root: Path) -> str:
         with suppress(OSError):
             parts += [folder, *sorted(os.listdir(root / folder))]
     parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k not in SHELL)
-    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def survey(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
@@ -194,7 +194,7 @@ def _environment() -> str:
     for room in ("ask", "common", "find", "machine", "offer"):
         with os.scandir(here / room) as files:
             parts += sorted(f"{f.path} {_stamp(f.path)}" for f in files if f.name.endswith(".py"))
-    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def _stamp(path: str) -> list[int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
@@ -83,7 +83,7 @@ class Decision:
         if self.expanded is not None:
             decided["expanded"] = self.expanded.identity()
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return sha256(text.encode()).hexdigest()
 
     def check(
         self,
