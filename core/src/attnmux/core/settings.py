@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import platformdirs
-
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
@@ -138,6 +136,15 @@ class Settings:
     def cache_folder() -> Path | None:
         """The user's folder for what can be computed again; None where there is no home directory,
         as in a container."""
+        # As platformdirs answers on Linux, where its import would take longer than the rest
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        home = os.environ.get("HOME", "").rstrip("/")
+        if not os.path.isabs(base):
+            base = f"{home}/.cache" if os.path.isabs(home) else ""
+        if base and sys.platform == "linux":
+            return Path(base, "attnmux")
+        import platformdirs  # noqa: PLC0415  # as above
+
         try:
             return platformdirs.user_cache_path("attnmux", appauthor=False)
         except RuntimeError:

@@ -175,14 +175,14 @@ def read_plugins(
     found.update((each.entry.key, each) for each in examined)
     answers = [each for entry in entries if (each := found[entry.key]) is not None]
     return Plugins(
-        tuple(
+        loaded=tuple(
             Plugin(entry=each.entry, cards=each.cards, probes=each.probes)
             for each in answers
             if not each.failures
         ),
-        (*failures, *(failure for each in answers for failure in each.failures)),
-        cache,
-        seconds,
+        failures=(*failures, *(failure for each in answers for failure in each.failures)),
+        cache=cache,
+        seconds=seconds,
     )
 
 
