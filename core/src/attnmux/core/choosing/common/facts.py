@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose methods are shared. `dataclasses` compiles them at every start.
+"""Frozen dataclasses with shared methods, which `dataclasses` would compile at every start.
 
 A class of the command's short answers imports `dataclass`, `field` and `replace` from here. Type
 checkers see the standard library's. At runtime the class gets slots and functions that loop over
@@ -70,6 +70,7 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
     plain = {n: v for n, v in vars(cls).items() if n in fields and not isinstance(v, Field)}
     for leftover in ("__dict__", "__weakref__"):
         body.pop(leftover, None)
+    body["__qualname__"] = cls.__qualname__
     given = {name: each.given for name, each in fields.items()}
     compared = [n for n, each in given.items() if each.get("compare", True)]
     shown = [n for n, each in given.items() if each.get("repr", True)]
@@ -98,7 +99,8 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
     made._fact = shape
     made.__init__ = _initialiser(shape, make)
     made.__match_args__ = () if flags.get("kw_only") else asked
-    made.__setattr__ = made.__delattr__ = _refuse
+    made.__setattr__ = _refuse_to_assign
+    made.__delattr__ = _refuse_to_delete
     made.__getstate__ = lambda self: [getattr(self, name) for name in fields]
     made.__setstate__ = _set_state
     made.__replace__ = _replace
@@ -117,10 +119,12 @@ def _initialiser(shape: Body, standard: Callable[[], type]) -> Callable[..., Non
     arguments = len(setters)
 
     def __init__(self: Any, /, *args: Any, **given: Any) -> None:  # noqa: ANN401, N807  # a method
-        values = {**defaults, **given}
-        for name, factory in factories.items():
-            if name not in given:
-                values[name] = factory()
+        values = given
+        if len(given) != arguments:
+            values = {**defaults, **given}
+            for name, factory in factories.items():
+                if name not in given:
+                    values[name] = factory()
         if args or len(values) != arguments:
             return standard().__init__(self, *args, **given)  # type: ignore[misc]  # its errors too
         try:
@@ -152,10 +156,16 @@ def _compare_by(made: Any, names: list[str]) -> None:  # noqa: ANN401  # a class
     made.__hash__ = __hash__
 
 
-def _refuse(self: object, name: str, *_: object) -> NoReturn:
+def _refuse_to_assign(self: object, name: str, value: object) -> NoReturn:
     from dataclasses import FrozenInstanceError  # noqa: PLC0415  # slow to import
 
     raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _refuse_to_delete(self: object, name: str) -> NoReturn:
+    from dataclasses import FrozenInstanceError  # noqa: PLC0415  # as above
+
+    raise FrozenInstanceError(f"cannot delete field {name!r}")
 
 
 def _set_state(self: object, state: list[Any]) -> None:
