@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
+from attnmux.core.cli.invocation import INTERRUPTED, Run, escape_unknown
 from attnmux.core.cli.select import select
 from attnmux.core.cli.select_options import read
 from attnmux.core.errors import PluginError

@@ -19,7 +19,7 @@ from attnmux.core.choosing.offer.libraries import (
 )
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.run import Run
+from attnmux.core.cli.invocation import Run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
@@ -101,8 +101,7 @@ def select(
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
 
             render_answer(answer, explanation, request, explain=in_full, every=every)
-            if line:
-                print(f"\n{line}")
+            print(f"\n{line}\n" if line else "", end="")
             if isinstance(answer, NoBackend) and in_full:
                 # The table has shown the reasons
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)

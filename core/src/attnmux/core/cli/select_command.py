@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from attnmux.core.cli import select as answering
-from attnmux.core.cli.options import common_options, pass_run
-from attnmux.core.cli.run import Run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.cli.select_options import OPTIONS, Option
 
 

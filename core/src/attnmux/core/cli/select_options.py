@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from attnmux.core.choosing.machine.platform import GRAMMAR
-from attnmux.core.cli.run import JSON
+from attnmux.core.cli.invocation import JSON
 
 
 class Option(NamedTuple):

@@ -13,7 +13,7 @@ import click
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.plugins import is_admitted
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
-from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
+from attnmux.core.cli.invocation import INTERRUPTED, Run, escape_unknown
 from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 
@@ -27,7 +27,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
     "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
-    "select": ("attnmux.core.cli.select_command:select", "Choose a backend for a request, and say why."),
+    "select": (
+        "attnmux.core.cli.select_command:select",
+        "Choose a backend for a request, and say why.",
+    ),
 }
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {

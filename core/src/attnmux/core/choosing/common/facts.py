@@ -74,8 +74,9 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
     given = {name: each.given for name, each in fields.items()}
     compared = [n for n, each in given.items() if each.get("compare", True)]
     shown = [n for n, each in given.items() if each.get("repr", True)]
-    made: Any = type(cls.__name__, cls.__bases__, {**body, "__slots__": tuple(fields)})
     asked = tuple(name for name, each in given.items() if each.get("init", True))
+    own = {"__slots__": tuple(fields), "__match_args__": () if flags.get("kw_only") else asked}
+    made: Any = type(cls.__name__, cls.__bases__, body | own)
     shape = Body(
         tuple((name, vars(made)[name].__set__) for name in asked),
         plain | {n: each["default"] for n, each in given.items() if "default" in each},
@@ -91,14 +92,13 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
 
             markers = {n: dataclasses.field(**each) for n, each in given.items() if each}
             same = type(cls.__name__, cls.__bases__, {**body, **plain, **markers})
-            standard.append(dataclasses.dataclass(frozen=True, **flags)(same))  # type: ignore[call-overload]  # flags as given
+            standard.append(dataclasses.dataclass(frozen=True, **flags)(same))
         return standard[0]
 
     for name in ("__dataclass_fields__", "__dataclass_params__", "__signature__"):
         setattr(made, name, Introspected(name, made, make))
     made._fact = shape
     made.__init__ = _initialiser(shape, make)
-    made.__match_args__ = () if flags.get("kw_only") else asked
     made.__setattr__ = _refuse_to_assign
     made.__delattr__ = _refuse_to_delete
     made.__getstate__ = lambda self: [getattr(self, name) for name in fields]
@@ -118,7 +118,7 @@ def _initialiser(shape: Body, standard: Callable[[], type]) -> Callable[..., Non
     setters, defaults, factories, checks = shape
     arguments = len(setters)
 
-    def __init__(self: Any, /, *args: Any, **given: Any) -> None:  # noqa: ANN401, N807  # a method
+    def __init__(self: Any, /, *args: Any, **given: Any) -> None:  # noqa: ANN401  # a method
         values = given
         if len(given) != arguments:
             values = {**defaults, **given}
@@ -126,15 +126,16 @@ def _initialiser(shape: Body, standard: Callable[[], type]) -> Callable[..., Non
                 if name not in given:
                     values[name] = factory()
         if args or len(values) != arguments:
-            return standard().__init__(self, *args, **given)  # type: ignore[misc]  # its errors too
+            standard().__init__(self, *args, **given)  # type: ignore[misc]  # raises its errors
+            return
         try:
             for name, put in setters:
                 put(self, values[name])
         except KeyError:
-            return standard().__init__(self, **given)  # type: ignore[misc]  # its errors too
+            standard().__init__(self, **given)  # type: ignore[misc]  # as above
+            return
         if checks:
             self.__post_init__()
-        return None
 
     return __init__
 
@@ -144,12 +145,12 @@ def _compare_by(made: Any, names: list[str]) -> None:  # noqa: ANN401  # a class
     values = attrgetter(*names)
     single = len(names) == 1
 
-    def __eq__(self: object, other: object) -> bool:  # noqa: N807  # a method
+    def __eq__(self: object, other: object) -> bool:  # a method
         if other.__class__ is not self.__class__:
             return NotImplemented
         return bool(values(self) == values(other))
 
-    def __hash__(self: object) -> int:  # noqa: N807  # a method
+    def __hash__(self: object) -> int:  # a method
         return hash((values(self),) if single else values(self))
 
     made.__eq__ = __eq__

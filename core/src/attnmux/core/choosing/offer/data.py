@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from attnmux.core.choosing.common.facts import defaults, unchecked
@@ -118,9 +118,7 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
             "clauses": tuple(map(clause, row["clauses"])),
             "priors": tuple(map(prior, row["priors"])),
             "options": tuple(made(Option, each) for each in options),
-            "verified_on": tuple(
-                made(Verified, _tupled(each)) for each in row["verified_on"]
-            ),
+            "verified_on": tuple(made(Verified, _tupled(each)) for each in row["verified_on"]),
             "error_bounds": tuple(
                 made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]})
                 for each in row["error_bounds"]
