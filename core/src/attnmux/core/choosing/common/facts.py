@@ -83,18 +83,7 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
         {n: each["default_factory"] for n, each in given.items() if "default_factory" in each},
         "__post_init__" in body,
     )
-    standard: list[type] = []
-
-    def make() -> type:
-        """The standard dataclass of the same body, compiled once."""
-        if not standard:
-            import dataclasses  # noqa: PLC0415  # slow to import
-
-            markers = {n: dataclasses.field(**each) for n, each in given.items() if each}
-            same = type(cls.__name__, cls.__bases__, {**body, **plain, **markers})
-            standard.append(dataclasses.dataclass(frozen=True, **flags)(same))
-        return standard[0]
-
+    make = _standard(cls, {**body, **plain}, given, flags)
     for name in ("__dataclass_fields__", "__dataclass_params__", "__signature__"):
         setattr(made, name, Introspected(name, made, make))
     made._fact = shape
@@ -112,6 +101,27 @@ def _made(cls: type[T], flags: Mapping[str, bool]) -> type[T]:
             f"({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
         )
     return made  # type: ignore[no-any-return]  # a class of the same body
+
+
+def _standard(
+    cls: type,
+    body: Mapping[str, Any],
+    given: Mapping[str, Mapping[str, Any]],
+    flags: Mapping[str, bool],
+) -> Callable[[], type]:
+    """Makes the standard dataclass of the same body, compiled once."""
+    made: list[type] = []
+
+    def make() -> type:
+        if not made:
+            import dataclasses  # noqa: PLC0415  # slow to import
+
+            markers = {n: dataclasses.field(**each) for n, each in given.items() if each}
+            same = type(cls.__name__, cls.__bases__, {**body, **markers})
+            made.append(dataclasses.dataclass(frozen=True, **flags)(same))
+        return made[0]
+
+    return make
 
 
 def _initialiser(shape: Body, standard: Callable[[], type]) -> Callable[..., None]:
