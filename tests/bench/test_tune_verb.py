@@ -250,6 +250,8 @@ def test_without_a_home_directory_a_file_must_be_named(installed, monkeypatch) -
     def homeless(*_: object, **__: object) -> None:
         raise RuntimeError("could not determine the home directory")
 
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
     monkeypatch.setattr("platformdirs.user_cache_path", homeless)
     result = tune("fake0")
     assert result.exit_code == 2

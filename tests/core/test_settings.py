@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from attnmux.core import settings as module
@@ -155,6 +157,8 @@ def test_without_a_home_directory_nothing_is_kept_that_is_not_named(tmp_path, mo
     def homeless(*_: object, **__: object) -> Path:
         raise RuntimeError("could not determine the home directory")
 
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
     monkeypatch.setattr("platformdirs.user_cache_path", homeless)
     monkeypatch.setattr(Path, "expanduser", homeless)
     settings = load(tmp_path)
@@ -244,3 +248,15 @@ def test_seconds_for_plugins(text, seconds) -> None:
 def test_seconds_that_no_plugin_can_have(text) -> None:
     with pytest.raises(SettingsError, match="a number of seconds"):
         Settings.load(environ={"ATTNMUX_PLUGIN_SECONDS": text})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="platformdirs answers elsewhere")
+@pytest.mark.parametrize("cache", [None, "", "relative", "/some/cache", "/some/cache/"])
+@pytest.mark.parametrize("home", ["/home/me", "/home/me/", "/", "", "relative"])
+def test_the_cache_folder_is_that_of_platformdirs(monkeypatch, cache, home) -> None:
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    expected = platformdirs.user_cache_path("attnmux", appauthor=False)
+    assert Settings.cache_folder() == expected

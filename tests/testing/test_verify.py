@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -188,6 +189,37 @@ def test_a_crash_and_a_hang_are_failed_cases(monkeypatch) -> None:
     assert outcomes[names[0]].message == "its process ended with SIGABRT"
     assert outcomes[names[1]].message == "it took longer than 20 seconds"
     assert outcomes[names[2]].status == "passed"
+
+
+class Leaving(FakeBackend):
+    """Ends the process as if all were well: within one case, and soon after another."""
+
+    def attend(self, q, k, v, keep, layer):
+        if q.shape[1] == 14:
+            os._exit(0)
+        if q.shape[1] == 16:
+            threading.Timer(0.2, os._exit, (0,)).start()
+        return super().attend(q, k, v, keep, layer)
+
+
+def test_a_library_that_ends_the_process_with_0_fails_the_case(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    candidate = Candidate(card=fake_card(), platform=fake_platform(), factory=Leaving)
+    names = ("decode-14x2-heads-page16", "decode-16x2-heads-page16", "decode-uneven-page16")
+    cases = {case.name: case for case in standard_cases((16,))}
+
+    def trials():
+        yield cases[names[0]], 0
+        yield cases[names[1]], 0
+        time.sleep(2)  # the process ends meanwhile
+        yield cases[names[2]], 0
+
+    outcomes = {
+        each.case: each for each in run_in_children(candidate, trials(), jobs=1, timeout=60)
+    }
+    for name in (names[0], names[2]):
+        assert outcomes[name].status == "failed"
+        assert outcomes[name].message == "its process ended with exit status 0"
 
 
 def test_a_card_without_graphs_has_nothing_to_run_in_them(on_trial) -> None:

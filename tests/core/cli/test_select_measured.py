@@ -21,7 +21,7 @@ from attnmux.core.choosing.measured.measurement import (
     versions_of,
 )
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.cli import run as shared
+from attnmux.core.cli import invocation as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.installed import load_plugins
 
@@ -36,7 +36,7 @@ FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
 def file(tmp_path, monkeypatch):
     """The user's file, in which the backend that the priors favour less is the faster one."""
     monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **given: tmp_path / "cache")
+    monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")
     return tmp_path / "cache" / "measurements.json"
 
 

@@ -12,16 +12,14 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
-
-import platformdirs
 
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
+from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
@@ -138,6 +136,15 @@ class Settings:
     def cache_folder() -> Path | None:
         """The user's folder for what can be computed again; None where there is no home directory,
         as in a container."""
+        # As platformdirs answers on Linux, where its import would take longer than the rest
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        home = os.environ.get("HOME", "").rstrip("/")
+        if not os.path.isabs(base):
+            base = f"{home}/.cache" if os.path.isabs(home) else ""
+        if base and sys.platform == "linux":
+            return Path(base, "attnmux")
+        import platformdirs  # noqa: PLC0415  # as above
+
         try:
             return platformdirs.user_cache_path("attnmux", appauthor=False)
         except RuntimeError:
@@ -301,7 +308,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
     if name not in READERS:
-        known = [item.name for item in fields(Settings) if item.name in READERS]
+        known = [each for each in Settings.__slots__ if each in READERS]
         near = nearest(name, known)
         guess = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise SettingsError(f"{where}: no setting has this name; {guess}")

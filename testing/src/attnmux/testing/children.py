@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -30,7 +31,9 @@ class _Child:
 
     def start(self, trial: Trial) -> None:
         self.case, self.since = trial[0], time.monotonic()
-        self.pipe.send(trial)
+        # A thread of a library may have ended the idle process; `_answer` then finds that out
+        with suppress(OSError):
+            self.pipe.send(trial)
 
     def stop(self) -> None:
         self.pipe.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,12 @@ def main() -> None:
     gc.disable()
     try:
         with answers_apart():
-            importlib.import_module("attnmux.core.cli.verbs").verbs()
+            code = _quick(sys.argv[1:])
+            if code is None:
+                from attnmux.core.cli.verbs import verbs  # noqa: PLC0415  # imports click
+
+                verbs()
+            sys.exit(code)
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -29,6 +33,16 @@ def main() -> None:
         sys.exit(1)
     finally:
         gc.freeze()
+
+
+def _quick(args: list[str]) -> int | None:
+    """The exit code of a plain `select --json`; None for what click must read."""
+    # On Windows click expands patterns in the arguments
+    if args[:1] != ["select"] or "--json" not in args or os.name == "nt":
+        return None
+    from attnmux.core.cli.quick import answer  # noqa: PLC0415  # imports choosing
+
+    return answer(args[1:])
 
 
 @contextmanager

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import (
@@ -21,7 +19,7 @@ from attnmux.core.choosing.offer.libraries import (
 )
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.invocation import Run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
@@ -29,40 +27,6 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import Measurement
 
 
-@click.command()
-@click.option(
-    "--platform",
-    "platforms",
-    multiple=True,
-    help=f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared.",
-)
-@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
-@click.option("--model", help="A folder with a Hugging Face config.json.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
-@click.option("--backend", help="The backend for extend and decode.")
-@click.option("--prefill-backend", help="The backend for extend.")
-@click.option("--decode-backend", help="The backend for decode.")
-@click.option("--mm-backend", help="The backend for a multimodal encoder.")
-@click.option(
-    "--speculative-attention-mode",
-    type=click.Choice(["prefill", "decode"]),
-    help="Which of the two verifies and drafts.",
-)
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="BACKEND.OPTION=VALUE",
-    help="An option of a backend; `attnmux backends --json` lists them.",
-)
-@click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
-@click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
-@click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
-@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
-@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
-@click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
-@common_options
-@pass_run
 def select(
     run: Run,
     /,
@@ -110,9 +74,9 @@ def select(
     line = _launch_line(engine, answer, model, backends, settings)
     plain |= {"launch": line} if line else {}
     if len(asked) > 1:
-        _compare(asked, request, run.warnings, as_json=as_json)
+        _compare(run, asked, request, as_json=as_json)
     elif as_json and not in_full:
-        echo_json(plain)
+        run.echo_json(plain)
     else:
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
@@ -132,12 +96,12 @@ def select(
             answer,
         )
         if as_json:
-            echo_json({**plain, "explanation": explanation.to_dict()})
+            run.echo_json({**plain, "explanation": explanation.to_dict()})
         else:
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
 
             render_answer(answer, explanation, request, explain=in_full, every=every)
-            click.echo(f"\n{line}" if line else "", nl=bool(line))
+            print(f"\n{line}\n" if line else "", end="")
             if isinstance(answer, NoBackend) and in_full:
                 # The table has shown the reasons
                 raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
@@ -192,14 +156,12 @@ def _ask(
     return device, policy, answer
 
 
-def _compare(
-    asked: Sequence[Answer], request: Request, warnings: Sequence[str], *, as_json: bool
-) -> None:
+def _compare(run: Run, asked: Sequence[Answer], request: Request, *, as_json: bool) -> None:
     """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
     answers = [(device, answer) for device, _, answer in asked]
     if as_json:
         machines = [_answered(answer, request, device) for device, answer in answers]
-        echo_json({"machines": machines, "warnings": list(warnings)})
+        run.echo_json({"machines": machines, "warnings": run.warnings})
         return
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import importlib
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +13,8 @@ import click
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.plugins import is_admitted
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
-from attnmux.core.cli.run import Run
-from attnmux.core.errors import (
-    AmbiguousPlatform,
-    AttnmuxError,
-    InvalidInput,
-    NoBackend,
-    PluginError,
-    SettingsError,
-    UnknownBackend,
-)
+from attnmux.core.cli.invocation import INTERRUPTED, Run, escape_unknown
+from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 
 GROUP = "attnmux.commands"
@@ -37,7 +27,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
     "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
-    "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
+    "select": (
+        "attnmux.core.cli.select_command:select",
+        "Choose a backend for a request, and say why.",
+    ),
 }
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {
@@ -48,9 +41,6 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
-
-UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
-USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
 
 
 class Verbs(click.Group):
@@ -115,48 +105,25 @@ class Verbs(click.Group):
     ) -> object:
         """Run a verb; where standalone, end the process with the exit code."""
         run = Run()
-        # A model's name or text may hold characters that the terminal's encoding lacks
-        for stream in (sys.stdout, sys.stderr):
-            if standalone_mode and isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
+        if standalone_mode:
+            escape_unknown()
         try:
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
             )
         except Exception as error:
-            if not standalone_mode or getattr(error, "errno", None) in UNWRITABLE:
-                raise  # the caller reports an answer that cannot be written
-            if run.debug and not isinstance(error, (click.ClickException, click.Abort)):
-                import traceback  # noqa: PLC0415  # off the path without a failure
-
-                traceback.print_exc()
-            sys.exit(_report(error))
+            if not standalone_mode:
+                raise
+            if isinstance(error, click.ClickException):
+                error.show()
+                sys.exit(error.exit_code)
+            if isinstance(error, click.Abort):
+                print("attnmux: interrupted", file=sys.stderr)
+                sys.exit(INTERRUPTED)
+            sys.exit(run.report(error))
         if not standalone_mode:
             return outcome
         sys.exit(outcome if isinstance(outcome, int) else 0)
-
-
-def _report(error: Exception) -> int:
-    """Print the error on stderr. Returns the exit code."""
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, click.Abort):
-        click.echo("attnmux: interrupted", err=True)
-        return INTERRUPTED
-    if isinstance(error, AttnmuxError):
-        click.echo(f"attnmux: {error}", err=True)
-        return _exit_code(error)
-    kind = type(error).__name__
-    click.echo(f"attnmux: {kind}: {error} (--debug shows where)", err=True)
-    return FAILURE
-
-
-def _exit_code(error: AttnmuxError) -> int:
-    if isinstance(error, NoBackend):
-        return NOTHING_FITS
-    usage = (InvalidInput, UnknownBackend, AmbiguousPlatform, SettingsError)
-    return USAGE if isinstance(error, usage) else FAILURE
 
 
 def _outside() -> dict[str, list[EntryPoint]]:

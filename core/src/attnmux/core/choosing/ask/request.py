@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.values import PHASES, READERS
 from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.facts import dataclass, defaults, field
+from attnmux.core.choosing.common.facts import replace as replace_fields
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import InvalidInput
 
@@ -171,7 +171,7 @@ class Request:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         layers = dict(self.unserved_layers)
         plain = {"phases": list(self.phases), "unserved_layers": layers}
         return {**data, **plain, "origins": dict(self.origins)}
@@ -213,7 +213,7 @@ class Request:
             raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
-DEFAULTS = tuple((item.name, item.default) for item in fields(Request) if item.name != "origins")
+DEFAULTS = tuple(defaults(Request).items())
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from attnmux.core.choosing.common.facts import dataclass, replace
 
 Status = Literal["fits", "coerced", "rejected"]
 
@@ -78,3 +79,6 @@ class Coercion:
     because: str
     origin: str
     """Who set the old value: user, env, config, model, platform or default."""
+
+    def to_dict(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnmux.core.choosing.common.digest import sha256
+from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.find.examine import (
     Entry,
     Examined,
@@ -93,7 +93,7 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
                     "state": state,
                     "time": now if each.entry in new else rows[each.entry.key]["time"],
                     "platforms": [platform.to_dict() for platform in each.platforms],
-                    "failures": [asdict(failure) for failure in each.failures],
+                    "failures": [failure.to_dict() for failure in each.failures],
                 }
                 for each in answers
                 if each is not None
@@ -136,7 +136,7 @@ def _state(root: Path) -> str:
         with suppress(OSError):
             parts += [folder, *sorted(os.listdir(root / folder))]
     parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k not in SHELL)
-    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def survey(

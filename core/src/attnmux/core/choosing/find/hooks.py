@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
@@ -171,7 +170,7 @@ def _child(
         def tell(stage: str) -> None:
             if os.getpid() != examined:  # a copy that the plugin forked would answer late
                 _exit(0)
-            told.update(stage=stage, failures=[asdict(failure) for failure in failures])
+            told.update(stage=stage, failures=[failure.to_dict() for failure in failures])
             _write(asked, place, "json", _dumps(told))
 
         def attempt(stage: Stage, work: Callable[[], T]) -> T | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.choosing.common.digest import sha256
+from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -175,14 +175,14 @@ def read_plugins(
     found.update((each.entry.key, each) for each in examined)
     answers = [each for entry in entries if (each := found[entry.key]) is not None]
     return Plugins(
-        tuple(
+        loaded=tuple(
             Plugin(entry=each.entry, cards=each.cards, probes=each.probes)
             for each in answers
             if not each.failures
         ),
-        (*failures, *(failure for each in answers for failure in each.failures)),
-        cache,
-        seconds,
+        failures=(*failures, *(failure for each in answers for failure in each.failures)),
+        cache=cache,
+        seconds=seconds,
     )
 
 
@@ -194,7 +194,7 @@ def _environment() -> str:
     for room in ("ask", "common", "find", "machine", "offer"):
         with os.scandir(here / room) as files:
             parts += sorted(f"{f.path} {_stamp(f.path)}" for f in files if f.name.endswith(".py"))
-    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def _stamp(path: str) -> list[int]:
@@ -216,7 +216,7 @@ def _row(examined: Examined) -> dict[str, Any] | None:
         "files": files,
         "cards": to_data(examined.cards),
         "probes": examined.probes,
-        "failures": [asdict(failure) for failure in examined.failures],
+        "failures": [failure.to_dict() for failure in examined.failures],
     }
 
 

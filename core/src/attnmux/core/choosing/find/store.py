@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.files import read_file, replacing
 
 MOST_BYTES = 64_000_000
@@ -32,7 +32,7 @@ class Store(NamedTuple):
     @classmethod
     def of(cls, folder: Path | None, name: str) -> Store:
         """The file of this environment in `folder`."""
-        here = hashlib.sha256("\n".join([sys.prefix, *search_path()]).encode()).hexdigest()
+        here = sha256("\n".join([sys.prefix, *search_path()]).encode()).hexdigest()
         return cls(None if folder is None else folder / f"{name}-{here[:16]}.json")
 
     def read(self) -> dict[str, Any]:

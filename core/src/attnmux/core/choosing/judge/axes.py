@@ -7,9 +7,9 @@ field of `Platform`), and a row of `AXES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import InitVar, dataclass, field
 
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Clause
@@ -25,17 +25,15 @@ class Question:
     phase: str
     hypothetical: bool = False
     """The platform is not this machine: a runtime that it does not state counts as new enough."""
-    demands: tuple[Demand, ...] = field(init=False, repr=False, compare=False)
-    """The values that the question demands, each with its axis."""
-    opened: InitVar[Question | None] = None
-    """The same question before the solver set its open values. Its demands are copied; those that
-    the solver added come last."""
+    demands: tuple[Demand, ...] = field(default=(), repr=False, compare=False)
+    """The values that the question demands, each with its axis. Those given are of the same
+    question before the solver set its open values; those that the solver adds come last."""
 
-    def __post_init__(self, opened: Question | None) -> None:
-        before = () if opened is None else opened.demands
+    def __post_init__(self) -> None:
+        before = self.demands
         demands = list(before)
         for axis in AXES:
-            if opened is None or axis.decided:
+            if not before or axis.decided:
                 value = axis.wanted(self)
                 if value is not None and value is not False and (axis, value) not in before:
                     demands.append((axis, value))
@@ -214,7 +212,7 @@ def questions_of(
             platform=platform,
             phase=phase,
             hypothetical=hypothetical,
-            opened=None if opened is None else opened[phase],
+            demands=() if opened is None else opened[phase].demands,
         )
         for phase in request.phases
     }

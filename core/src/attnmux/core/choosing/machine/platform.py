@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from attnmux.core.choosing.common.checks import (
@@ -18,6 +17,7 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
+from attnmux.core.choosing.common.facts import dataclass, defaults
 from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 
@@ -93,7 +93,7 @@ class Platform:
         return ",".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        data = asdict(self)
+        data = {name: getattr(self, name) for name in self.__slots__}
         return {**data, "version": list(self.version), "features": sorted(self.features)}
 
     @classmethod
@@ -103,13 +103,12 @@ class Platform:
         Raises InvalidInput for an unknown key, a missing field, and a value that its field cannot
         hold.
         """
-        known = {field.name: field for field in fields(cls)}
         for name in data:
-            if name not in known:
-                expected = f"the fields {', '.join(sorted(known))}"
+            if name not in cls.__slots__:
+                expected = f"the fields {', '.join(sorted(cls.__slots__))}"
                 raise InvalidInput("platform", got=f"a field {name!r}", expected=expected)
-        for name, field in known.items():
-            if field.default is MISSING and name not in data:
+        for name in cls.__slots__:
+            if name not in data and name not in defaults(cls):
                 raise InvalidInput(f"platform, {name}", got="nothing", expected="a name")
         given = dict(data)
         for name, kind in {"version": tuple, "features": frozenset}.items():

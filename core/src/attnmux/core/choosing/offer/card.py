@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.conditions import (
@@ -42,7 +42,7 @@ Status = Literal["available", "planned"]
 
 UNSOURCED: Mapping[str, str] = FrozenMapping()
 
-NAME = re.compile(r"[A-Za-z0-9_-]+")
+NAME = r"[A-Za-z0-9_-]+"
 NAME_EXPECTED = "letters, digits, _ and -"
 """Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
 
@@ -156,7 +156,7 @@ class Clause:
     strided_kv: Condition = NONE
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in self.__slots__:
             condition = getattr(self, name)
             if not _limits(name, condition):
                 raise refusal(f"clause, {name}", condition, _expected(name))
@@ -169,7 +169,7 @@ class Clause:
 
 def when(**conditions: Condition) -> Clause:
     """A clause of the given conditions alone, for priors."""
-    everything = dict.fromkeys(Clause.__dataclass_fields__, ANY)
+    everything = dict.fromkeys(Clause.__slots__, ANY)
     return Clause(**{**everything, **conditions})
 
 
@@ -214,7 +214,7 @@ class Option:
     summary: str = ""
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
+        if not re.fullmatch(NAME, self.name):
             raise refusal("option, name", self.name, NAME_EXPECTED)
         if not isinstance(self.summary, str):
             raise refusal(f"option {self.name!r}, summary", self.summary, "text")
@@ -303,7 +303,7 @@ class BackendCard:
         owner = f"card {self.name!r}"
         check_fields(owner, self, CHECKS)
         for name in (self.name, *self.aliases):
-            if not NAME.fullmatch(name):
+            if not re.fullmatch(NAME, name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
         try:
             check_range(self.contract)
@@ -316,7 +316,7 @@ class BackendCard:
         if len(set(options)) < len(options):
             raise refusal(f"{owner}, options", options, "each name once")
         for axis, source in self.sources.items():
-            if axis not in Clause.__dataclass_fields__ or not isinstance(source, str):
+            if axis not in Clause.__slots__ or not isinstance(source, str):
                 expected = "axes of a clause, with text"
                 raise refusal(f"{owner}, sources", f"{axis}: {source}", expected)
         object.__setattr__(self, "sources", FrozenMapping(self.sources))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from attnmux.core.choosing.common.facts import defaults, unchecked
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Option, Prior
@@ -29,6 +29,7 @@ TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 """Of options."""
 
 T = TypeVar("T")
+MISSING = object()
 
 
 def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
@@ -63,10 +64,11 @@ def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
 
 def _changed(record: Any) -> dict[str, Any]:  # noqa: ANN401  # any of the dataclasses
     """The fields that differ from their defaults."""
+    usual = defaults(type(record))
     return {
-        field.name: value
-        for field in fields(record)
-        if (value := getattr(record, field.name)) != field.default
+        name: value
+        for name in record.__slots__
+        if (value := getattr(record, name)) != usual.get(name, MISSING)
     }
 
 
@@ -98,14 +100,15 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
     """
     if not checked:
         _check_text(data)
+    made = unchecked if checked else _made
     conditions = [_condition(row) for row in data["conditions"]]
 
     def clause(row: Mapping[str, int]) -> Clause:
-        return _made(Clause, {name: conditions[i] for name, i in row.items()}, checked)
+        return made(Clause, {name: conditions[i] for name, i in row.items()})
 
     def prior(row: Mapping[str, Any]) -> Prior:
         when = {"when": clause(row["when"])} if "when" in row else {}
-        return _made(Prior, {**row, **when}, checked)
+        return made(Prior, {**row, **when})
 
     def card(row: Mapping[str, Any]) -> BackendCard:
         options = ({**_tupled(each), "type": TYPES[each["type"]]} for each in row["options"])
@@ -114,16 +117,14 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
             "sources": FrozenMapping(row["sources"]),
             "clauses": tuple(map(clause, row["clauses"])),
             "priors": tuple(map(prior, row["priors"])),
-            "options": tuple(_made(Option, each, checked) for each in options),
-            "verified_on": tuple(
-                _made(Verified, _tupled(each), checked) for each in row["verified_on"]
-            ),
+            "options": tuple(made(Option, each) for each in options),
+            "verified_on": tuple(made(Verified, _tupled(each)) for each in row["verified_on"]),
             "error_bounds": tuple(
-                _made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]}, checked)
+                made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]})
                 for each in row["error_bounds"]
             ),
         }
-        return _made(BackendCard, given, checked)
+        return made(BackendCard, given)
 
     return tuple(map(card, data["cards"]))
 
@@ -132,29 +133,8 @@ def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _tuples(value) for name, value in row.items()}
 
 
-def _made(kind: type[T], given: Mapping[str, Any], checked: bool) -> T:
-    """An instance; a dataclass's own checks take most of the time that reading would."""
-    if not checked:
-        return kind(**given)
-    made = object.__new__(kind)
-    for name, default, put in SLOTS[kind]:
-        put(made, given.get(name, default))
-    return made
-
-
-SLOTS: Mapping[type, Sequence[tuple[str, Any, Callable[[object, Any], None]]]] = {
-    kind: tuple(
-        # A slot's own setter is faster than object.__setattr__, which looks the slot up
-        (
-            each.name,
-            None if each.default is MISSING else each.default,
-            vars(kind)[each.name].__set__,
-        )
-        for each in fields(kind)
-    )
-    for kind in (Clause, Prior, Option, Verified, ErrorBound, BackendCard)
-}
-"""The fields of each dataclass: name, default and setter."""
+def _made(kind: type[T], given: Mapping[str, Any]) -> T:
+    return kind(**given)
 
 
 def _check_text(data: object) -> None:

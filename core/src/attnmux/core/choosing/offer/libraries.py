@@ -7,16 +7,15 @@ former waits for ever where a metadata file is a pipe. So folders of metadata ar
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.files import read_file
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Distribution(NamedTuple):
             content = self.read("RECORD")
         except OSError:
             return ""
-        return hashlib.sha256(content).hexdigest() if content else ""
+        return sha256(content).hexdigest() if content else ""
 
     def read(self, name: str) -> bytes:
         """A metadata file, empty where there is none. Raises OSError for anything that is no file,
@@ -88,6 +87,8 @@ class EntryPoint(NamedTuple):
 
     def load(self) -> object:
         """Import the module and get the attribute. Raises whatever that raises."""
+        from importlib import import_module  # noqa: PLC0415  # off the path of plugins known
+
         module, _, attributes = self.value.partition(":")
         found: object = import_module(module.strip())
         for name in filter(None, attributes.strip().split(".")):

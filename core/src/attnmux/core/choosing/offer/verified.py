@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several
+from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.machine.platform import Platform
 
-PLATFORM = re.compile(r"[^:,\s]+:[^:,\s]+")
+PLATFORM = r"[^:,\s]+:[^:,\s]+"
 
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("on", "platform", "date"), TEXT),
@@ -42,9 +41,11 @@ class Verified:
         check_fields("verified", self, CHECKS)
         if not self.on.strip():
             raise refusal("verified, on", self.on, "the name of a device or an emulator")
-        if self.platform and not PLATFORM.fullmatch(self.platform):
+        if self.platform and not re.fullmatch(PLATFORM, self.platform):
             expected = "VENDOR:ARCH, or nothing for an emulator"
             raise refusal("verified, platform", self.platform, expected)
+        from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
+
         try:
             date.fromisoformat(self.date)
         except ValueError:

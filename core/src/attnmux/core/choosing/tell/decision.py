@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.digest import sha256
+from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
@@ -83,7 +83,7 @@ class Decision:
         if self.expanded is not None:
             decided["expanded"] = self.expanded.identity()
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return sha256(text.encode()).hexdigest()
 
     def check(
         self,
@@ -120,7 +120,7 @@ class Decision:
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "expanded": None if self.expanded is None else self.expanded.to_dict(),
-            "coercions": [asdict(coercion) for coercion in self.coercions],
+            "coercions": [each.to_dict() for each in self.coercions],
             "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
         }
