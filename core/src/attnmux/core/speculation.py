@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from attnmux.core.arguments import described
 from attnmux.core.errors import InvalidInput
@@ -17,17 +18,18 @@ from attnmux.core.spec import SpecInput, tree_mask, tree_visibility
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DraftTree:
-    """The draft tokens of a step, [B, d] int64 in every field."""
+    """The draft tokens of a step.
+
+    A tree that is smaller than the step's others, or than a graph, ends with padding: nodes
+    without a parent that are not the root. They see themselves alone and are never accepted.
+    """
 
     draft_tokens: torch.Tensor
+    """[B, d] int64"""
     parents: torch.Tensor
-    """The parent of each node; -1 for the root."""
-    retrieve_index: torch.Tensor
-    """The node's place among the step's B * d tokens."""
-    retrieve_next_token: torch.Tensor
-    """The node's first child; -1 for none."""
-    retrieve_next_sibling: torch.Tensor
-    """The next child of the node's parent; -1 for none."""
+    """[B, d] int64: the parent of each node; -1 for the root and for padding."""
+    visible: torch.Tensor | None
+    """[B, d, d] bool: the nodes that each node sees; None for chains, which are causal."""
     topk: int
     """1 if every tree is a chain, and no mask is needed. Otherwise above 1."""
 
@@ -39,9 +41,9 @@ class DraftTree:
     @classmethod
     def chains(cls, draft_tokens: torch.Tensor) -> DraftTree:
         """Trees in which each node is the only child of the node before it."""
-        num_tokens = draft_tokens.shape[1]
-        parents = torch.arange(-1, num_tokens - 1, device=draft_tokens.device)
-        return cls.of(draft_tokens, parents.expand_as(draft_tokens), topk=1)
+        parents = torch.arange(-1, draft_tokens.shape[1] - 1, device=draft_tokens.device)
+        parents = parents.expand_as(draft_tokens)
+        return cls(draft_tokens=draft_tokens, parents=parents, visible=None, topk=1)
 
     @classmethod
     def of(cls, draft_tokens: torch.Tensor, parents: torch.Tensor, *, topk: int) -> DraftTree:
@@ -53,32 +55,56 @@ class DraftTree:
         if draft_tokens.dim() != 2 or draft_tokens.shape != parents.shape:
             got = f"{described(draft_tokens)} with parents {tuple(parents.shape)}"
             raise InvalidInput("draft_tokens", got=got, expected="[B, d] for both")
-        batch_size, num_tokens = draft_tokens.shape
-        order = torch.arange(num_tokens, device=parents.device)
-        if parents.is_cpu and bool((parents >= order).any()):
-            got = "a parent at or after its child"
-            raise InvalidInput("parents", got=got, expected="parents in draft order")
-        starts = torch.arange(batch_size, device=parents.device).unsqueeze(1) * num_tokens
-        # [b, i, j]: whether j is a child of i, or a later child of i's parent
-        is_child = parents.unsqueeze(1) == order.unsqueeze(1)
-        is_sibling = parents.unsqueeze(2) == parents.unsqueeze(1)
-        is_sibling &= order > order.unsqueeze(1)
-        return cls(
-            draft_tokens=draft_tokens,
-            parents=parents,
-            retrieve_index=starts + order,
-            retrieve_next_token=_first(is_child),
-            retrieve_next_sibling=_first(is_sibling),
-            topk=topk,
+        visible = tree_visibility(parents)
+        if topk == 1:
+            visible = None
+        return cls(draft_tokens=draft_tokens, parents=parents, visible=visible, topk=topk)
+
+    def padded(self, draft_token_num: int) -> DraftTree:
+        """With padding up to so many nodes, d or more."""
+        more = draft_token_num - self.draft_token_num
+        if not more:
+            return self
+        visible = self.visible
+        if visible is not None:
+            visible = pad(visible, (0, more, 0, more))
+            visible.diagonal(dim1=1, dim2=2).fill_(True)
+        return DraftTree(
+            draft_tokens=pad(self.draft_tokens, (0, more)),
+            parents=pad(self.parents, (0, more), value=-1),
+            visible=visible,
+            topk=self.topk,
         )
 
     @property
+    def retrieve_index(self) -> torch.Tensor:
+        """[B, d] int64: the node's place among the step's B * d tokens."""
+        return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
+
+    @property
+    def retrieve_next_token(self) -> torch.Tensor:
+        """[B, d] int64: the node's first child; -1 for none."""
+        order = torch.arange(self.draft_token_num, device=self.parents.device)
+        return _first(self.parents.unsqueeze(1) == order.unsqueeze(1))
+
+    @property
+    def retrieve_next_sibling(self) -> torch.Tensor:
+        """[B, d] int64: the next child of the node's parent; -1 for none."""
+        return _first(self._siblings().transpose(1, 2) & (self.parents >= 0).unsqueeze(2))
+
+    def _siblings(self) -> torch.Tensor:
+        """[B, d, d] bool: whether j is an earlier child of i's parent."""
+        order = torch.arange(self.draft_token_num, device=self.parents.device)
+        alike = self.parents.unsqueeze(2) == self.parents.unsqueeze(1)
+        return alike & (order < order.unsqueeze(1))
+
+    @property
     def depths(self) -> torch.Tensor:
-        """[B, d] int64: edges from the root to each node."""
-        if self.topk == 1:
+        """[B, d] int64: edges from the root to each node; 0 for padding of trees with branches."""
+        if self.visible is None:
             order = torch.arange(self.draft_token_num, device=self.parents.device)
             return order.expand_as(self.parents)
-        return tree_visibility(self.parents).sum(-1) - 1
+        return self.visible.sum(-1) - 1
 
     def positions(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """[B * d] int64: each node's place in its sequence. seq_lens: [B] int, the prefixes."""
@@ -88,20 +114,21 @@ class DraftTree:
         """`ForwardBatch.spec_info` of the step that verifies the trees.
 
         seq_lens: [B] int, the prefixes. Trees that are no chains get a mask; its size is read from
-        the device unless seq_lens_sum is given.
+        the device unless seq_lens_sum is given. The result is on the device of seq_lens.
         """
         num_tokens = self.draft_token_num
-        if self.topk == 1:
+        if self.visible is None:
             return SpecInput(draft_token_num=num_tokens)
         total = None
         if seq_lens_sum is not None:
             total = num_tokens * (seq_lens_sum + num_tokens * seq_lens.shape[0])
         lens = (num_tokens * (seq_lens + num_tokens)).cumsum(0)
+        visible = self.visible.to(seq_lens.device, non_blocking=True)
         return SpecInput(
             draft_token_num=num_tokens,
             topk=self.topk,
-            custom_mask=tree_mask(self.parents, seq_lens, total=total),
-            mask_indptr=torch.nn.functional.pad(lens, (1, 0)).to(torch.int32),
+            custom_mask=tree_mask(self.parents, seq_lens, total=total, visible=visible),
+            mask_indptr=pad(lens, (1, 0)).to(torch.int32),
         )
 
 
@@ -162,26 +189,24 @@ def verify_tree_greedy(tree: DraftTree, target_predict: torch.Tensor) -> Accepte
 
     target_predict: [B, d] int64, the target's token after each node. It may be sampled: if each
     token is drawn from the target's distribution at its node, the accepted path and the bonus token
-    have the distribution of the target's own text. Negative tokens match no draft.
-
-    At most d - 1 rounds of elementwise operations: each looks at one node of each request.
+    have the distribution of the target's own text. Negative tokens match no draft. Of siblings
+    with the same token the first is taken.
     """
-    batch_size, num_tokens = target_predict.shape
-    nodes = torch.full_like(target_predict, -1)
-    nodes[:, 0] = 0
-    node = target_predict.new_zeros(batch_size, 1)
-    count = torch.zeros_like(node)
-    candidate = tree.retrieve_next_token[:, :1]
-    for _ in range(num_tokens - 1):
-        place = candidate.clamp(min=0)
-        token = tree.draft_tokens.gather(1, place)
-        matches = (candidate >= 0) & (token == target_predict.gather(1, node))
-        node = torch.where(matches, place, node)
-        count = count + matches
-        # Without a match the last value is written again
-        nodes.scatter_(1, count, node)
-        after = tree.retrieve_next_token.gather(1, place)
-        beside = tree.retrieve_next_sibling.gather(1, place)
-        candidate = torch.where(candidate < 0, -1, torch.where(matches, after, beside))
+    num_tokens = tree.draft_token_num
+    order = torch.arange(num_tokens, device=target_predict.device)
+    before = target_predict.gather(1, tree.parents.clamp(min=0))
+    follows = (tree.parents >= 0) & (tree.draft_tokens == before)
+    if tree.visible is not None:
+        follows &= ~(tree._siblings() & follows.unsqueeze(1)).any(-1)
+    follows[:, 0] = True
+    if tree.visible is None:
+        follows = follows.cumprod(1).bool()
+        nodes = torch.where(follows, order, -1)
+    else:
+        follows = (follows.unsqueeze(1) | ~tree.visible).all(-1)
+        nodes = torch.where(follows, order, num_tokens).sort(dim=1).values
+        nodes = torch.where(nodes == num_tokens, -1, nodes)
     predict = torch.where(nodes < 0, -1, target_predict.gather(1, nodes.clamp(min=0)))
-    return AcceptedDrafts(accept_index=nodes, predict=predict, accept_token_num=count.squeeze(1))
+    return AcceptedDrafts(
+        accept_index=nodes, predict=predict, accept_token_num=follows.sum(dim=1) - 1
+    )
