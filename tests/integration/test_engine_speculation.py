@@ -91,6 +91,7 @@ class HashingRunner:
         """Called in the middle of each step."""
         self.damaged = lambda ids: False
         """Whether the logits after these tokens are no numbers."""
+        self.verify_graphs = None
         self.steps_with_drafts = 0
 
     def forward(self, step, indices, laps=None):
@@ -158,7 +159,7 @@ class RandomProposer:
         self.draft_token_num = draft_token_num
         self.right, self.chains = right, chains
 
-    def propose(self, states, num_tokens, device):
+    def propose(self, states, num_tokens):
         size = self.rng.randint(1, min(num_tokens, self.draft_token_num))
         if size == 1:
             return None
@@ -478,18 +479,12 @@ MUTANTS = {
         "positions",
         lambda make: lambda self, lens: make(DraftTree.chains(self.draft_tokens), lens),
     ),
-    "a sibling's link leads to another branch": (
+    "a node hangs on another branch": (
         speculation_module,
         "verify_tree_greedy",
         lambda verify: (
             lambda tree, predict: verify(
-                replace(
-                    tree,
-                    retrieve_next_sibling=torch.where(
-                        tree.parents < tree.parents.shape[1] - 2, tree.retrieve_index % 7 + 1, -1
-                    ).clamp(max=tree.parents.shape[1] - 1),
-                ),
-                predict,
+                replace(tree, parents=tree.parents - (tree.parents > 0).long()), predict
             )
         ),
     ),

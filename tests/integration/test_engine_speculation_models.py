@@ -34,7 +34,7 @@ class HalfRight:
     def __init__(self, texts, topk):
         self.texts, self.topk, self.rng = texts, topk, random.Random(1)
 
-    def propose(self, states, num_tokens, device):
+    def propose(self, states, num_tokens):
         num = min(num_tokens, self.draft_token_num)
         rows, links = zip(*(self._tree(state.token_ids, num) for state in states), strict=True)
         if self.topk == 1:

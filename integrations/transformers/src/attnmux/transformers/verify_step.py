@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
-from attnmux.core import DraftTree, ForwardBatch, ForwardMode, InvalidInput
+from attnmux.core import DraftTree, ForwardBatch, ForwardMode, GraphRunner, InvalidInput
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
 
 class VerifyStep:
-    """One TARGET_VERIFY step of B requests with d draft tokens each, until its `commit`.
+    """One TARGET_VERIFY step of B requests with n draft tokens each, until its `commit`.
 
     Node i of a request's tree gets the i-th column after its cached tokens. Until the commit, the
     requests count all of these columns as cached, so that releasing a request frees them.
     """
 
     def __init__(
-        self, states: Sequence[SequenceState], tree: DraftTree, steps: StepBuilder
+        self,
+        states: Sequence[SequenceState],
+        tree: DraftTree,
+        steps: StepBuilder,
+        graphs: GraphRunner | None = None,
     ) -> None:
-        """states: each has a row, one pending token, which is the root of its tree, and room for d
-        tokens in its context. Raises PoolExhausted, changing nothing, without enough slots, and
-        InvalidInput for other requests.
+        """states: each has a row, one pending token, which is the root of its tree, and room for n
+        tokens in its context. tree: on the host. graphs: where they can run the step, it has as
+        many nodes d for each request as they have. Those after the n are padding, whose K and V go
+        to slot 0; every context has room for them too.
+        Raises PoolExhausted, changing nothing, without enough slots, and InvalidInput for other
+        requests.
         """
         self.states = tuple(states)
         self._steps = steps
@@ -32,32 +40,35 @@ class VerifyStep:
         """Cached tokens before the step."""
         self._starts = [state.num_columns for state in states]
         self._check()
-        host = torch.tensor(
-            [
-                [state.row for state in states],
-                self.prefixes,
-                self._starts,
-                [start + num_drafts for start in self._starts],
-                [num_drafts] * len(states),
-            ]
-        )
-        rows, prefixes, starts, stops, counts = host.to(steps.device).unbind()
-        lens, lens_sum = prefixes.to(torch.int32), sum(self.prefixes)
+        width = self._width(tree, graphs)
+        self.tree = tree = tree.padded(width)
+        """The trees with d nodes each."""
+        places = torch.tensor([[state.row for state in states], self.prefixes, self._starts])
+        lens_cpu = places[1].to(torch.int32)
         with steps.taking():
-            slots = steps.extend_rows(rows, (starts, stops), host[2:4])
+            new = NewColumns(places, num_drafts, steps)
+            rows, lens, input_ids, positions = new.place(
+                tree.draft_tokens.flatten(), tree.positions(places[1])
+            )
+            self._slots = slots = new.slots
+            if width > num_drafts:
+                slots = pad(slots.view(-1, num_drafts), (0, width - num_drafts)).flatten()
+            lens = lens.to(torch.int32)
+            counts = torch.full_like(lens_cpu, width)
+            lens_sum = sum(self.prefixes)
             batch = ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=len(states),
                 req_pool_indices=rows,
                 seq_lens=lens,
                 out_cache_loc=slots,
-                positions=tree.positions(lens),
-                seq_lens_cpu=host[1].to(torch.int32),
+                positions=positions,
+                seq_lens_cpu=lens_cpu,
                 seq_lens_sum=lens_sum,
-                extend_seq_lens=counts.to(torch.int32),
-                extend_seq_lens_cpu=host[4].to(torch.int32),
+                extend_seq_lens=torch.full_like(lens, width),
+                extend_seq_lens_cpu=counts,
                 extend_prefix_lens=lens,
-                extend_prefix_lens_cpu=host[1].to(torch.int32),
+                extend_prefix_lens_cpu=lens_cpu,
                 extend_num_tokens=slots.shape[0],
                 spec_info=tree.spec_input(lens, seq_lens_sum=lens_sum),
             )
@@ -66,7 +77,7 @@ class VerifyStep:
         steps.intact = True
         self.step = Step(
             batch=batch,
-            input_ids=tree.draft_tokens.flatten(),
+            input_ids=input_ids,
             last_indices=torch.arange(slots.shape[0], device=slots.device),
         )
 
@@ -78,24 +89,49 @@ class VerifyStep:
         overwrite the K and V of a request's rejected nodes, which may be no numbers. Call it
         before any of the requests is released.
         """
-        steps, pool = self._steps, self._steps.token_to_kv_pool
-        moved: list[tuple[int, int, int]] = []
-        zeroed: list[tuple[int, int]] = []
-        for place, (state, path) in enumerate(zip(self.states, paths, strict=True)):
-            row, start = state.row, self._starts[place]
-            assert row is not None
-            moved += [(row, start + node, start + to) for to, node in enumerate(path) if node != to]
+        steps, pool, num = self._steps, self._steps.token_to_kv_pool, self._num_drafts
+        page_size = steps.allocator.page_size
+        sources: list[int] = []
+        targets: list[int] = []
+        zeroed: list[int] = []
+        freed: list[int] = []
+        for place, (start, path) in enumerate(zip(self._starts, paths, strict=True)):
+            first, kept = place * num, len(path)
+            if kept and path[-1] != kept - 1:
+                sources += [first + node for node in path]
+                targets += range(first, first + kept)
             if zero and zero[place]:
-                stop = start + self._num_drafts
-                zeroed += [(row, column) for column in range(start + len(path), stop)]
+                zeroed += range(first + kept, first + num)
+            opened = kept + -(start + kept) % page_size
+            freed += range(first + opened, first + num, page_size)
         steps.intact = False
-        if moved and pool is not None:
-            rows, sources, targets = zip(*moved, strict=True)
-            pool.move(_slots(steps, rows, sources), _slots(steps, rows, targets))
-        if zeroed and pool is not None:
-            pool.zero(_slots(steps, *zip(*zeroed, strict=True)))
-        lens = [prefix + len(path) for prefix, path in zip(self.prefixes, paths, strict=True)]
-        truncate(steps, self.states, lens)
+        if pool is not None and sources:
+            pool.move(self._slots_of(sources), self._slots_of(targets))
+        if pool is not None and zeroed:
+            # Padding of the same request may have left such values in slot 0
+            pool.zero(pad(self._slots_of(zeroed), (0, 1)))
+        if freed:
+            pages = self._slots_of(freed)
+            steps.allocator.free_pages(pages if page_size == 1 else pages // page_size)
+        for state, prefix, path in zip(self.states, self.prefixes, paths, strict=True):
+            state.num_cached = prefix + len(path)
+        steps.intact = True
+
+    def _slots_of(self, nodes: list[int]) -> torch.Tensor:
+        """[n] int64: the slots of nodes, by their places among the B * n."""
+        return self._slots.index_select(0, torch.tensor(nodes).to(self._slots.device))
+
+    def _width(self, tree: DraftTree, graphs: GraphRunner | None) -> int:
+        """d: that of the graphs if they serve the step."""
+        if graphs is None:
+            return self._num_drafts
+        config, room = graphs.config, self._steps.max_context_len - max(self.prefixes)
+        serves = (
+            len(self.states) <= config.max_batch_size
+            and config.custom_mask == (tree.visible is not None)
+            and self._num_drafts <= config.tokens_per_request <= room
+        )
+        return config.tokens_per_request if serves else self._num_drafts
 
     def _check(self) -> None:
         longest = self._steps.max_context_len
@@ -106,6 +142,53 @@ class VerifyStep:
             if prefix + self._num_drafts > longest:
                 got = f"{self._num_drafts} draft tokens after {prefix}"
                 raise InvalidInput("tree", got=got, expected=f"a context of at most {longest}")
+
+
+class NewColumns:
+    """Slots for n new tokens of each of B requests, and one copy to the device."""
+
+    def __init__(self, places: torch.Tensor, num_new: int, steps: StepBuilder) -> None:
+        """places: [3, B] int64 on the host: rows, cached tokens, and columns in use.
+
+        Takes pages when it is `place`d.
+        """
+        self._places, self._num_new, self._steps = places, num_new, steps
+
+    def place(self, *host: torch.Tensor) -> list[torch.Tensor]:
+        """Write the new slots to the request table. Returns rows and cached tokens, [B] int64 each,
+        and the other tensors [m] int64, all on the device. Call it while `taking`."""
+        steps, page_size = self._steps, self._steps.allocator.page_size
+        table = steps.req_to_token_pool.req_to_token
+        rows, cached, starts = self._places
+        columns = starts.unsqueeze(1) + torch.arange(self._num_new)
+        cells = (rows * table.shape[1]).unsqueeze(1) + columns
+        parts = [rows, cached, *host, cells.flatten()]
+        num_pages = columns.numel()
+        if page_size > 1:
+            # Page 0 of a request is the one with its last column; the others are new
+            last = (starts - 1).div(page_size, rounding_mode="floor")
+            page = columns // page_size - last.unsqueeze(1)
+            opened = page[:, -1]
+            num_pages = int(opened.sum())
+            before = opened.cumsum(0) - opened + rows.shape[0] - 1
+            order = torch.arange(rows.shape[0]).unsqueeze(1)
+            of_page = torch.where(page > 0, before.unsqueeze(1) + page, order)
+            final = cells[:, 0] - (starts > 0).long()
+            parts += [of_page.flatten(), (columns % page_size).flatten(), final]
+        sizes = [part.shape[0] for part in parts]
+        moved = list(torch.cat(parts).to(steps.device, non_blocking=True).split(sizes))
+        fixed = moved[: 2 + len(host)]
+        cells, *paging = moved[len(fixed) :]
+        slots = steps.allocator.alloc_pages(num_pages)
+        flat = table.view(-1)
+        if paging:
+            of_page, offsets, final = paging
+            pages = torch.cat([flat.index_select(0, final).long() // page_size, slots])
+            slots = pages.index_select(0, of_page) * page_size + offsets
+        flat.index_copy_(0, cells, slots.to(table.dtype))
+        self.slots = slots
+        """[B * n] int64"""
+        return fixed
 
 
 def truncate(steps: StepBuilder, states: Sequence[SequenceState], lens: Sequence[int]) -> None:

@@ -31,12 +31,10 @@ class Proposer(Protocol):
     def draft_token_num(self) -> int:
         """The most nodes of a request's tree, the root included."""
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 
-        The root of each tree is the request's one pending token. The trees are on `device`.
+        The root of each tree is the request's one pending token. The trees are on the host.
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -73,9 +71,7 @@ class NgramProposer:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._indices: WeakKeyDictionary[SequenceState, NgramIndex] = WeakKeyDictionary()
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`. A tree with fewer nodes than another repeats its last token: a guess like
         any other."""
         most = min(num_tokens, self.draft_token_num) - 1
@@ -91,8 +87,8 @@ class NgramProposer:
             links.append([-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)])
             rows.append(row + [row[-1]] * missing)
         if self.topk == 1:
-            return DraftTree.chains(torch.tensor(rows).to(device))
-        draft_tokens, parents = torch.tensor([rows, links]).to(device)
+            return DraftTree.chains(torch.tensor(rows))
+        draft_tokens, parents = torch.tensor([rows, links])
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -132,7 +128,7 @@ class Speculation:
         if most < 2:
             return None
         states = [request.state for request in requests]
-        return self._proposer.propose(states, most, self._cache.steps.device)
+        return self._proposer.propose(states, most)
 
     def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
         """Evict as much as the step needs."""
@@ -148,23 +144,24 @@ class Speculation:
 
         Call `commit` once the requests have taken them.
         """
-        self._step = verify = VerifyStep([one.state for one in requests], tree, self._cache.steps)
+        states = [one.state for one in requests]
+        num_drafts = tree.draft_token_num - 1
+        verify = VerifyStep(states, tree, self._cache.steps, runner.verify_graphs)
+        self._step, tree = verify, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
-        draws = _draws(requests, tree)
-        target_predict = sample(logits, draws).view(tree.draft_tokens.shape)
-        verified = verify_tree_greedy(tree, target_predict)
-        unsound = (target_predict == NOT_A_NUMBER).any(dim=1, keepdim=True)
-        counts = verified.accept_token_num.unsqueeze(1)
-        answer = torch.cat([counts, unsound, verified.accept_index, verified.predict], dim=1)
+        sampled = sample(logits, _draws(requests, tree))
         laps.lap("sample")
-        rows: list[list[int]] = answer.tolist()
+        target_predict = sampled.cpu().view(tree.draft_tokens.shape)
         laps.lap("wait")
-        nodes = slice(2, 2 + tree.draft_token_num)
-        self._paths = [row[nodes] for row in rows]
-        self._unsound = [bool(row[1]) for row in rows]
-        self._stats.drafts.count(len(rows), tree.draft_token_num - 1, sum(row[0] for row in rows))
-        return [row[nodes.stop :][: row[0] + 1] for row in rows]
+        verified = verify_tree_greedy(tree, target_predict)
+        accepted: list[int] = verified.accept_token_num.tolist()
+        paths: list[list[int]] = verified.accept_index.tolist()
+        predict: list[list[int]] = verified.predict.tolist()
+        self._unsound = (target_predict == NOT_A_NUMBER).any(dim=1).tolist()
+        self._paths = [path[: num + 1] for path, num in zip(paths, accepted, strict=True)]
+        self._stats.drafts.count(len(requests), num_drafts, sum(accepted))
+        return [tokens[: num + 1] for tokens, num in zip(predict, accepted, strict=True)]
 
     def commit(self, requests: Sequence[LiveRequest]) -> None:
         """Keep the K and V of the tokens that the requests took, and free all other slots."""
@@ -211,10 +208,10 @@ class Speculation:
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
-    """How each node is sampled. Reads the depths of trees from the device if a request draws."""
-    num_tokens, samplers = tree.draft_token_num, [request.sampler for request in requests]
+    """How each node is sampled; empty if no request draws."""
+    samplers = [request.sampler for request in requests]
     if all(sampler.draws_by is None for sampler in samplers):
-        return [sampler for sampler in samplers for _ in range(num_tokens)]
+        return []
     places = [
         Upcoming(sampler, depth)
         for sampler, depths in zip(samplers, tree.depths.tolist(), strict=True)
