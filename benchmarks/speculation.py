@@ -132,7 +132,9 @@ def main(
         return figures["whole step"]
 
     names = {f"{way} {size}": (way, size) for size in sizes for way in ways}
-    interleave({name: partial(measure, name, *one) for name, one in names.items()}, rounds, warm_up=1)
+    interleave(
+        {name: partial(measure, name, *one) for name, one in names.items()}, rounds, warm_up=1
+    )
     found = {name: medians(figures[1:]) for name, figures in taken.items()}
     about = facts(
         runner.context.device,

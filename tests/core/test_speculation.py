@@ -70,10 +70,6 @@ def test_random_trees_agree_with_walking_node_by_node(forest) -> None:
         for node in range(1, len(links)):
             depths[node] = depths[links[node]] + 1
         assert tree.depths[row].tolist() == depths
-    lens = torch.arange(len(parents), dtype=torch.int32) + 3
-    assert tree.positions(lens).view(tree.parents.shape).tolist() == (
-        (lens.unsqueeze(1) + tree.depths).tolist()
-    )
 
 
 def check_links(tree: DraftTree, parents: list[list[int]]) -> None:
@@ -97,13 +93,13 @@ def check(verified: AcceptedDrafts, forest) -> None:
         assert verified.accept_token_num[row] == len(path) - 1
 
 
-@pytest.mark.parametrize("field", ["parents", "visible"])
+@pytest.mark.parametrize("field", ["links", "visible"])
 def test_a_wrong_tree_is_found(field: str) -> None:
     tokens, predict = [0, 7, 8, 9, 10, 11], [9, 11, 1, 1, 1, 1]
     tree = DraftTree.of(torch.tensor([tokens]), torch.tensor([TREE]), topk=3)
     forest = [TREE], [tokens], [predict]
     check(verify_tree_greedy(tree, torch.tensor([predict])), forest)
-    wrong = {"parents": tree.parents.clone(), "visible": tree.visible.clone()}[field]
+    wrong = {"links": tree.links.clone(), "visible": tree.visible.clone()}[field]
     wrong[0, 3] = wrong[0, 4]
     with pytest.raises(AssertionError):
         check(verify_tree_greedy(replace(tree, **{field: wrong}), torch.tensor([predict])), forest)

@@ -519,16 +519,31 @@ MUTANTS = {
         ),
     ),
     "positions are places in the tree": (
+        verify_step_module,
+        "_depths",
+        lambda depths: lambda tree: depths(DraftTree.chains(tree.draft_tokens)),
+    ),
+    "padding is accepted": (
         DraftTree,
-        "positions",
-        lambda make: lambda self, lens: make(DraftTree.chains(self.draft_tokens), lens),
+        "padded",
+        lambda pad: (
+            lambda self, num: (
+                self
+                if num == self.draft_token_num
+                else DraftTree.of(
+                    pad(self, num).draft_tokens.fill_(1),
+                    pad(self, num).links.clamp(min=0) - (torch.arange(num) == 0).long(),
+                    topk=4,
+                )
+            )
+        ),
     ),
     "a node hangs on another branch": (
         speculation_module,
         "verify_tree_greedy",
         lambda verify: (
             lambda tree, predict: verify(
-                replace(tree, parents=tree.parents - (tree.parents > 0).long()), predict
+                replace(tree, links=tree.links - (tree.links > 0).long()), predict
             )
         ),
     ),
@@ -544,7 +559,9 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 
 def check_text(prompts):
-    assert generated(prompts, RandomProposer())[0] == [continued(ids, 12) for ids in prompts]
+    runner = HashingRunner(graphs=verify_config(trees=True))
+    texts = generated(prompts, RandomProposer(), runner=runner)[0]
+    assert texts == [continued(ids, 12) for ids in prompts]
 
 
 def test_trees_of_ancestors_alone():

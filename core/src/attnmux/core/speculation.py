@@ -6,7 +6,7 @@ sampled. A parent precedes its children. Nothing here synchronises, except for c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -20,30 +20,40 @@ from attnmux.core.spec import SpecInput, tree_mask, tree_visibility
 class DraftTree:
     """The draft tokens of a step.
 
-    A tree that is smaller than the step's others, or than a graph, ends with padding: nodes
-    without a parent that are not the root. They see themselves alone and are never accepted.
+    Trees that are smaller than those of a graph end with padding: nodes that are never accepted.
     """
 
     draft_tokens: torch.Tensor
     """[B, d] int64"""
-    parents: torch.Tensor
-    """[B, d] int64: the parent of each node; -1 for the root and for padding."""
+    links: torch.Tensor | None
+    """[B, d] int64: the parent of each node; -1 for the root and for padding. None for chains."""
     visible: torch.Tensor | None
-    """[B, d, d] bool: the nodes that each node sees; None for chains, which are causal."""
+    """[B, d, d] bool: the nodes that each node sees. Padding sees itself alone. None for chains,
+    which are causal and need no mask."""
     topk: int
-    """1 if every tree is a chain, and no mask is needed. Otherwise above 1."""
+    """1 if every tree is a chain. Otherwise above 1."""
+    num_nodes: int
+    """Nodes of each tree without padding."""
 
     @property
     def draft_token_num(self) -> int:
         """d, the root included."""
         return self.draft_tokens.shape[1]
 
+    @property
+    def parents(self) -> torch.Tensor:
+        """[B, d] int64: the parent of each node; -1 for the root and for padding."""
+        if self.links is not None:
+            return self.links
+        parents = torch.arange(-1, self.draft_token_num - 1, device=self.draft_tokens.device)
+        parents[self.num_nodes :] = -1
+        return parents.expand_as(self.draft_tokens)
+
     @classmethod
     def chains(cls, draft_tokens: torch.Tensor) -> DraftTree:
         """Trees in which each node is the only child of the node before it."""
-        parents = torch.arange(-1, draft_tokens.shape[1] - 1, device=draft_tokens.device)
-        parents = parents.expand_as(draft_tokens)
-        return cls(draft_tokens=draft_tokens, parents=parents, visible=None, topk=1)
+        num = draft_tokens.shape[1]
+        return cls(draft_tokens=draft_tokens, links=None, visible=None, topk=1, num_nodes=num)
 
     @classmethod
     def of(cls, draft_tokens: torch.Tensor, parents: torch.Tensor, *, topk: int) -> DraftTree:
@@ -55,36 +65,39 @@ class DraftTree:
         if draft_tokens.dim() != 2 or draft_tokens.shape != parents.shape:
             got = f"{described(draft_tokens)} with parents {tuple(parents.shape)}"
             raise InvalidInput("draft_tokens", got=got, expected="[B, d] for both")
-        visible = tree_visibility(parents)
         if topk == 1:
-            visible = None
-        return cls(draft_tokens=draft_tokens, parents=parents, visible=visible, topk=topk)
+            return cls.chains(draft_tokens)
+        return cls(
+            draft_tokens=draft_tokens,
+            links=parents,
+            visible=tree_visibility(parents),
+            topk=topk,
+            num_nodes=draft_tokens.shape[1],
+        )
 
     def padded(self, draft_token_num: int) -> DraftTree:
-        """With padding up to so many nodes, d or more."""
+        """With padding up to so many nodes, at least d."""
         more = draft_token_num - self.draft_token_num
         if not more:
             return self
-        visible = self.visible
-        if visible is not None:
+        links, visible = self.links, self.visible
+        if links is not None and visible is not None:
+            links = pad(links, (0, more), value=-1)
             visible = pad(visible, (0, more, 0, more))
             visible.diagonal(dim1=1, dim2=2).fill_(True)
-        return DraftTree(
-            draft_tokens=pad(self.draft_tokens, (0, more)),
-            parents=pad(self.parents, (0, more), value=-1),
-            visible=visible,
-            topk=self.topk,
-        )
+        tokens = pad(self.draft_tokens, (0, more))
+        return replace(self, draft_tokens=tokens, links=links, visible=visible)
 
     @property
     def retrieve_index(self) -> torch.Tensor:
         """[B, d] int64: the node's place among the step's B * d tokens."""
-        return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
+        tokens = self.draft_tokens
+        return torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
 
     @property
     def retrieve_next_token(self) -> torch.Tensor:
         """[B, d] int64: the node's first child; -1 for none."""
-        order = torch.arange(self.draft_token_num, device=self.parents.device)
+        order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
         return _first(self.parents.unsqueeze(1) == order.unsqueeze(1))
 
     @property
@@ -94,21 +107,18 @@ class DraftTree:
 
     def _siblings(self) -> torch.Tensor:
         """[B, d, d] bool: whether j is an earlier child of i's parent."""
-        order = torch.arange(self.draft_token_num, device=self.parents.device)
-        alike = self.parents.unsqueeze(2) == self.parents.unsqueeze(1)
+        order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
+        parents = self.parents
+        alike = parents.unsqueeze(2) == parents.unsqueeze(1)
         return alike & (order < order.unsqueeze(1))
 
     @property
     def depths(self) -> torch.Tensor:
         """[B, d] int64: edges from the root to each node; 0 for padding of trees with branches."""
         if self.visible is None:
-            order = torch.arange(self.draft_token_num, device=self.parents.device)
-            return order.expand_as(self.parents)
+            order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
+            return order.expand_as(self.draft_tokens)
         return self.visible.sum(-1) - 1
-
-    def positions(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """[B * d] int64: each node's place in its sequence. seq_lens: [B] int, the prefixes."""
-        return (seq_lens.long().unsqueeze(1) + self.depths).flatten()
 
     def spec_input(self, seq_lens: torch.Tensor, *, seq_lens_sum: int | None = None) -> SpecInput:
         """`ForwardBatch.spec_info` of the step that verifies the trees.
@@ -194,19 +204,21 @@ def verify_tree_greedy(tree: DraftTree, target_predict: torch.Tensor) -> Accepte
     """
     num_tokens = tree.draft_token_num
     order = torch.arange(num_tokens, device=target_predict.device)
-    before = target_predict.gather(1, tree.parents.clamp(min=0))
-    follows = (tree.parents >= 0) & (tree.draft_tokens == before)
-    if tree.visible is not None:
-        follows &= ~(tree._siblings() & follows.unsqueeze(1)).any(-1)
-    follows[:, 0] = True
     if tree.visible is None:
-        follows = follows.cumprod(1).bool()
-        nodes = torch.where(follows, order, -1)
+        follows = (
+            tree.draft_tokens[:, 1 : tree.num_nodes] == target_predict[:, : tree.num_nodes - 1]
+        )
+        count = follows.cumprod(1).sum(dim=1, keepdim=True)
+        nodes = torch.where(order <= count, order, -1)
     else:
-        follows = (follows.unsqueeze(1) | ~tree.visible).all(-1)
-        nodes = torch.where(follows, order, num_tokens).sort(dim=1).values
-        nodes = torch.where(nodes == num_tokens, -1, nodes)
-    predict = torch.where(nodes < 0, -1, target_predict.gather(1, nodes.clamp(min=0)))
-    return AcceptedDrafts(
-        accept_index=nodes, predict=predict, accept_token_num=follows.sum(dim=1) - 1
-    )
+        parents = tree.parents
+        before = target_predict.gather(1, parents.clamp(min=0))
+        follows = (parents >= 0) & (tree.draft_tokens == before)
+        follows &= ~(tree._siblings() & follows.unsqueeze(1)).any(-1)
+        follows[:, 0] = True
+        accepted = (follows.unsqueeze(1) | ~tree.visible).all(-1)
+        count = accepted.sum(dim=1, keepdim=True) - 1
+        nodes = torch.where(accepted, order, num_tokens).sort(dim=1).values
+        nodes = torch.where(order <= count, nodes, -1)
+    predict = torch.where(order <= count, target_predict.gather(1, nodes.clamp(min=0)), -1)
+    return AcceptedDrafts(accept_index=nodes, predict=predict, accept_token_num=count.squeeze(1))

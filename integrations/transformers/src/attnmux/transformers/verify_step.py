@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -43,30 +44,33 @@ class VerifyStep:
         width = self._width(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
-        places = torch.tensor([[state.row for state in states], self.prefixes, self._starts])
-        lens_cpu = places[1].to(torch.int32)
+        num, lens_sum = len(states), sum(self.prefixes)
+        places = np.array([[state.row for state in states], self.prefixes, self._starts])
+        # The lengths and the counts of new tokens, which kernels read as int32
+        lens_host = np.repeat(np.int64(width), 2 * num)
+        lens_host[:num] = places[1]
+        lens_cpu, counts_cpu = _halves(torch.from_numpy(lens_host.astype(np.int32)))
+        nodes = places[1][:, None] + _depths(tree)
         with steps.taking():
             new = NewColumns(places, num_drafts, steps)
-            rows, lens, input_ids, positions = new.place(
-                tree.draft_tokens.flatten(), tree.positions(places[1])
+            rows, both, input_ids, positions, order = new.place(
+                lens_host, tree.draft_tokens.numpy().ravel(), nodes.ravel(), np.arange(nodes.size)
             )
             self._slots = slots = new.slots
             if width > num_drafts:
-                slots = pad(slots.view(-1, num_drafts), (0, width - num_drafts)).flatten()
-            lens = lens.to(torch.int32)
-            counts = torch.full_like(lens_cpu, width)
-            lens_sum = sum(self.prefixes)
+                slots = pad(slots.view(num, num_drafts), (0, width - num_drafts)).view(-1)
+            lens, counts = _halves(both.to(torch.int32))
             batch = ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
-                batch_size=len(states),
+                batch_size=num,
                 req_pool_indices=rows,
                 seq_lens=lens,
                 out_cache_loc=slots,
                 positions=positions,
                 seq_lens_cpu=lens_cpu,
                 seq_lens_sum=lens_sum,
-                extend_seq_lens=torch.full_like(lens, width),
-                extend_seq_lens_cpu=counts,
+                extend_seq_lens=counts,
+                extend_seq_lens_cpu=counts_cpu,
                 extend_prefix_lens=lens,
                 extend_prefix_lens_cpu=lens_cpu,
                 extend_num_tokens=slots.shape[0],
@@ -75,11 +79,7 @@ class VerifyStep:
         for state in states:
             state.num_cached += num_drafts
         steps.intact = True
-        self.step = Step(
-            batch=batch,
-            input_ids=input_ids,
-            last_indices=torch.arange(slots.shape[0], device=slots.device),
-        )
+        self.step = Step(batch=batch, input_ids=input_ids, last_indices=order)
 
     def commit(self, paths: Sequence[Sequence[int]], zero: Sequence[bool] = ()) -> None:
         """Keep a path of each request's tree as its next cached tokens, and free the other slots.
@@ -119,7 +119,7 @@ class VerifyStep:
 
     def _slots_of(self, nodes: list[int]) -> torch.Tensor:
         """[n] int64: the slots of nodes, by their places among the B * n."""
-        return self._slots.index_select(0, torch.tensor(nodes).to(self._slots.device))
+        return self._slots.index_select(0, torch.from_numpy(np.array(nodes)).to(self._slots.device))
 
     def _width(self, tree: DraftTree, graphs: GraphRunner | None) -> int:
         """d: that of the graphs if they serve the step."""
@@ -147,48 +147,59 @@ class VerifyStep:
 class NewColumns:
     """Slots for n new tokens of each of B requests, and one copy to the device."""
 
-    def __init__(self, places: torch.Tensor, num_new: int, steps: StepBuilder) -> None:
-        """places: [3, B] int64 on the host: rows, cached tokens, and columns in use.
+    def __init__(self, places: np.ndarray, num_new: int, steps: StepBuilder) -> None:
+        """places: [3, B] int64: rows, cached tokens, and columns in use.
 
         Takes pages when it is `place`d.
         """
         self._places, self._num_new, self._steps = places, num_new, steps
 
-    def place(self, *host: torch.Tensor) -> list[torch.Tensor]:
-        """Write the new slots to the request table. Returns rows and cached tokens, [B] int64 each,
-        and the other tensors [m] int64, all on the device. Call it while `taking`."""
+    def place(self, *host: np.ndarray) -> Sequence[torch.Tensor]:
+        """Write the new slots to the request table. Returns the rows [B] int64 and the other
+        arrays [m] int64 on the device. Call it while `taking`."""
         steps, page_size = self._steps, self._steps.allocator.page_size
         table = steps.req_to_token_pool.req_to_token
-        rows, cached, starts = self._places
-        columns = starts.unsqueeze(1) + torch.arange(self._num_new)
-        cells = (rows * table.shape[1]).unsqueeze(1) + columns
-        parts = [rows, cached, *host, cells.flatten()]
-        num_pages = columns.numel()
+        rows, _, starts = self._places
+        columns = starts[:, None] + np.arange(self._num_new)
+        cells = columns + (rows * table.shape[1])[:, None]
+        parts = [rows, *host, cells.ravel()]
+        num_pages = columns.size
         if page_size > 1:
             # Page 0 of a request is the one with its last column; the others are new
-            last = (starts - 1).div(page_size, rounding_mode="floor")
-            page = columns // page_size - last.unsqueeze(1)
+            page = columns // page_size - ((starts - 1) // page_size)[:, None]
             opened = page[:, -1]
-            num_pages = int(opened.sum())
-            before = opened.cumsum(0) - opened + rows.shape[0] - 1
-            order = torch.arange(rows.shape[0]).unsqueeze(1)
-            of_page = torch.where(page > 0, before.unsqueeze(1) + page, order)
-            final = cells[:, 0] - (starts > 0).long()
-            parts += [of_page.flatten(), (columns % page_size).flatten(), final]
-        sizes = [part.shape[0] for part in parts]
-        moved = list(torch.cat(parts).to(steps.device, non_blocking=True).split(sizes))
-        fixed = moved[: 2 + len(host)]
-        cells, *paging = moved[len(fixed) :]
+            ends = opened.cumsum()
+            num_pages = int(ends[-1])
+            order = np.arange(rows.size)
+            before = (ends - opened + rows.size - 1)[:, None]
+            of_page = np.where(page > 0, before + page, order[:, None])
+            final = cells[:, 0] - (starts > 0)
+            parts += [of_page.ravel(), (columns % page_size).ravel(), final]
+        # One copy for all of them
+        joined = torch.from_numpy(np.concatenate(parts)).to(steps.device, non_blocking=True)
+        moved = torch.split_with_sizes(joined, [part.size for part in parts])
         slots = steps.allocator.alloc_pages(num_pages)
-        flat = table.view(-1)
-        if paging:
-            of_page, offsets, final = paging
-            pages = torch.cat([flat.index_select(0, final).long() // page_size, slots])
-            slots = pages.index_select(0, of_page) * page_size + offsets
-        flat.index_copy_(0, cells, slots.to(table.dtype))
+        flat, num_fixed = table.view(-1), 1 + len(host)
+        if page_size > 1:
+            of_page, offsets, final = moved[num_fixed + 1 :]
+            pages = torch.cat([flat.index_select(0, final) // page_size, slots])
+            slots = (pages.index_select(0, of_page) * page_size).add_(offsets)
+        flat.index_copy_(0, moved[num_fixed], slots.to(table.dtype))
         self.slots = slots
         """[B * n] int64"""
-        return fixed
+        return moved[:num_fixed]
+
+
+def _halves(both: torch.Tensor) -> Sequence[torch.Tensor]:
+    num = both.shape[0] // 2
+    return torch.split_with_sizes(both, [num, num])
+
+
+def _depths(tree: DraftTree) -> np.ndarray:
+    """[B, d] or [1, d] int64: see `DraftTree.depths`."""
+    if tree.visible is None:
+        return np.arange(tree.draft_token_num)[None]
+    return tree.depths.numpy()
 
 
 def truncate(steps: StepBuilder, states: Sequence[SequenceState], lens: Sequence[int]) -> None:

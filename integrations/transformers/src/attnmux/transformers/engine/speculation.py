@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from attnmux.core import (
@@ -79,26 +80,28 @@ class NgramProposer:
         longest = max((len(tokens) for tokens, _ in found), default=0)
         if not longest:
             return None
-        rows: list[list[int]] = []
-        links: list[list[int]] = []
-        for state, (tokens, parents) in zip(states, found, strict=True):
+        rows = []
+        for state, (tokens, _) in zip(states, found, strict=True):
             row = [state.token_ids[-1], *tokens]
-            missing = longest + 1 - len(row)
-            links.append([-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)])
-            rows.append(row + [row[-1]] * missing)
+            rows.append(row + row[-1:] * (longest + 1 - len(row)))
+        draft_tokens = torch.from_numpy(np.array(rows))
         if self.topk == 1:
-            return DraftTree.chains(torch.tensor(rows))
-        draft_tokens, parents = torch.tensor([rows, links])
+            return DraftTree.chains(draft_tokens)
+        links = [[-2, *above, *range(len(above) - 1, longest - 1)] for _, above in found]
+        parents = torch.from_numpy(np.array(links) + 1)
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing to do: what was found in a request's text goes with the request."""
 
-    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], list[int]]:
+    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], Sequence[int]]:
         index = self._indices.get(state)
         if index is None:
             index = NgramIndex(min_ngram=self._min_ngram, max_ngram=self._max_ngram)
             self._indices[state] = index
+        if self.topk == 1:
+            (chain,) = index.chains(state.token_ids, depth=min(self.steps, most), width=1) or ([],)
+            return chain, range(-1, len(chain) - 1)
         return index.tree(state.token_ids, num_tokens=most, depth=self.steps, topk=self.topk)
 
 
@@ -118,7 +121,7 @@ class Speculation:
         self._cache = cache
         self._stats = stats
         self._step: VerifyStep | None = None
-        self._paths: list[list[int]] = []
+        self._paths: list[Sequence[int]] = []
         self._unsound: list[bool] = []
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
@@ -154,14 +157,11 @@ class Speculation:
         laps.lap("sample")
         target_predict = sampled.cpu().view(tree.draft_tokens.shape)
         laps.lap("wait")
-        verified = verify_tree_greedy(tree, target_predict)
-        accepted: list[int] = verified.accept_token_num.tolist()
-        paths: list[list[int]] = verified.accept_index.tolist()
-        predict: list[list[int]] = verified.predict.tolist()
-        self._unsound = (target_predict == NOT_A_NUMBER).any(dim=1).tolist()
-        self._paths = [path[: num + 1] for path, num in zip(paths, accepted, strict=True)]
-        self._stats.drafts.count(len(requests), num_drafts, sum(accepted))
-        return [tokens[: num + 1] for tokens, num in zip(predict, accepted, strict=True)]
+        self._unsound = [NOT_A_NUMBER in row for row in target_predict.tolist()]
+        self._paths, answer = _accepted(tree, target_predict)
+        accepted = sum(map(len, answer)) - len(answer)
+        self._stats.drafts.count(len(answer), num_drafts, accepted)
+        return answer
 
     def commit(self, requests: Sequence[LiveRequest]) -> None:
         """Keep the K and V of the tokens that the requests took, and free all other slots."""
@@ -205,6 +205,25 @@ class Speculation:
         columns = [request.state.num_columns for request in requests]
         pages = sum(-(-(each + num_new) // size) - -(-each // size) for each in columns)
         return pages * size
+
+
+def _accepted(
+    tree: DraftTree, target_predict: torch.Tensor
+) -> tuple[list[Sequence[int]], list[list[int]]]:
+    """The accepted nodes of each request, and the target's token after each of them."""
+    if tree.visible is None:
+        # The same as below, in a fifth of the time
+        most, tokens = tree.num_nodes - 1, tree.draft_tokens.numpy()
+        follows = tokens[:, 1 : most + 1] == target_predict.numpy()[:, :most]
+        lens = (follows.cumprod(axis=1).sum(axis=1) + 1).tolist()
+        predict = target_predict.tolist()
+        answer = [tokens[:num] for tokens, num in zip(predict, lens, strict=True)]
+        return [range(num) for num in lens], answer
+    verified = verify_tree_greedy(tree, target_predict)
+    lens = (verified.accept_token_num + 1).tolist()
+    nodes, predict = verified.accept_index.tolist(), verified.predict.tolist()
+    paths = [path[:num] for path, num in zip(nodes, lens, strict=True)]
+    return paths, [tokens[:num] for tokens, num in zip(predict, lens, strict=True)]
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
