@@ -519,9 +519,9 @@ MUTANTS = {
         ),
     ),
     "positions are places in the tree": (
-        verify_step_module,
-        "_depths",
-        lambda depths: lambda tree: depths(DraftTree.chains(tree.draft_tokens)),
+        DraftTree,
+        "depths",
+        lambda _: property(lambda self: self.retrieve_index % self.draft_token_num),
     ),
     "padding is accepted": (
         DraftTree,

@@ -180,7 +180,7 @@ class ModelRunner:
         draft_topk: int = 1,
         devices: DeviceGraphs | None = None,
     ) -> None:
-        """Capture decode steps, and with drafts the steps that verify them. Later steps replay them.
+        """Capture decode steps, and with drafts those that verify them. Later steps replay them.
 
         batch_sizes: None takes the usual ones of each. draft_tokens, draft_topk: as in
         `RunnerOptions`. devices: None takes those of the model's device.

@@ -135,6 +135,8 @@ class Speculation:
 
     def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
         """Evict as much as the step needs."""
+        if self._has_room(requests, tree.draft_token_num):
+            return
         need = self._new_tokens(requests, tree.draft_token_num)
         self._stats.evicted_tokens += self._cache.make_room(need)
 
@@ -157,8 +159,13 @@ class Speculation:
         laps.lap("sample")
         target_predict = sampled.cpu().view(tree.draft_tokens.shape)
         laps.lap("wait")
-        self._unsound = [NOT_A_NUMBER in row for row in target_predict.tolist()]
-        self._paths, answer = _accepted(tree, target_predict)
+        predict: list[list[int]] = target_predict.tolist()
+        self._unsound = [NOT_A_NUMBER in row for row in predict]
+        if tree.visible is None:
+            answer = _accepted_of_chains(tree, predict)
+            self._paths = [range(len(tokens)) for tokens in answer]
+        else:
+            self._paths, answer = _accepted(tree, target_predict)
         accepted = sum(map(len, answer)) - len(answer)
         self._stats.drafts.count(len(answer), num_drafts, accepted)
         return answer
@@ -195,9 +202,16 @@ class Speculation:
         )
         if steps.max_step_tokens is not None:
             most = min(most, steps.max_step_tokens // len(requests))
+        if self._has_room(requests, most):
+            return most
         while most > 1 and self._new_tokens(requests, most) > self._cache.obtainable:
             most -= 1
         return most
+
+    def _has_room(self, requests: Sequence[LiveRequest], num_new: int) -> bool:
+        """Whether even full pages for all of the new tokens are free."""
+        need = len(requests) * (num_new + self._cache.page_size)
+        return need <= self._cache.allocator.available_size()
 
     def _new_tokens(self, requests: Sequence[LiveRequest], num_new: int) -> int:
         """Tokens of the pages that the requests open."""
@@ -207,18 +221,23 @@ class Speculation:
         return pages * size
 
 
+def _accepted_of_chains(tree: DraftTree, predict: list[list[int]]) -> list[list[int]]:
+    """`_accepted` of chains, up to the first wrong draft, in a fraction of the time."""
+    answer = []
+    for row, (_, *drafts) in zip(predict, tree.draft_tokens.tolist(), strict=True):
+        length = 1
+        for token, draft in zip(row, drafts[: tree.num_nodes - 1], strict=False):
+            if token != draft:
+                break
+            length += 1
+        answer.append(row[:length])
+    return answer
+
+
 def _accepted(
     tree: DraftTree, target_predict: torch.Tensor
 ) -> tuple[list[Sequence[int]], list[list[int]]]:
     """The accepted nodes of each request, and the target's token after each of them."""
-    if tree.visible is None:
-        # The same as below, in a fifth of the time
-        most, tokens = tree.num_nodes - 1, tree.draft_tokens.numpy()
-        follows = tokens[:, 1 : most + 1] == target_predict.numpy()[:, :most]
-        lens = (follows.cumprod(axis=1).sum(axis=1) + 1).tolist()
-        predict = target_predict.tolist()
-        answer = [tokens[:num] for tokens, num in zip(predict, lens, strict=True)]
-        return [range(num) for num in lens], answer
     verified = verify_tree_greedy(tree, target_predict)
     lens = (verified.accept_token_num + 1).tolist()
     nodes, predict = verified.accept_index.tolist(), verified.predict.tolist()
