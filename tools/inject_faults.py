@@ -150,6 +150,7 @@ class HashingRunner:
         )
         self.windows = torch.full((size + page_size,), -1)
         self.vocabulary_size = VOCABULARY
+        self.verify_graphs = None
         self.cache = torch.full((size + page_size,), -1)
 
     def forward(self, step: Step, indices: torch.Tensor, laps: object = None) -> torch.Tensor:
@@ -202,9 +203,7 @@ class Guesses:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         rows = []
         for state in states:
             ids = list(state.token_ids)

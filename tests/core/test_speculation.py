@@ -18,7 +18,7 @@ from attnmux.core import (
     organize_draft_results,
     verify_tree_greedy,
 )
-from attnmux.core.spec import tree_mask
+from attnmux.core.spec import tree_mask, tree_visibility
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""
@@ -70,10 +70,6 @@ def test_random_trees_agree_with_walking_node_by_node(forest) -> None:
         for node in range(1, len(links)):
             depths[node] = depths[links[node]] + 1
         assert tree.depths[row].tolist() == depths
-    lens = torch.arange(len(parents), dtype=torch.int32) + 3
-    assert tree.positions(lens).view(tree.parents.shape).tolist() == (
-        (lens.unsqueeze(1) + tree.depths).tolist()
-    )
 
 
 def check_links(tree: DraftTree, parents: list[list[int]]) -> None:
@@ -97,18 +93,31 @@ def check(verified: AcceptedDrafts, forest) -> None:
         assert verified.accept_token_num[row] == len(path) - 1
 
 
-@pytest.mark.parametrize("link", ["retrieve_next_token", "retrieve_next_sibling"])
-def test_a_wrong_link_is_found(link: str) -> None:
+@pytest.mark.parametrize("field", ["links", "visible"])
+def test_a_wrong_tree_is_found(field: str) -> None:
     tokens, predict = [0, 7, 8, 9, 10, 11], [9, 11, 1, 1, 1, 1]
     tree = DraftTree.of(torch.tensor([tokens]), torch.tensor([TREE]), topk=3)
     forest = [TREE], [tokens], [predict]
     check(verify_tree_greedy(tree, torch.tensor([predict])), forest)
-    wrong = getattr(tree, link).clone()
-    wrong[0, 0 if link == "retrieve_next_token" else 2] = -1
+    wrong = {"links": tree.links.clone(), "visible": tree.visible.clone()}[field]
+    wrong[0, 3] = wrong[0, 4]
     with pytest.raises(AssertionError):
-        check_links(replace(tree, **{link: wrong}), [TREE])
-    with pytest.raises(AssertionError):
-        check(verify_tree_greedy(replace(tree, **{link: wrong}), torch.tensor([predict])), forest)
+        check(verify_tree_greedy(replace(tree, **{field: wrong}), torch.tensor([predict])), forest)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_padding_is_never_accepted(topk: int) -> None:
+    tokens, predict = torch.tensor([[5, 1, 1]]), torch.tensor([[1, 1, 0, 0, 0]])
+    small = DraftTree.of(tokens, torch.tensor([[-1, 0, 1]]), topk=topk)
+    tree = small.padded(5)
+    assert tree.padded(5) is tree
+    assert tree.depths[0, :3].tolist() == [0, 1, 2]
+    found = verify_tree_greedy(tree, predict)
+    assert found.accept_index.tolist() == [[0, 1, 2, -1, -1]]
+    assert found.predict.tolist() == [[1, 1, 0, -1, -1]]
+    if topk > 1:
+        assert torch.equal(tree.visible, tree_visibility(tree.parents))
+        assert tree.retrieve_next_sibling.tolist() == [[-1] * 5]
 
 
 def test_the_step_of_a_tree_has_its_mask_and_that_of_a_chain_has_none() -> None:

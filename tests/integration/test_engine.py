@@ -98,6 +98,7 @@ class HashingRunner:
             max_encoder_len=max_encoder_len,
         )
         self.vocabulary_size = VOCABULARY
+        self.verify_graphs = None
         self.cache = torch.full((size + page_size,), -1)
         self.ran = []
         """(mode, new tokens, requests) of each step."""

@@ -6,6 +6,7 @@ import random
 import zlib
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from attnmux.core import (
     DraftTree,
     ForwardMode,
+    GraphConfig,
     InvalidInput,
     MHATokenToKVPool,
     PagedAllocator,
@@ -61,9 +63,18 @@ class HashingRunner:
     all that a token sees, so that one lost, foreign or stale slot shows."""
 
     def __init__(
-        self, *, rows=5, context=48, size=96, page_size=4, max_step_tokens=None, window=None
+        self,
+        *,
+        rows=5,
+        context=48,
+        size=96,
+        page_size=4,
+        max_step_tokens=None,
+        window=None,
+        graphs=None,
     ):
-        """window: layer 3 has one of so many earlier tokens, and a pool of its own."""
+        """window: layer 3 has one of so many earlier tokens, and a pool of its own. graphs: the
+        config of graphs that verify; it only shapes the steps here."""
         kind = {"page_size": page_size, "dtype": torch.float32, "device": "cpu"}
         kind |= {"num_kv_heads": 1, "head_dim": 2, "v_head_dim": 1}
         tree, self.window = None, window
@@ -91,7 +102,8 @@ class HashingRunner:
         """Called in the middle of each step."""
         self.damaged = lambda ids: False
         """Whether the logits after these tokens are no numbers."""
-        self.steps_with_drafts = 0
+        self.verify_graphs = graphs and SimpleNamespace(config=graphs)
+        self.steps_with_drafts = self.padded_steps = 0
 
     def forward(self, step, indices, laps=None):
         batch = step.batch
@@ -106,6 +118,8 @@ class HashingRunner:
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
             self.steps_with_drafts += 1
             seen = self._seen_by_drafts(batch)
+            self.padded_steps += any(ids is None for ids in seen)
+            seen = [ids or [0] for ids in seen]
         else:
             assert batch.spec_info is None
             seen = [
@@ -132,7 +146,13 @@ class HashingRunner:
                 start, end = spec.mask_indptr[place : place + 2].tolist()
                 visible = spec.custom_mask[start:end].view(num, prefix + num)
                 assert bool(visible[:, :prefix].all())
-            seen += [self._held(row, keep.nonzero().flatten().tolist()) for keep in visible]
+            slots = batch.out_cache_loc[place * num : (place + 1) * num].tolist()
+            assert all(slots) or not any(slots[slots.index(0) :])
+            for node, (slot, keep) in enumerate(zip(slots, visible, strict=True)):
+                columns = keep.nonzero().flatten().tolist()
+                if not slot and spec.custom_mask is not None:
+                    assert columns == [*range(prefix), prefix + node]
+                seen.append(self._held(row, columns) if slot else None)
         return seen
 
     def _held(self, row, columns):
@@ -158,7 +178,7 @@ class RandomProposer:
         self.draft_token_num = draft_token_num
         self.right, self.chains = right, chains
 
-    def propose(self, states, num_tokens, device):
+    def propose(self, states, num_tokens):
         size = self.rng.randint(1, min(num_tokens, self.draft_token_num))
         if size == 1:
             return None
@@ -264,6 +284,28 @@ def test_text_is_the_same_with_drafts_and_a_window(proposer, page_size):
     texts, engine = generated(prompts, PROPOSERS[proposer](), runner=runner)
     assert texts == [continued(ids, 12) for ids in prompts]
     assert engine.stats.drafts.accepted_tokens > 0
+
+
+def verify_config(trees):
+    return GraphConfig(
+        batch_sizes=(1, 2, 3, 4),
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        tokens_per_request=8,
+        spec_topk=4 if trees else 1,
+        custom_mask=trees,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_trees_smaller_than_the_graphs_are_padded(proposer, page_size):
+    prompts = random_prompts(random.Random(page_size), 12)
+    config = verify_config("trees" in proposer)
+    runner = HashingRunner(page_size=page_size, size=192, context=40, graphs=config)
+    texts, engine = generated(prompts, PROPOSERS[proposer](), runner=runner)
+    assert texts == [continued(ids, min(12, 41 - len(ids))) for ids in prompts]
+    assert engine.stats.drafts.accepted_tokens > 0
+    assert 0 < runner.padded_steps < runner.steps_with_drafts
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -406,13 +448,15 @@ def test_a_failure_loses_no_page(when):
     check_all_free(engine)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_nothing_leaks_in_10000_random_steps(page_size, window):
+def test_nothing_leaks_in_10000_random_steps(page_size, window, graphs):
     """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps. A
     window takes chains alone."""
     rng = random.Random(11)
-    runner = HashingRunner(rows=5, size=72, page_size=page_size, window=window)
+    config = verify_config(window is None) if graphs else None
+    runner = HashingRunner(rows=5, size=72, page_size=page_size, window=window, graphs=config)
     drafts = RandomProposer(seed=5, chains=window is not None)
     engine = Engine(runner, drafts=drafts, prefill_tokens=13)
     asked, alive = {}, set()
@@ -425,7 +469,7 @@ def test_nothing_leaks_in_10000_random_steps(page_size, window):
 
     runner.during = during
     results = steps = 0
-    while steps < 5_000:
+    while steps < 2_500:
         if rng.random() < 0.3 and len(alive) < 12:
             ids, num = rng.choice(prompts), rng.randrange(1, 20)
             alive.add(request := engine.add(ids, max_new_tokens=num))
@@ -445,6 +489,7 @@ def test_nothing_leaks_in_10000_random_steps(page_size, window):
     stats = engine.stats
     assert min(results, stats.retractions, stats.aborted, stats.evicted_tokens) > 30
     assert stats.drafts.accepted_tokens > 1000
+    assert (runner.padded_steps > 500) == graphs
 
 
 MUTANTS = {
@@ -475,21 +520,30 @@ MUTANTS = {
     ),
     "positions are places in the tree": (
         DraftTree,
-        "positions",
-        lambda make: lambda self, lens: make(DraftTree.chains(self.draft_tokens), lens),
+        "depths",
+        lambda _: property(lambda self: self.retrieve_index % self.draft_token_num),
     ),
-    "a sibling's link leads to another branch": (
+    "padding is accepted": (
+        DraftTree,
+        "padded",
+        lambda pad: (
+            lambda self, num: (
+                self
+                if num == self.draft_token_num
+                else DraftTree.of(
+                    pad(self, num).draft_tokens.fill_(1),
+                    pad(self, num).links.clamp(min=0) - (torch.arange(num) == 0).long(),
+                    topk=4,
+                )
+            )
+        ),
+    ),
+    "a node hangs on another branch": (
         speculation_module,
         "verify_tree_greedy",
         lambda verify: (
             lambda tree, predict: verify(
-                replace(
-                    tree,
-                    retrieve_next_sibling=torch.where(
-                        tree.parents < tree.parents.shape[1] - 2, tree.retrieve_index % 7 + 1, -1
-                    ).clamp(max=tree.parents.shape[1] - 1),
-                ),
-                predict,
+                replace(tree, links=tree.links - (tree.links > 0).long()), predict
             )
         ),
     ),
@@ -505,7 +559,9 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 
 def check_text(prompts):
-    assert generated(prompts, RandomProposer())[0] == [continued(ids, 12) for ids in prompts]
+    runner = HashingRunner(graphs=verify_config(trees=True))
+    texts = generated(prompts, RandomProposer(), runner=runner)[0]
+    assert texts == [continued(ids, 12) for ids in prompts]
 
 
 def test_trees_of_ancestors_alone():

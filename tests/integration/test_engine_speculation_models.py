@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, load_plugins
+from attnmux.core import DraftTree, InvalidInput, Offer, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     ModelProposer,
@@ -24,6 +25,7 @@ from attnmux.transformers import (
 from attnmux.transformers.engine import scheduler
 
 NUM = 12
+WINDOW_POOL = {"max_total_tokens": 1024, "window_step_tokens": 16}
 
 
 class HalfRight:
@@ -34,7 +36,7 @@ class HalfRight:
     def __init__(self, texts, topk):
         self.texts, self.topk, self.rng = texts, topk, random.Random(1)
 
-    def propose(self, states, num_tokens, device):
+    def propose(self, states, num_tokens):
         num = min(num_tokens, self.draft_token_num)
         rows, links = zip(*(self._tree(state.token_ids, num) for state in states), strict=True)
         if self.topk == 1:
@@ -128,6 +130,86 @@ def test_greedy_text_is_the_same_with_a_window_pool(tiny, run_on, architecture, 
         engine = Engine(runner, drafts=HalfRight(expected, 1), **options)
         assert texts_of(engine, prompts) == expected
         assert engine.stats.drafts.accepted_tokens > 20
+
+
+def graph_runner(folder, **changes):
+    """A runner on a backend that graphs can record."""
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    given = {"max_batch_size": 6, "max_context_len": 48, "max_total_tokens": 256, **changes}
+    options = RunnerOptions(draft_tokens=6, **given)
+    return load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+
+
+def counting(graphs):
+    """The sizes of the steps that graphs replay from now on."""
+    sizes, replay = [], graphs.replay
+
+    def counted(batch, inputs):
+        sizes.append(batch.batch_size)
+        return replay(batch, inputs)
+
+    graphs.replay = counted
+    return sizes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("architecture", "topk", "options"),
+    [("llama", 1, {}), ("llama", 4, {}), ("mistral", 1, WINDOW_POOL), ("gemma3", 1, WINDOW_POOL)],
+)
+def test_steps_replayed_from_graphs_give_the_same_text(
+    tiny, architecture, topk, options, page_size
+):
+    """Trees of all sizes, a stop id inside an accepted run, and a request that is aborted."""
+    model, folder = tiny(architecture)
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = graph_runner(folder, page_size=page_size, draft_topk=topk, **options)
+    assert (runner.sizes.swa is not None) == bool(options)
+    runner.capture_graphs(
+        batch_sizes=[1, 4, 6], draft_tokens=6, draft_topk=topk, devices=RecordingGraphs()
+    )
+    verified = counting(runner.verify_graphs)
+    drafts = HalfRight(expected, topk)
+    engine = Engine(runner, drafts=drafts)
+    victim = engine.add(prompts[0], max_new_tokens=NUM)
+    for _ in range(2):
+        engine.step()
+    engine.abort(victim)
+    assert texts_of(engine, prompts) == expected
+    engine = Engine(runner, drafts=NgramProposer(draft_token_num=5, topk=topk))
+    assert texts_of(engine, prompts) == expected
+    assert max(verified) > 4
+    assert min(verified) == 1
+    stop = expected[1][len(prompts[1]) + 3]
+    engine = Engine(runner, drafts=drafts, stop_ids={stop})
+    engine.add(prompts[1], max_new_tokens=NUM)
+    (result,) = (one.result for one in steps_of(engine) if one.result)
+    new = expected[1][len(prompts[1]) :]
+    assert list(result.token_ids) == new[: new.index(stop) + 1]
+    assert result.finish_reason == "stop"
+    engine.clear_cache()
+    assert engine.memory.free == runner.steps.allocator.size
+
+
+def steps_of(engine):
+    while engine.has_work:
+        yield from engine.step()
+
+
+def test_a_model_drafts_from_graphs(tiny):
+    model, folder = tiny("llama")
+    prompts = some_prompts()
+    runner, drafter = graph_runner(folder), graph_runner(folder, max_total_tokens=512)
+    sizes = []
+    for one, tokens in ((runner, 4), (drafter, None)):
+        one.capture_graphs(draft_tokens=tokens, devices=RecordingGraphs())
+        sizes.append(counting(one.graphs if tokens is None else one.verify_graphs))
+    drafts = ModelProposer(drafter, vocabulary_size=97)
+    engine = Engine(runner, drafts=drafts)
+    assert texts_of(engine, prompts) == alone(model, prompts)
+    assert engine.stats.decode.parts["draft"] > 0
+    assert all(sizes)
 
 
 def test_trees_are_refused_where_a_window_would_hide_ancestors(tiny, run_on):

@@ -49,23 +49,28 @@ def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
 
 
 def tree_mask(
-    parents: torch.Tensor, seq_lens: torch.Tensor, *, total: int | None = None
+    parents: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    total: int | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The flat custom mask of TARGET_VERIFY: the whole prefix, then the token's ancestors.
 
     parents: [B, d] int, see `tree_visibility`. seq_lens: [B] int, prefix lengths.
     total: the number of values; without it the device is asked, which synchronises.
+    visible: [B, d, d] bool on the device of seq_lens, what `tree_visibility` returned for parents.
     Returns flat bool of d * (seq + d) values a request.
     """
-    visible = tree_visibility(parents)
+    visible = tree_visibility(parents) if visible is None else visible
     batch_size, num_tokens, _ = visible.shape
     rows = batch_size * num_tokens
     widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens, output_size=rows)
     row_ends = widths.cumsum(0)
     if total is None:
         total = int(row_ends[-1]) if rows else 0
-    mask = torch.ones(total, dtype=torch.bool, device=parents.device)
+    mask = torch.ones(total, dtype=torch.bool, device=visible.device)
     if total:
-        columns = torch.arange(num_tokens, device=parents.device) - num_tokens
+        columns = torch.arange(num_tokens, device=visible.device) - num_tokens
         mask[row_ends.unsqueeze(1) + columns] = visible.reshape(-1, num_tokens)
     return mask

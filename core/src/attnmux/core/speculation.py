@@ -6,9 +6,10 @@ sampled. A parent precedes its children. Nothing here synchronises, except for c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 from attnmux.core.arguments import described
 from attnmux.core.errors import InvalidInput
@@ -17,31 +18,42 @@ from attnmux.core.spec import SpecInput, tree_mask, tree_visibility
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DraftTree:
-    """The draft tokens of a step, [B, d] int64 in every field."""
+    """The draft tokens of a step.
+
+    Trees that are smaller than those of a graph end with padding: nodes that are never accepted.
+    """
 
     draft_tokens: torch.Tensor
-    parents: torch.Tensor
-    """The parent of each node; -1 for the root."""
-    retrieve_index: torch.Tensor
-    """The node's place among the step's B * d tokens."""
-    retrieve_next_token: torch.Tensor
-    """The node's first child; -1 for none."""
-    retrieve_next_sibling: torch.Tensor
-    """The next child of the node's parent; -1 for none."""
+    """[B, d] int64"""
+    links: torch.Tensor | None
+    """[B, d] int64: the parent of each node; -1 for the root and for padding. None for chains."""
+    visible: torch.Tensor | None
+    """[B, d, d] bool: the nodes that each node sees. Padding sees itself alone. None for chains,
+    which are causal and need no mask."""
     topk: int
-    """1 if every tree is a chain, and no mask is needed. Otherwise above 1."""
+    """1 if every tree is a chain. Otherwise above 1."""
+    num_nodes: int
+    """Nodes of each tree without padding."""
 
     @property
     def draft_token_num(self) -> int:
         """d, the root included."""
         return self.draft_tokens.shape[1]
 
+    @property
+    def parents(self) -> torch.Tensor:
+        """[B, d] int64: the parent of each node; -1 for the root and for padding."""
+        if self.links is not None:
+            return self.links
+        parents = torch.arange(-1, self.draft_token_num - 1, device=self.draft_tokens.device)
+        parents[self.num_nodes :] = -1
+        return parents.expand_as(self.draft_tokens)
+
     @classmethod
     def chains(cls, draft_tokens: torch.Tensor) -> DraftTree:
         """Trees in which each node is the only child of the node before it."""
-        num_tokens = draft_tokens.shape[1]
-        parents = torch.arange(-1, num_tokens - 1, device=draft_tokens.device)
-        return cls.of(draft_tokens, parents.expand_as(draft_tokens), topk=1)
+        num = draft_tokens.shape[1]
+        return cls(draft_tokens=draft_tokens, links=None, visible=None, topk=1, num_nodes=num)
 
     @classmethod
     def of(cls, draft_tokens: torch.Tensor, parents: torch.Tensor, *, topk: int) -> DraftTree:
@@ -53,55 +65,80 @@ class DraftTree:
         if draft_tokens.dim() != 2 or draft_tokens.shape != parents.shape:
             got = f"{described(draft_tokens)} with parents {tuple(parents.shape)}"
             raise InvalidInput("draft_tokens", got=got, expected="[B, d] for both")
-        batch_size, num_tokens = draft_tokens.shape
-        order = torch.arange(num_tokens, device=parents.device)
-        if parents.is_cpu and bool((parents >= order).any()):
-            got = "a parent at or after its child"
-            raise InvalidInput("parents", got=got, expected="parents in draft order")
-        starts = torch.arange(batch_size, device=parents.device).unsqueeze(1) * num_tokens
-        # [b, i, j]: whether j is a child of i, or a later child of i's parent
-        is_child = parents.unsqueeze(1) == order.unsqueeze(1)
-        is_sibling = parents.unsqueeze(2) == parents.unsqueeze(1)
-        is_sibling &= order > order.unsqueeze(1)
+        if topk == 1:
+            return cls.chains(draft_tokens)
         return cls(
             draft_tokens=draft_tokens,
-            parents=parents,
-            retrieve_index=starts + order,
-            retrieve_next_token=_first(is_child),
-            retrieve_next_sibling=_first(is_sibling),
+            links=parents,
+            visible=tree_visibility(parents),
             topk=topk,
+            num_nodes=draft_tokens.shape[1],
         )
+
+    def padded(self, draft_token_num: int) -> DraftTree:
+        """With padding up to so many nodes, at least d."""
+        more = draft_token_num - self.draft_token_num
+        if not more:
+            return self
+        links, visible = self.links, self.visible
+        if links is not None and visible is not None:
+            links = pad(links, (0, more), value=-1)
+            visible = pad(visible, (0, more, 0, more))
+            visible.diagonal(dim1=1, dim2=2).fill_(True)
+        tokens = pad(self.draft_tokens, (0, more))
+        return replace(self, draft_tokens=tokens, links=links, visible=visible)
+
+    @property
+    def retrieve_index(self) -> torch.Tensor:
+        """[B, d] int64: the node's place among the step's B * d tokens."""
+        tokens = self.draft_tokens
+        return torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+
+    @property
+    def retrieve_next_token(self) -> torch.Tensor:
+        """[B, d] int64: the node's first child; -1 for none."""
+        order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
+        return _first(self.parents.unsqueeze(1) == order.unsqueeze(1))
+
+    @property
+    def retrieve_next_sibling(self) -> torch.Tensor:
+        """[B, d] int64: the next child of the node's parent; -1 for none."""
+        return _first(self._siblings().transpose(1, 2) & (self.parents >= 0).unsqueeze(2))
+
+    def _siblings(self) -> torch.Tensor:
+        """[B, d, d] bool: whether j is an earlier child of i's parent."""
+        order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
+        parents = self.parents
+        alike = parents.unsqueeze(2) == parents.unsqueeze(1)
+        return alike & (order < order.unsqueeze(1))
 
     @property
     def depths(self) -> torch.Tensor:
-        """[B, d] int64: edges from the root to each node."""
-        if self.topk == 1:
-            order = torch.arange(self.draft_token_num, device=self.parents.device)
-            return order.expand_as(self.parents)
-        return tree_visibility(self.parents).sum(-1) - 1
-
-    def positions(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """[B * d] int64: each node's place in its sequence. seq_lens: [B] int, the prefixes."""
-        return (seq_lens.long().unsqueeze(1) + self.depths).flatten()
+        """[B, d] int64: edges from the root to each node; 0 for padding of trees with branches."""
+        if self.visible is None:
+            order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
+            return order.expand_as(self.draft_tokens)
+        return self.visible.sum(-1) - 1
 
     def spec_input(self, seq_lens: torch.Tensor, *, seq_lens_sum: int | None = None) -> SpecInput:
         """`ForwardBatch.spec_info` of the step that verifies the trees.
 
         seq_lens: [B] int, the prefixes. Trees that are no chains get a mask; its size is read from
-        the device unless seq_lens_sum is given.
+        the device unless seq_lens_sum is given. The result is on the device of seq_lens.
         """
         num_tokens = self.draft_token_num
-        if self.topk == 1:
+        if self.visible is None:
             return SpecInput(draft_token_num=num_tokens)
         total = None
         if seq_lens_sum is not None:
             total = num_tokens * (seq_lens_sum + num_tokens * seq_lens.shape[0])
         lens = (num_tokens * (seq_lens + num_tokens)).cumsum(0)
+        visible = self.visible.to(seq_lens.device, non_blocking=True)
         return SpecInput(
             draft_token_num=num_tokens,
             topk=self.topk,
-            custom_mask=tree_mask(self.parents, seq_lens, total=total),
-            mask_indptr=torch.nn.functional.pad(lens, (1, 0)).to(torch.int32),
+            custom_mask=tree_mask(self.parents, seq_lens, total=total, visible=visible),
+            mask_indptr=pad(lens, (1, 0)).to(torch.int32),
         )
 
 
@@ -162,26 +199,26 @@ def verify_tree_greedy(tree: DraftTree, target_predict: torch.Tensor) -> Accepte
 
     target_predict: [B, d] int64, the target's token after each node. It may be sampled: if each
     token is drawn from the target's distribution at its node, the accepted path and the bonus token
-    have the distribution of the target's own text. Negative tokens match no draft.
-
-    At most d - 1 rounds of elementwise operations: each looks at one node of each request.
+    have the distribution of the target's own text. Negative tokens match no draft. Of siblings
+    with the same token the first is taken.
     """
-    batch_size, num_tokens = target_predict.shape
-    nodes = torch.full_like(target_predict, -1)
-    nodes[:, 0] = 0
-    node = target_predict.new_zeros(batch_size, 1)
-    count = torch.zeros_like(node)
-    candidate = tree.retrieve_next_token[:, :1]
-    for _ in range(num_tokens - 1):
-        place = candidate.clamp(min=0)
-        token = tree.draft_tokens.gather(1, place)
-        matches = (candidate >= 0) & (token == target_predict.gather(1, node))
-        node = torch.where(matches, place, node)
-        count = count + matches
-        # Without a match the last value is written again
-        nodes.scatter_(1, count, node)
-        after = tree.retrieve_next_token.gather(1, place)
-        beside = tree.retrieve_next_sibling.gather(1, place)
-        candidate = torch.where(candidate < 0, -1, torch.where(matches, after, beside))
-    predict = torch.where(nodes < 0, -1, target_predict.gather(1, nodes.clamp(min=0)))
+    num_tokens = tree.draft_token_num
+    order = torch.arange(num_tokens, device=target_predict.device)
+    if tree.visible is None:
+        follows = (
+            tree.draft_tokens[:, 1 : tree.num_nodes] == target_predict[:, : tree.num_nodes - 1]
+        )
+        count = follows.cumprod(1).sum(dim=1, keepdim=True)
+        nodes = torch.where(order <= count, order, -1)
+    else:
+        parents = tree.parents
+        before = target_predict.gather(1, parents.clamp(min=0))
+        follows = (parents >= 0) & (tree.draft_tokens == before)
+        follows &= ~(tree._siblings() & follows.unsqueeze(1)).any(-1)
+        follows[:, 0] = True
+        accepted = (follows.unsqueeze(1) | ~tree.visible).all(-1)
+        count = accepted.sum(dim=1, keepdim=True) - 1
+        nodes = torch.where(accepted, order, num_tokens).sort(dim=1).values
+        nodes = torch.where(order <= count, nodes, -1)
+    predict = torch.where(order <= count, target_predict.gather(1, nodes.clamp(min=0)), -1)
     return AcceptedDrafts(accept_index=nodes, predict=predict, accept_token_num=count.squeeze(1))

@@ -66,7 +66,7 @@ def load_runner(
         if options.compile:
             _compile(runner, warn)
         if options.graph is not False:
-            _capture_graphs(runner, warn, required=options.graph is True)
+            _capture_graphs(runner, options, warn)
     return runner
 
 
@@ -163,15 +163,19 @@ def _compile(runner: ModelRunner, warn: Callable[[str], None]) -> None:
         warn(f"the model runs uncompiled: {in_brief(error)}")
 
 
-def _capture_graphs(runner: ModelRunner, warn: Callable[[str], None], *, required: bool) -> None:
-    """Capture decode steps. Without graphs they run eagerly, unless graphs are required."""
+def _capture_graphs(
+    runner: ModelRunner, options: RunnerOptions, warn: Callable[[str], None]
+) -> None:
+    """Capture decode steps, and those that verify drafts. Without graphs they run eagerly, unless
+    graphs are required."""
     try:
-        runner.capture_graphs()
+        runner.capture_graphs(draft_tokens=options.draft_tokens, draft_topk=options.draft_topk)
     except GraphUnsupported as error:
-        if required:
+        if options.graph is True:
             raise
         if runner.context.device.type != "cpu" and not runner.context.debug:
-            warn(f"decode runs without graphs: {error}")
+            what = "decode runs" if runner.graphs is None else "steps that verify drafts run"
+            warn(f"{what} without graphs: {error}")
 
 
 def _make(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from attnmux.core import (
     Decision,
     DeviceGraphs,
     ForwardBatch,
+    ForwardMode,
     GraphConfig,
     GraphRunner,
     InvalidInput,
@@ -123,6 +125,9 @@ class ModelRunner:
             max_encoder_len=max_encoder_len,
         )
         self.graphs: GraphRunner | None = None
+        """Of decode steps."""
+        self.verify_graphs: GraphRunner | None = None
+        """Of steps that verify drafts."""
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -171,25 +176,39 @@ class ModelRunner:
         self,
         *,
         batch_sizes: Sequence[int] | None = None,
+        draft_tokens: int | None = None,
+        draft_topk: int = 1,
         devices: DeviceGraphs | None = None,
     ) -> None:
-        """Capture decode steps. Later steps replay them.
+        """Capture decode steps, and with drafts those that verify them. Later steps replay them.
 
-        batch_sizes: None takes the usual ones. devices: None takes those of the model's device.
+        batch_sizes: None takes the usual ones of each. draft_tokens, draft_topk: as in
+        `RunnerOptions`. devices: None takes those of the model's device.
         Raises GraphUnsupported if the device or the backend has no graphs, or if the model does
-        something that a graph cannot hold. All steps then stay eager.
+        something that a graph cannot hold. Steps without graphs stay eager; if only the steps that
+        verify cannot be captured, decode steps have theirs.
         """
         context = self.context
-        sizes = graph_batch_sizes(pool_size=context.max_batch_size, chosen=batch_sizes)
-        graphs = GraphRunner(
-            self.backend,
-            self._logits,
-            GraphConfig(batch_sizes=sizes, host_lens=True, encoder=self.steps.max_encoder_len > 0),
-            devices=devices or device_graphs(context.device),
-            inputs={"input_ids": ModelInput(dtype=torch.int64)},
-        )
+        devices = devices or device_graphs(context.device)
+        config = partial(GraphConfig, host_lens=True)
+        sizes = partial(graph_batch_sizes, pool_size=context.max_batch_size, chosen=batch_sizes)
+        encoder = self.steps.max_encoder_len > 0
+        self.graphs = self._captured(config(batch_sizes=sizes(), encoder=encoder), devices)
+        if draft_tokens is not None:
+            verifying = config(
+                batch_sizes=sizes(speculation=True),
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                tokens_per_request=draft_tokens,
+                spec_topk=draft_topk,
+                custom_mask=draft_topk > 1,
+            )
+            self.verify_graphs = self._captured(verifying, devices)
+
+    def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
+        inputs = {"input_ids": ModelInput(dtype=torch.int64)}
+        graphs = GraphRunner(self.backend, self._logits, config, devices=devices, inputs=inputs)
         graphs.capture()
-        self.graphs = graphs
+        return graphs
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`SequenceState.encoder_states` of a request: see `PackedDecoder.encode`.
@@ -252,13 +271,15 @@ class ModelRunner:
         batch, inputs = step.batch, {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states
-        if self.graphs is not None and self.graphs.can_run(batch):
-            logits = cast("torch.Tensor", self.graphs.replay(batch, inputs))
+        verifies = batch.forward_mode.is_target_verify()
+        graphs = self.verify_graphs if verifies else self.graphs
+        if graphs is not None and graphs.can_run(batch):
+            logits = cast("torch.Tensor", graphs.replay(batch, inputs))
             laps.lap("launch")
             return logits if indices is step.last_indices else logits[indices]
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
-        every = batch.forward_mode.is_decode() and indices is step.last_indices
+        every = (verifies or batch.forward_mode.is_decode()) and indices is step.last_indices
         with forward_context(self.backend, batch):
             logits = self._logits(batch, inputs, None if every else indices)
         laps.lap("launch")

@@ -91,8 +91,8 @@ class Upcoming:
 def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """The next token of each request, [B] int64 on the logits' device.
 
-    logits: [B, vocabulary]. samplers: of each row's request. A row whose largest logit is NaN or
-    infinite yields NOT_A_NUMBER. Nothing here waits for the device.
+    logits: [B, vocabulary]. samplers: of each row's request; none if no row is drawn. A row whose
+    largest logit is NaN or infinite yields NOT_A_NUMBER. Nothing here waits for the device.
     """
     # The largest value is NaN where any is.
     top, tokens = logits.max(dim=-1)

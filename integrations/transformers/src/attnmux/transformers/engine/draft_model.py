@@ -46,9 +46,7 @@ class ModelProposer:
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`. Waits for the draft model's device."""
         num_drafts = min(num_tokens, self.draft_token_num) - 1
         longest = self._runner.steps.max_context_len
@@ -63,7 +61,7 @@ class ModelProposer:
             self._forget()
             raise
         roots = torch.tensor([[state.token_ids[-1]] for state in states])
-        return DraftTree.chains(torch.cat([roots, drafts], dim=1).to(device))
+        return DraftTree.chains(torch.cat([roots, drafts], dim=1))
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what the draft model holds for all other requests."""

@@ -246,8 +246,8 @@ class Engine:
             try:
                 self._settle()
                 plan = self._next_plan()
-                drafts = None if plan is None else self._draft(plan)
                 laps.lap("schedule")
+                drafts = None if plan is None else self._draft(plan, laps)
                 if plan is not None:
                     num_new = self._run(plan, drafts, laps)
             finally:
@@ -270,11 +270,12 @@ class Engine:
             )
         return plan
 
-    def _draft(self, plan: Plan) -> DraftTree | None:
+    def _draft(self, plan: Plan, laps: Laps) -> DraftTree | None:
         """Drafts for a step that only decodes, with room for them."""
         if self._speculation is None or plan.chunks:
             return None
         drafts = self._speculation.drafts(plan.decoding)
+        laps.lap("draft")
         if drafts is not None:
             self._intact = False
             self._speculation.make_room(plan.decoding, drafts)

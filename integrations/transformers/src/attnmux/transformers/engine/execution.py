@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import ForwardMode
+from attnmux.core import ForwardMode, GraphRunner
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
@@ -26,6 +26,11 @@ class StepRunner(Protocol):
 
     @property
     def vocabulary_size(self) -> int: ...
+
+    @property
+    def verify_graphs(self) -> GraphRunner | None:
+        """The graphs of steps that verify drafts; None if these run eagerly. Trees are padded to
+        their number of tokens."""
 
     def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """The logits [n, vocabulary] after the step's tokens at `indices` [n] int64.

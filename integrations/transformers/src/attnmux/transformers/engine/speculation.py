@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from attnmux.core import (
@@ -31,12 +32,10 @@ class Proposer(Protocol):
     def draft_token_num(self) -> int:
         """The most nodes of a request's tree, the root included."""
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 
-        The root of each tree is the request's one pending token. The trees are on `device`.
+        The root of each tree is the request's one pending token. The trees are on the host.
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -73,9 +72,7 @@ class NgramProposer:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._indices: WeakKeyDictionary[SequenceState, NgramIndex] = WeakKeyDictionary()
 
-    def propose(
-        self, states: Sequence[SequenceState], num_tokens: int, device: torch.device
-    ) -> DraftTree | None:
+    def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`. A tree with fewer nodes than another repeats its last token: a guess like
         any other."""
         most = min(num_tokens, self.draft_token_num) - 1
@@ -83,26 +80,28 @@ class NgramProposer:
         longest = max((len(tokens) for tokens, _ in found), default=0)
         if not longest:
             return None
-        rows: list[list[int]] = []
-        links: list[list[int]] = []
-        for state, (tokens, parents) in zip(states, found, strict=True):
+        rows = []
+        for state, (tokens, _) in zip(states, found, strict=True):
             row = [state.token_ids[-1], *tokens]
-            missing = longest + 1 - len(row)
-            links.append([-1, *(parent + 1 for parent in parents), *range(len(row) - 1, longest)])
-            rows.append(row + [row[-1]] * missing)
+            rows.append(row + row[-1:] * (longest + 1 - len(row)))
+        draft_tokens = torch.from_numpy(np.array(rows))
         if self.topk == 1:
-            return DraftTree.chains(torch.tensor(rows).to(device))
-        draft_tokens, parents = torch.tensor([rows, links]).to(device)
+            return DraftTree.chains(draft_tokens)
+        links = [[-2, *above, *range(len(above) - 1, longest - 1)] for _, above in found]
+        parents = torch.from_numpy(np.array(links) + 1)
         return DraftTree.of(draft_tokens, parents, topk=self.topk)
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing to do: what was found in a request's text goes with the request."""
 
-    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], list[int]]:
+    def _tree(self, state: SequenceState, most: int) -> tuple[list[int], Sequence[int]]:
         index = self._indices.get(state)
         if index is None:
             index = NgramIndex(min_ngram=self._min_ngram, max_ngram=self._max_ngram)
             self._indices[state] = index
+        if self.topk == 1:
+            (chain,) = index.chains(state.token_ids, depth=min(self.steps, most), width=1) or ([],)
+            return chain, range(-1, len(chain) - 1)
         return index.tree(state.token_ids, num_tokens=most, depth=self.steps, topk=self.topk)
 
 
@@ -122,7 +121,7 @@ class Speculation:
         self._cache = cache
         self._stats = stats
         self._step: VerifyStep | None = None
-        self._paths: list[list[int]] = []
+        self._paths: list[Sequence[int]] = []
         self._unsound: list[bool] = []
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
@@ -132,10 +131,12 @@ class Speculation:
         if most < 2:
             return None
         states = [request.state for request in requests]
-        return self._proposer.propose(states, most, self._cache.steps.device)
+        return self._proposer.propose(states, most)
 
     def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
         """Evict as much as the step needs."""
+        if self._has_room(requests, tree.draft_token_num):
+            return
         need = self._new_tokens(requests, tree.draft_token_num)
         self._stats.evicted_tokens += self._cache.make_room(need)
 
@@ -148,23 +149,26 @@ class Speculation:
 
         Call `commit` once the requests have taken them.
         """
-        self._step = verify = VerifyStep([one.state for one in requests], tree, self._cache.steps)
+        states = [one.state for one in requests]
+        num_drafts = tree.draft_token_num - 1
+        verify = VerifyStep(states, tree, self._cache.steps, runner.verify_graphs)
+        self._step, tree = verify, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
-        draws = _draws(requests, tree)
-        target_predict = sample(logits, draws).view(tree.draft_tokens.shape)
-        verified = verify_tree_greedy(tree, target_predict)
-        unsound = (target_predict == NOT_A_NUMBER).any(dim=1, keepdim=True)
-        counts = verified.accept_token_num.unsqueeze(1)
-        answer = torch.cat([counts, unsound, verified.accept_index, verified.predict], dim=1)
+        sampled = sample(logits, _draws(requests, tree))
         laps.lap("sample")
-        rows: list[list[int]] = answer.tolist()
+        target_predict = sampled.cpu().view(tree.draft_tokens.shape)
         laps.lap("wait")
-        nodes = slice(2, 2 + tree.draft_token_num)
-        self._paths = [row[nodes] for row in rows]
-        self._unsound = [bool(row[1]) for row in rows]
-        self._stats.drafts.count(len(rows), tree.draft_token_num - 1, sum(row[0] for row in rows))
-        return [row[nodes.stop :][: row[0] + 1] for row in rows]
+        predict: list[list[int]] = target_predict.tolist()
+        self._unsound = [NOT_A_NUMBER in row for row in predict]
+        if tree.visible is None:
+            answer = _accepted_of_chains(tree, predict)
+            self._paths = [range(len(tokens)) for tokens in answer]
+        else:
+            self._paths, answer = _accepted(tree, target_predict)
+        accepted = sum(map(len, answer)) - len(answer)
+        self._stats.drafts.count(len(answer), num_drafts, accepted)
+        return answer
 
     def commit(self, requests: Sequence[LiveRequest]) -> None:
         """Keep the K and V of the tokens that the requests took, and free all other slots."""
@@ -198,9 +202,16 @@ class Speculation:
         )
         if steps.max_step_tokens is not None:
             most = min(most, steps.max_step_tokens // len(requests))
+        if self._has_room(requests, most):
+            return most
         while most > 1 and self._new_tokens(requests, most) > self._cache.obtainable:
             most -= 1
         return most
+
+    def _has_room(self, requests: Sequence[LiveRequest], num_new: int) -> bool:
+        """Whether even full pages for all of the new tokens are free."""
+        need = len(requests) * (num_new + self._cache.page_size)
+        return need <= self._cache.allocator.available_size()
 
     def _new_tokens(self, requests: Sequence[LiveRequest], num_new: int) -> int:
         """Tokens of the pages that the requests open."""
@@ -210,11 +221,35 @@ class Speculation:
         return pages * size
 
 
+def _accepted_of_chains(tree: DraftTree, predict: list[list[int]]) -> list[list[int]]:
+    """`_accepted` of chains, up to the first wrong draft, in a fraction of the time."""
+    answer = []
+    for row, (_, *drafts) in zip(predict, tree.draft_tokens.tolist(), strict=True):
+        length = 1
+        for token, draft in zip(row, drafts[: tree.num_nodes - 1], strict=False):
+            if token != draft:
+                break
+            length += 1
+        answer.append(row[:length])
+    return answer
+
+
+def _accepted(
+    tree: DraftTree, target_predict: torch.Tensor
+) -> tuple[list[Sequence[int]], list[list[int]]]:
+    """The accepted nodes of each request, and the target's token after each of them."""
+    verified = verify_tree_greedy(tree, target_predict)
+    lens = (verified.accept_token_num + 1).tolist()
+    nodes, predict = verified.accept_index.tolist(), verified.predict.tolist()
+    paths = [path[:num] for path, num in zip(nodes, lens, strict=True)]
+    return paths, [tokens[:num] for tokens, num in zip(predict, lens, strict=True)]
+
+
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
-    """How each node is sampled. Reads the depths of trees from the device if a request draws."""
-    num_tokens, samplers = tree.draft_token_num, [request.sampler for request in requests]
+    """How each node is sampled; empty if no request draws."""
+    samplers = [request.sampler for request in requests]
     if all(sampler.draws_by is None for sampler in samplers):
-        return [sampler for sampler in samplers for _ in range(num_tokens)]
+        return []
     places = [
         Upcoming(sampler, depth)
         for sampler, depths in zip(samplers, tree.depths.tolist(), strict=True)

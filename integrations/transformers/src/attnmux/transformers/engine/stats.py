@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-Part = Literal["schedule", "allocate", "metadata", "launch", "sample", "wait", "commit", "stream"]
+Part = Literal[
+    "schedule", "draft", "allocate", "metadata", "launch", "sample", "wait", "commit", "stream"
+]
 
 PARTS: Mapping[Part, str] = {
     "schedule": "admission, room and retraction",
+    "draft": "the proposer's guesses, with the wait for a draft model",
     "allocate": "slots, the request table and the batch's tensors",
     "metadata": "the backend's host work before a step",
     "launch": "the model's call, or the graph's replay",
