@@ -133,6 +133,20 @@ NATIVE = BackendCard(
     factory="attnmux.cpu.native:NativeBackend",
     requires=("torch>=2.11",),
     extra="torch",
+    verified_on=(
+        Verified(
+            on="Intel Xeon with AVX-512",
+            platform="cpu:x86_64",
+            libraries=("torch 2.11.0+cu130",),
+            date="2026-11-24",
+        ),
+        Verified(
+            on="AMD EPYC with AVX2",
+            platform="cpu:x86_64",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-24",
+        ),
+    ),
     sources={
         "features": "the kernels are compiled when the backend is first made, and kept",
         "dtype": "values are widened to float32",
@@ -142,8 +156,8 @@ NATIVE = BackendCard(
     priors=(
         Prior(
             rank=55,
-            source="new: faster than torch_native where it was measured, and not yet tried on many "
-            "CPUs (benchmarks/results/native-cpu.md)",
+            source="new: 2 to 18 times as fast as torch_native on two CPUs, and not yet tried on "
+            "others (benchmarks/results/native-cpu.md)",
         ),
     ),
 )
