@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from attnmux.core.indices import (
     KVView,
-    chunk_batches,
     cu_seqlens,
     extend_positions,
     kv_indices,
@@ -202,48 +201,6 @@ def test_window_view(requests, window, page_size, encoder):
         first = seen[0] // page_size * page_size
         assert view.kv_start[i] == base[i] + first
         assert view.kv_lens[i] == length - first
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
-    st.integers(1, 9),
-    st.integers(0, 4),
-    st.booleans(),
-)
-def test_chunk_batches(requests, chunk, slack, encoder):
-    """Read as causal attention, the virtual requests are exactly the chunk mask."""
-    q_lens, kv_lens = [q for _, q in requests], [prefix + q for prefix, q in requests]
-    base = [2 * i for i in range(len(requests))] if encoder else [0] * len(requests)
-    expected = [
-        [(i, base[i] + j) for j in range(p + 1) if j // chunk == p // chunk]
-        for i, (prefix, q) in enumerate(requests)
-        for p in range(prefix, prefix + q)
-    ]
-    starts = ints(base) if encoder else None
-    plain = chunk_batches(ints(q_lens), ints(kv_lens), chunk, kv_start=starts)
-    padded = chunk_batches(
-        ints(q_lens), ints(kv_lens), chunk, kv_start=starts, total=len(plain.q_lens) + slack
-    )
-    seen = [
-        [(request, start + j) for j in range(kv_len - q_len + i + 1)]
-        for request, q_len, kv_len, start in zip(*(field.tolist() for field in plain), strict=True)
-        for i in range(q_len)
-    ]
-    assert seen == expected
-    assert all(field.dtype == torch.int32 for field in plain)
-    for field, longer in zip(plain, padded, strict=True):
-        assert longer.tolist() == field.tolist() + [0] * slack
-
-
-@given(st.lists(st.integers(0, 60), max_size=6))
-def test_chunks_of_decode_are_one_a_request(seq_lens):
-    """Its size is known without a look at the lengths, also where a padding row has none."""
-    ones = [1] * len(seq_lens)
-    batches = chunk_batches(ints(ones), ints(seq_lens), 16, total=len(seq_lens))
-    assert batches.request.tolist() == list(range(len(seq_lens)))
-    assert batches.q_lens.tolist() == ones
-    assert batches.kv_lens.tolist() == [(n - 1) % 16 + 1 if n else 0 for n in seq_lens]
-    assert batches.kv_start.tolist() == [(n - 1) // 16 * 16 if n else 0 for n in seq_lens]
 
 
 @given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 700), st.integers(1, 20))

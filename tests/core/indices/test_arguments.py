@@ -8,7 +8,6 @@ import torch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import (
     KVView,
-    chunk_batches,
     cu_seqlens,
     extend_positions,
     kv_indices,
@@ -50,7 +49,6 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("extend_lens", lambda: out_cache_loc(TABLE, ROWS, LENS, LENS.long())),
         ("q_lens", lambda: window_view(LENS, 3, q_lens=LENS[:1])),
         ("q_lens", lambda: mask_indptr(LENS[:1], LENS)),
-        ("chunk_size", lambda: chunk_batches(LENS, LENS, 0)),
         ("tile_size", lambda: num_kv_splits(LENS, tile_size=0)),
         ("max_splits", lambda: num_kv_splits(LENS, tile_size=1, max_splits=0)),
         ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
@@ -73,7 +71,6 @@ def test_no_synchronisation_once_sizes_are_known():
     assert page_table(table, rows, lens, kv_start=lens, out=buffer.view(4, 16)).shape == (2, 16)
     assert out_cache_loc(table, rows, lens, lens, out=long_buffer).shape == (64,)
     assert extend_positions(lens, lens, out=long_buffer).shape == (64,)
-    assert chunk_batches(lens, lens, 4, total=7).q_lens.shape == (7,)
     assert window_view(lens, 3, q_lens=lens, page_size=2).kv_lens.shape == (2,)
     assert mask_indptr(4, lens).shape == (3,)
     assert num_kv_splits(lens, tile_size=4, max_splits=2).shape == (2,)

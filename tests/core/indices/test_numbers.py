@@ -7,7 +7,6 @@ import torch
 
 from attnmux.core.indices import (
     block_count_multiple,
-    chunk_batches,
     cu_seqlens,
     extend_positions,
     kv_indices,
@@ -77,18 +76,6 @@ def test_page_table_is_padded_with_the_reserved_page():
     assert table.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    ("q_len", "expected_q", "expected_k"),
-    [((4, 10, 5), [2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1])],
-)
-def test_chunks_of_local_attention(q_len, expected_q, expected_k):
-    batches = chunk_batches(lens(*q_len), lens(6, 17, 9), 4)
-    assert batches.q_lens.tolist() == expected_q
-    assert batches.kv_lens.tolist() == expected_k
-    assert batches.request.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
-    assert batches.kv_start.tolist() == [0, 4, 4, 8, 12, 16, 4, 8]
-
-
 def test_verify():
     kv_lens = verify_kv_lens(lens(3, 5), 6)
     assert kv_lens.tolist() == [9, 11]
@@ -153,5 +140,3 @@ def test_empty_batch():
     assert kv_last_page_len(none, 4).shape == (0,)
     assert window_view(none, 3).kv_lens.shape == (0,)
     assert num_kv_splits(none, tile_size=4).shape == (0,)
-    assert all(field.shape == (0,) for field in chunk_batches(none, none, 4))
-    assert all(field.tolist() == [0, 0] for field in chunk_batches(none, none, 4, total=2))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.keys import block_count_multiple, kv_indices, out_cache_loc, page_table
-from attnmux.core.indices.local import ChunkBatches, KVView, chunk_batches, window_view
+from attnmux.core.indices.local import KVView, window_view
 from attnmux.core.indices.ragged import (
     cu_seqlens,
     extend_positions,
@@ -36,10 +36,8 @@ from attnmux.core.indices.ragged import (
 from attnmux.core.indices.topk import select_topk, token_rows, topk_slots
 
 __all__ = [
-    "ChunkBatches",
     "KVView",
     "block_count_multiple",
-    "chunk_batches",
     "cu_seqlens",
     "extend_positions",
     "kv_indices",
