@@ -54,10 +54,9 @@ class WrongProposer:
 
     def __init__(self, draft_token_num: int, topk: int) -> None:
         self.draft_token_num, self._topk = draft_token_num, topk
-        self._trees: dict[int, DraftTree] = {}
 
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
-        """See `Proposer`. The roots do not matter: their tokens are already pending."""
+        """See `Proposer`."""
         num = min(num_tokens, self.draft_token_num)
         if num < 2:
             return None
@@ -181,7 +180,7 @@ def copying(ids: list[int]) -> list[int]:
 def model_calls(
     runner: ModelRunner, prompt: list[int], wrong: WrongProposer
 ) -> dict[str, Callable[[], float]]:
-    """One step of each kind, run again and again. Their requests are never released."""
+    """One step of each kind, run again and again."""
     steps: dict[str, Step] = {}
     for kind in ("decode", "verify"):
         state = SequenceState(token_ids=prompt[:])

@@ -451,7 +451,7 @@ def test_a_failure_loses_no_page(when):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_nothing_leaks_in_10000_random_steps(page_size, window, graphs):
+def test_nothing_leaks_in_random_steps(page_size, window, graphs):
     """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps. A
     window takes chains alone."""
     rng = random.Random(11)
