@@ -148,16 +148,7 @@ def main(
     runner = load(checkpoint, options) if shape is None else make_random(shape, options)
     prompts = make_prompts(runner, num_prompts, length)
     clock = MetadataClock(runner)
-    graphs, reason = capture(runner)
-    ways = {"eager": Way()}
-    if graphs is not None:
-        ways["graphs"] = Way(graphs=graphs)
-    compile_seconds = 0.0
-    if compiled:
-        began = time.perf_counter()
-        runner.compile()
-        compile_seconds = time.perf_counter() - began
-        ways["compiled"] = Way(compiled=True, graphs=capture(runner)[0])
+    ways, compile_seconds, reason = make_ways(runner, compiled=compiled)
     found: dict[str, list[Round]] = {way: [] for way in ways}
 
     def take(way: str) -> None:
@@ -199,7 +190,7 @@ def main(
     columns = {"": "", **dict.fromkeys(ways, ",.1f"), "meaning": ""}
     with Report(columns, about, path, title=title) as report:
         add_parts(report, {way: summary(taken) for way, taken in measured.items()})
-    if graphs is None:
+    if "graphs" not in ways:
         report.note(f"no graphs: {reason}")
     for way in [*ways][1:]:
         report.save(**{way: compare(report, times, measured, way)})
@@ -255,6 +246,26 @@ def make_prompts(runner: ModelRunner, num_prompts: int, length: int) -> list[lis
     rng = random.Random(0)
     top = min(runner.vocabulary_size, 256)
     return [[rng.randrange(1, top) for _ in range(length)] for _ in range(num_prompts)]
+
+
+def make_ways(runner: ModelRunner, *, compiled: bool) -> tuple[dict[str, Way], float, str]:
+    """The ways, the seconds that compiling took, and the reason why there are no graphs."""
+    seconds = 0.0
+    if compiled:  # before graphs are captured, since weights move when they are merged
+        began = time.perf_counter()
+        runner.compile()
+        seconds = time.perf_counter() - began
+        undo(runner.model)
+        runner.is_compiled = False
+    graphs, reason = capture(runner)
+    ways = {"eager": Way()}
+    if graphs is not None:
+        ways["graphs"] = Way(graphs=graphs)
+    if compiled:
+        compile_layers(runner.model)
+        runner.is_compiled = True
+        ways["compiled"] = Way(compiled=True, graphs=capture(runner)[0])
+    return ways, seconds, reason
 
 
 def capture(runner: ModelRunner) -> tuple[GraphRunner | None, str]:

@@ -19,6 +19,7 @@ from attnmux.transformers import (
     load_runner,
     open_checkpoint,
 )
+from attnmux.transformers.compiled import compile_layers, undo
 
 OP = torch.ops.attnmux.attention_with_output
 
@@ -121,12 +122,32 @@ def test_absorbed_layers_share_the_forward_of_their_projections(tiny, run_on):
     assert len({id(each.forward) for each in found}) == 1
 
 
+def captured_runner(folder):
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    options = RunnerOptions(page_size=16, max_context_len=64, max_total_tokens=192, **ENGINE_STEPS)
+    return load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+
+
+def test_weights_move_once(tiny):
+    """Graphs that are captured after the first compilation find the weights where they were."""
+    runner = captured_runner(tiny("llama")[1])
+    plain = generated(runner)
+    runner.capture_graphs(devices=RecordingGraphs())
+    runner.compile(backend="eager")
+    assert runner.graphs is None
+    undo(runner.model)
+    places = [each.data_ptr() for each in runner.model.parameters()]
+    assert compile_layers(runner.model, "eager")
+    undo(runner.model)
+    assert [each.data_ptr() for each in runner.model.parameters()] == places
+    runner.is_compiled = False
+    assert generated(runner) == plain
+
+
 def test_compiled_layers_in_graphs(tiny, run_on):
     folder = tiny("llama")[1]
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
-    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
-    options = RunnerOptions(page_size=16, max_context_len=64, max_total_tokens=192, **ENGINE_STEPS)
-    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+    runner = captured_runner(folder)
     runner.compile(backend="aot_eager")
     runner.capture_graphs(devices=RecordingGraphs())
     assert generated(runner) == plain

@@ -107,9 +107,26 @@ def _merge(module: torch.nn.Module, linears: dict[str, torch.nn.Linear]) -> None
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.nn.Parameter:
-    """The rows of all parts, of which each part becomes a view."""
-    whole = torch.cat([part.data for part in parts])
-    ends = itertools.accumulate(map(len, parts))
-    for part, end in zip(parts, ends, strict=True):
-        part.data = whole[end - len(part) : end]
+    """The rows of all parts, of which each part becomes a view.
+
+    Parts that were joined before stay where they are, since device graphs may read them.
+    """
+    ends = [*itertools.accumulate(map(len, parts))]
+    if _joins(parts):
+        first = parts[0].data
+        whole = first.as_strided((ends[-1], *first.shape[1:]), first.stride())
+    else:
+        whole = torch.cat([part.data for part in parts])
+        for part, end in zip(parts, ends, strict=True):
+            part.data = whole[end - len(part) : end]
     return torch.nn.Parameter(whole, requires_grad=False)
+
+
+def _joins(parts: list[torch.Tensor]) -> bool:
+    """Whether each part begins where the one before it ends, in the same memory."""
+    return all(
+        part.is_contiguous()
+        and part.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and part.data_ptr() + part.nbytes == after.data_ptr()
+        for part, after in itertools.pairwise(parts)
+    )

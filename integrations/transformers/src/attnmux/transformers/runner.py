@@ -135,10 +135,12 @@ class ModelRunner:
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.
 
-        Call it before `capture_graphs`: graphs then hold the compiled code. backend: as
-        `torch.compile` takes it. Raises InvalidInput for an encoder-decoder model and one without a
-        list of layers, and whatever the compiler raises; the layers then run as before.
+        Call it before `capture_graphs`: graphs then hold the compiled code. Earlier graphs are
+        dropped, since weights move. backend: as `torch.compile` takes it.
+        Raises InvalidInput for an encoder-decoder model and one without a list of layers, and
+        whatever the compiler raises; the layers then run as before.
         """
+        self.graphs = self.verify_graphs = None
         # By name: the import loads a compiler, which takes seconds.
         compiled = pkgutil.resolve_name("attnmux.transformers.compiled")
         if isinstance(self.model, PackedDecoder) or not compiled.compile_layers(
