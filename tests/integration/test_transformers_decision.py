@@ -126,7 +126,7 @@ def test_measurements_by_batch_size_count_for_both(folder, generated) -> None:
     "text",
     [
         'prefer_backends = ["flex_attention"]\n',
-        'deny_backends = ["torch_native"]\n',
+        'deny_backends = ["native", "torch_native"]\n',
         'decode_backend = "flex_attention"\n',
     ],
 )
