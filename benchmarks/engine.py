@@ -5,8 +5,9 @@
                                 [--page-size N] [--device DEVICE] [--stream] [--json FILE]
 
 All ways take turns on one runner: the same prompts, the same number of tokens to generate, no stop
-id, no prefix cache. A figure is the median of the rounds, a ratio the median of the rounds' ratios.
-Without device graphs only the eager way is measured. The table is of decode steps in which all
+id, no prefix cache. `overlap` launches each step before the tokens of the one before are read. A
+figure is the median of the rounds, a ratio the median of the rounds' ratios. Without device graphs
+only the eager way is measured. The table is of decode steps in which all
 prompts take part; in `wait` the host waits for the device's tokens, all else is work of the host.
 `--stream` adds text to every step, by one callback a prompt. `--compile` adds the compiled layers,
 in graphs where there are any, and times prompts without them and then with them.
@@ -18,7 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Way:
 
     graphs: GraphRunner | None = None
     compiled: bool = False
+    overlap: bool = False
 
 
 RANDOM = {
@@ -158,7 +160,7 @@ def main(
 
     def measure(way: str) -> float:
         take(way)
-        found[way].append(run(runner, checkpoint, prompts, new, clock, stream=stream))
+        found[way].append(run(runner, checkpoint, prompts, new, clock, ways[way].overlap, stream))
         return found[way][-1].step_us
 
     def prefill() -> float:
@@ -187,9 +189,16 @@ def main(
         f"{runner.decision.summary()}\n{num_prompts} prompts of {length} tokens, {new} new ones "
         f"each; us of a decode step, medians of {rounds} rounds"
     )
+    calls: dict[str, float] = {}
+    for way in ways:
+        take(way)
+        calls[way] = back_to_back(runner, prompts, rounds)
     columns = {"": "", **dict.fromkeys(ways, ",.1f"), "meaning": ""}
     with Report(columns, about, path, title=title) as report:
         add_parts(report, {way: summary(taken) for way, taken in measured.items()})
+        report.add(
+            "model's calls, back to back", *calls.values(), "of the device, if it takes longer"
+        )
     if "graphs" not in ways:
         report.note(f"no graphs: {reason}")
     for way in [*ways][1:]:
@@ -261,10 +270,12 @@ def make_ways(runner: ModelRunner, *, compiled: bool) -> tuple[dict[str, Way], f
     ways = {"eager": Way()}
     if graphs is not None:
         ways["graphs"] = Way(graphs=graphs)
+        ways["overlap"] = Way(graphs=graphs, overlap=True)
     if compiled:
         compile_layers(runner.model)
         runner.is_compiled = True
         ways["compiled"] = Way(compiled=True, graphs=capture(runner)[0])
+        ways["compiled, overlap"] = replace(ways["compiled"], overlap=True)
     return ways, seconds, reason
 
 
@@ -283,14 +294,20 @@ def run(
     prompts: list[list[int]],
     new: int,
     clock: MetadataClock,
-    *,
+    overlap: bool,
     stream: bool,
 ) -> Round:
     """Generate for all prompts. Steps that run prompts are not in the parts."""
     tokenizer = checkpoint.require_tokenizer() if stream else None
     # All prompts in one step, so that all of them decode from the first step to the last.
     prefill_tokens = sum(map(len, prompts))
-    engine = Engine(runner, tokenizer=tokenizer, prefill_tokens=prefill_tokens, prefix_cache=False)
+    engine = Engine(
+        runner,
+        tokenizer=tokenizer,
+        prefill_tokens=prefill_tokens,
+        prefix_cache=False,
+        overlap=overlap,
+    )
     began = time.perf_counter()
     for ids in prompts:
         engine.add(ids, max_new_tokens=new, on_text=hear if stream else None)
@@ -315,6 +332,24 @@ def run(
         parts_us=parts,
         tokens=[tokens[index] for index in range(len(prompts))],
     )
+
+
+def back_to_back(runner: ModelRunner, prompts: list[list[int]], rounds: int) -> float:
+    """Microseconds of the model's call for all prompts, one after another without a wait."""
+    states = [SequenceState(token_ids=ids[:]) for ids in prompts]
+    for state in states:
+        runner.extend([state])
+        state.token_ids.append(1)
+    step, num = runner.steps.decode(states), 32
+    taken = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        for _ in range(num):
+            logits = runner.forward(step, step.last_indices)
+        logits[0, 0].item()
+        taken.append((time.perf_counter() - began) / num * 1e6)
+    runner.release(states)
+    return statistics.median(taken[1:])
 
 
 def hear(piece: str, last: bool) -> None:

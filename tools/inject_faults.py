@@ -288,7 +288,8 @@ class Workload:
         self.engine = Engine(
             HashingRunner(page_size=page_size, debug=debug, has_window=rng.random() < 0.5),
             prefill_tokens=13,
-            drafts=Guesses(rng) if rng.random() < 0.5 else None,
+            drafts=Guesses(rng) if rng.random() < 0.3 else None,
+            overlap=rng.random() < 0.5,
         )
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.stems = [[rng.randrange(VOCABULARY) for _ in range(25)] for _ in range(3)]
@@ -329,9 +330,10 @@ class Workload:
             self.late += 1  # a second fault interrupted the repair: the next call does it
             self.engine.clear_cache()
         self.found.update(wrongs(self.engine))
-        alive = {one.id for one in self.engine._live.values() if one.finish_reason != "abort"}
-        queued = {one.request.id for one in self.engine._outputs.entries}
-        for number in set(self.asked) - alive - queued:
+        known = [*self.engine._live.values()]
+        known += [one.request for one in self.engine._outputs.entries]
+        alive = {one.id for one in known if one.finish_reason != "abort"}
+        for number in set(self.asked) - alive:
             del self.asked[number]
 
     def finish(self) -> None:

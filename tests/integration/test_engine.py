@@ -331,6 +331,8 @@ def test_a_prefix_is_reused_where_its_window_is_still_there():
         (160, {}),
         (80, {"prefill_tokens": 9}),
         (80, {"prefix_cache": False}),
+        (1024, {"overlap": True}),
+        (80, {"overlap": True, "max_running": 3}),
     ],
 )
 @pytest.mark.usefixtures("_bold")
@@ -564,6 +566,42 @@ def test_stop_ids_of_the_engine_and_of_a_request():
     assert list(results[2].token_ids) == whole
 
 
+def test_a_known_step_is_launched_before_the_tokens_are_read():
+    runner = HashingRunner()
+    engine = Engine(runner, overlap=True)
+    engine.add([1, 2, 3], max_new_tokens=5)
+    launched = []
+    while engine.has_work:
+        outputs = engine.step()
+        launched.append((len(outputs), len(runner.ran)))
+    # The last step is known to be the last one
+    assert launched == [(1, 1), (1, 3), (1, 4), (1, 5), (1, 5)]
+    check_all_free(engine)
+
+
+def test_a_token_after_the_stop_is_dropped_and_its_memory_freed():
+    whole = continued([1, 2], 10)
+    engine = Engine(HashingRunner(size=64), stop_ids={whole[4]}, overlap=True)
+    engine.add([1, 2], max_new_tokens=10)
+    outputs = []
+    while not (outputs and outputs[-1].result):
+        outputs += engine.step()
+    assert [one.token_id for one in outputs] == whole[: whole.index(whole[4]) + 1]
+    assert engine.has_work  # the step that was launched ahead
+    assert engine.step() == []
+    check_all_free(engine)
+
+
+def test_a_step_that_was_launched_ahead_draws_again_after_a_restart():
+    how = {"max_new_tokens": 12, "sampling": SamplingParams(seed=3, temperature=1.5)}
+    engine = Engine(DrawingRunner(), overlap=True)
+    request = engine.add([1, 2, 3], **how)
+    for _ in range(4):
+        engine.step()
+    engine._intact = False  # as after an interrupt in the accounts
+    assert [finish(engine)[request].token_ids] == drawn([[1, 2, 3]], [how], rows=1, page_size=4)[0]
+
+
 def test_an_abort_frees_what_waits_and_what_runs():
     engine = Engine(HashingRunner(rows=2, size=64))
     ids = [engine.add([start, 5, 6], max_new_tokens=20) for start in range(4)]
@@ -583,11 +621,12 @@ def test_an_abort_frees_what_waits_and_what_runs():
     check_all_free(engine)
 
 
-def test_an_abort_in_the_middle_of_a_step():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_in_the_middle_of_a_step(overlap):
     """Whatever the step was to the request: its prompt's first or last part, or a decode."""
     for when in range(6):
         runner = HashingRunner(rows=3)
-        engine = Engine(runner, prefill_tokens=6)
+        engine = Engine(runner, prefill_tokens=6, overlap=overlap)
         ids = [engine.add(range(start, start + 10), max_new_tokens=6) for start in range(4)]
 
         def during(engine=engine, runner=runner, when=when, ids=ids):
@@ -606,9 +645,10 @@ def test_an_abort_in_the_middle_of_a_step():
 
 @pytest.mark.parametrize("when", range(8))
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_failing_model_ends_only_the_requests_of_its_step(when, error):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failing_model_ends_only_the_requests_of_its_step(when, error, overlap):
     runner = HashingRunner(rows=2)
-    engine = Engine(runner, prefill_tokens=6)
+    engine = Engine(runner, prefill_tokens=6, overlap=overlap)
     for start in range(4):
         engine.add(range(start, start + 10), max_new_tokens=6)
     said = runner.forward
@@ -762,10 +802,11 @@ def test_a_reset_engine_begins_anew():
     assert list(result.token_ids) == continued([1, 2], 3)
 
 
-def test_logits_that_are_not_numbers_end_one_request():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_that_are_not_numbers_end_one_request(overlap):
     runner = HashingRunner()
     runner.damaged = {9}
-    engine = Engine(runner)
+    engine = Engine(runner, overlap=overlap)
     engine.add([9, 1, 2, 3, 4, 5], max_new_tokens=5)
     engine.add([8, 1, 2], max_new_tokens=5)
     results = finish(engine)
@@ -773,6 +814,26 @@ def test_logits_that_are_not_numbers_end_one_request():
     assert list(results[1].token_ids) == continued([8, 1, 2], 5)
     with pytest.raises(AttnmuxError, match="prompt 2 are not numbers"):
         run_prompts(engine, [Prompt(token_ids=[first, 1], max_new_tokens=2) for first in (8, 9, 7)])
+    check_all_free(engine)
+
+
+def test_a_request_that_breaks_in_a_step_launched_ahead_ends_alone():
+    runner = HashingRunner(size=64)
+    whole = runner.forward
+
+    def forward(step, indices, laps=None):
+        return whole(step, indices, laps).masked_fill(
+            (step.batch.seq_lens == 5)[:, None], torch.nan
+        )
+
+    runner.forward = forward
+    engine = Engine(runner, overlap=True)
+    engine.add([1, 2], max_new_tokens=9)
+    engine.add(range(6), max_new_tokens=9)
+    results = finish(engine)
+    assert results[0].finish_reason == "error"
+    assert list(results[0].token_ids) == continued([1, 2], 3)
+    assert list(results[1].token_ids) == continued(range(6), 9)
     check_all_free(engine)
 
 
@@ -956,6 +1017,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
             max_step_tokens=rng.choice([None, 6]),
             prefill_tokens=rng.choice([1, 2, 7, 8192]),
             max_running=rng.randrange(3, 7),
+            overlap=rng.random() < 0.5,
         )
         assert together == alone
         retractions += stats.retractions
@@ -963,12 +1025,13 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 
 
 @pytest.mark.usefixtures("_bold")
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
-def test_soak(span, num):
+def test_soak(span, num, overlap):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     rng = random.Random(11)
     runner = HashingRunner(rows=5, context=48, size=72, page_size=4, span=span, window_size=48)
-    engine = Engine(runner, prefill_tokens=13)
+    engine = Engine(runner, prefill_tokens=13, overlap=overlap)
     asked, alive = {}, set()
     prompts = random_prompts(rng, 400, longest=25)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core import DraftTree, InvalidInput, PoolExhausted
-from attnmux.transformers.engine.execution import Execution, StepRunner
+from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
     FinishReason,
@@ -65,6 +65,10 @@ class Engine:
     time may use an engine; calls from others raise InvalidInput. The cached prefixes belong to the
     runner: the next engine on the same runner finds them.
 
+    On a device that works while the host does, the next step is launched before the tokens of this
+    one are read, if the same requests decode in it. A request that then ends by a stop id has run
+    one token more, which is dropped.
+
     An exception in a step loses no page, and the other requests go on. If an exception
     interrupts the engine's own accounts, all memory is freed at once, the cached prefixes included,
     and the requests run again from their tokens.
@@ -80,6 +84,7 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache: bool = True,
         drafts: Proposer | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """tokenizer: turns tokens into text. stop_ids: end every request that has none of its own.
 
@@ -87,6 +92,8 @@ class Engine:
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
+        overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
+        are never launched ahead.
         Raises InvalidInput for drafts where the model has an encoder.
         """
         self.runner = runner
@@ -105,7 +112,10 @@ class Engine:
         """In order of arrival. Those that have ended stay until their memory is free."""
         self._next_id = 0
         self._running: Plan | None = None
-        """The step that is in flight."""
+        """The step that a call runs at this moment."""
+        self._overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        self._ahead: Launched | None = None
+        """The next step, if the device has it already."""
         self._intact = True
         """Whether the scheduler, the cache and the requests agree. False while they change."""
         self._has_ended = False
@@ -194,9 +204,9 @@ class Engine:
     def abort(self, request_id: int) -> GenerationResult | None:
         """End a request now. Returns its result so far, or None if it had ended before.
 
-        Its memory is free when this returns. If the model is running, it is free when that step
-        ends. Both hold even if the tokenizer raises for the last piece of text. The request gets no
-        further output. Raises InvalidInput for an unknown id.
+        Its memory is free when this returns. If a step is running, or was launched ahead, it is
+        free when that step ends. Both hold even if the tokenizer raises for the last piece of
+        text. The request gets no further output. Raises InvalidInput for an unknown id.
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
@@ -245,7 +255,7 @@ class Engine:
             num_new = 0
             try:
                 self._settle()
-                plan = self._next_plan()
+                plan = self._next_plan() if self._ahead is None else self._ahead.plan
                 laps.lap("schedule")
                 drafts = None if plan is None else self._draft(plan, laps)
                 if plan is not None:
@@ -289,7 +299,7 @@ class Engine:
         try:
             self._running, self._intact = plan, False
             if self._speculation is None or drafts is None:
-                tokens = self._execution.run(plan, laps)
+                tokens = self._tokens(plan, laps)
             else:
                 self._execution.forget()
                 tokens = self._speculation.run(plan.decoding, drafts, self.runner, laps)
@@ -305,6 +315,16 @@ class Engine:
             self._running = None
             self._settle()
             laps.lap("commit")
+
+    def _tokens(self, plan: Plan, laps: Laps) -> list[list[int]]:
+        """The tokens of a step. If the next step is known, it is launched before the wait."""
+        step, self._ahead = self._ahead or self._execution.launch(plan, laps), None
+        if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
+            laps.lap("schedule")
+            self._ahead = self._execution.launch(plan, laps, ahead=True)
+        tokens = step.wait()
+        laps.lap("wait")
+        return tokens
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:
@@ -323,6 +343,7 @@ class Engine:
         for place, (request, new) in enumerate(zip(plan.requests, tokens, strict=True)):
             for token in new:
                 if request.ended:
+                    request.is_sound &= token != NOT_A_NUMBER
                     break
                 if place < num_sampled or token == NOT_A_NUMBER:
                     self._take(request, token)
@@ -346,6 +367,8 @@ class Engine:
             reason = "length"
         self._has_ended |= reason is not None
         self._outputs.add(request, token, reason)
+        if token != NOT_A_NUMBER and request.sampler.draws_by is not None:
+            request.sampler.draw()
         self.stats.finished += reason is not None
 
     def _abort(self, request: LiveRequest) -> None:
@@ -357,6 +380,7 @@ class Engine:
 
     def _drop(self, plan: Plan) -> None:
         """Abort the requests of a failed step, whose K and V may be incomplete."""
+        self._intact = False
         self._forget_steps()
         for request in plan.requests:
             request.is_sound = False
@@ -366,14 +390,15 @@ class Engine:
     def _settle(self) -> None:
         """Free the memory of ended requests, or all memory after an interrupted change.
 
-        Does nothing while a step runs.
+        Does nothing while a step runs. The memory of requests in a step that was launched ahead is
+        freed after that step.
         """
         if self._running is not None:
             return
         steps, scheduler = self.runner.steps, self._scheduler
         if not (self._intact and steps.intact and scheduler.num_requests == len(self._live)):
             self._restart()
-        elif self._has_ended:
+        elif self._has_ended and self._ahead is None:
             self._intact = False
             for request in self._live.values():
                 if request.ended:
@@ -395,6 +420,7 @@ class Engine:
         self._intact = True
 
     def _forget_steps(self) -> None:
+        self._ahead = None
         self._execution.forget()
         if self._speculation is not None:
             self._speculation.forget()

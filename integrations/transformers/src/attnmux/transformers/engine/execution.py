@@ -11,7 +11,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.sampling import Sampler, sample
+from attnmux.transformers.sampling import Draws, Sampler, Upcoming, sample
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import Step
 
@@ -39,38 +39,60 @@ class StepRunner(Protocol):
         """
 
 
+class Launched:
+    """A step that the device runs, and the tokens that it is going to yield."""
+
+    def __init__(self, plan: Plan, tokens: torch.Tensor) -> None:
+        """tokens: [B] int64, of each of `plan.requests`."""
+        self.plan = plan
+        self.tokens = tokens
+        # Pinned memory on the host, which the copy does not wait for
+        self._host = tokens.to("cpu", non_blocking=True)
+        self._copied: torch.Event | None = None
+        if tokens.device.type != "cpu":
+            self._copied = torch.Event(tokens.device)
+            self._copied.record()
+
+    def wait(self) -> list[list[int]]:
+        """The next token of each of `plan.requests`, as a list of one. Waits for the device.
+
+        For a request whose prompt continues in the next step, the value only says whether its
+        logits are numbers.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [[token] for token in self._host.tolist()]
+
+
 class Execution:
     """Runs plans. While the same requests decode, their batch and tokens stay on the device."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._decode: DecodeBatch | None = None
-        self._tokens: torch.Tensor | None = None
-        """[B] int64: the tokens sampled in the last step of `_decode`."""
+        self._last: Launched | None = None
+        """The last step of `_decode`."""
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run(self, plan: Plan, laps: Laps) -> list[list[int]]:
-        """The next token of each of `plan.requests`, as a list of one. Waits for the device.
+    def launch(self, plan: Plan, laps: Laps, *, ahead: bool = False) -> Launched:
+        """Launch a step.
 
-        For a request whose prompt continues in the next step, the value only says whether its
-        logits are numbers.
+        ahead: the requests decode in the step that was launched last, and have not taken its tokens
+        yet.
         """
-        step = self._extend(plan) if plan.chunks else self._decode_step(plan)
+        step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
         laps.lap("allocate")
         logits = self._runner.forward(step, step.last_indices, laps)
-        samplers = [request.sampler for request in plan.sampled]
-        samplers += [GREEDY] * (len(plan.requests) - len(samplers))
-        self._tokens = sample(logits, samplers)
+        self._last = launched = Launched(plan, sample(logits, _draws(plan, int(ahead))))
         laps.lap("sample")
-        tokens: list[int] = self._tokens.tolist()
-        laps.lap("wait")
-        return [[token] for token in tokens]
+        return launched
 
-    def _decode_step(self, plan: Plan) -> Step:
+    def _decode_step(self, plan: Plan, *, ahead: bool) -> Step:
         states = tuple(request.state for request in plan.decoding)
-        if self._decode is not None and self._decode.states == states:
-            return self._decode.step(self._tokens)
+        if self._decode is not None and self._last is not None and self._decode.states == states:
+            # The request of a token that is no number is about to end; models read its index
+            return self._decode.step(self._last.tokens.clamp(min=0) if ahead else self._last.tokens)
         self._decode = None
         self._decode = self._runner.steps.decode_batch(states)
         return self._decode.step()
@@ -84,4 +106,13 @@ class Execution:
 
     def forget(self) -> None:
         """Read the requests again in the next step, as after a failure."""
-        self._decode = None
+        self._decode = self._last = None
+
+
+def _draws(plan: Plan, place: int) -> list[Draws]:
+    """How each of `plan.requests` is sampled, so many tokens later; empty if no request draws."""
+    samplers = [request.sampler for request in plan.sampled]
+    if all(sampler.draws_by is None for sampler in samplers):
+        return []
+    draws: list[Draws] = [Upcoming(sampler, place) for sampler in samplers]
+    return draws + [GREEDY] * (len(plan.requests) - len(draws))

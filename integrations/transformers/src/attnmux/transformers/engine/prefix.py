@@ -88,7 +88,9 @@ class PrefixCache:
         If the tree has the same tokens already, the request continues with the tree's slots.
         """
         state, before = request.state, request.node
-        whole = state.num_cached // self.page_size * self.page_size
+        # A request that was aborted may have run a token that it never took
+        known_len = min(state.num_cached, len(state.token_ids))
+        whole = known_len // self.page_size * self.page_size
         if not self.shares(request) or before is None or whole <= state.num_shared:
             return
         ids = state.token_ids[:whole]

@@ -123,6 +123,16 @@ class Scheduler:
         through = [one for one, count in chunks if count == one.state.num_pending]
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
+    def repeats(self, plan: Plan) -> bool:
+        """Whether the requests of `plan`, which is running, decode in the next step too, whatever
+        their tokens are. They then have room for it."""
+        if plan.chunks or self.prefilling or (self.waiting and self._admits):
+            return False
+        if any(one.ended or one.num_remaining < 2 for one in plan.decoding):
+            return False
+        self._cache.slide(plan.decoding)
+        return len(plan.decoding) * self._page_size <= self._cache.allocator.available_size()
+
     def _chunks(self) -> list[tuple[LiveRequest, int]]:
         """The next parts of the prompts that have begun, up to the limits of a step. The window
         pool must hold a whole part, so that a long prompt may run in smaller ones."""
@@ -188,12 +198,17 @@ class Scheduler:
         self._closed = True
         self.stats.retractions += 1
 
+    @property
+    def _admits(self) -> bool:
+        """Whether a request may be admitted, as far as rows and earlier retractions allow."""
+        running = len(self.prefilling) + len(self.decoding)
+        return running < self._max_running and not (self._closed and running)
+
     def _admit(self, chunks: list[tuple[LiveRequest, int]]) -> None:
         """Admit waiting requests while rows, the step's tokens and memory suffice."""
         room = self._room() - sum(count for _, count in chunks)
         rows = self._max_running - len(self.prefilling) - len(self.decoding)
-        idle = not self.prefilling and not self.decoding
-        if not rows or (self._closed and not idle):
+        if not self._admits:
             return
         for request in self.waiting[: self._max_running]:
             if not room or not rows:

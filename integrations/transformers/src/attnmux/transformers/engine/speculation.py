@@ -179,9 +179,6 @@ class Speculation:
         for request, cached, path in zip(requests, step.prefixes, self._paths, strict=True):
             taken = len(request.state.token_ids) - 1 - cached
             paths.append(path[:taken])
-            if request.sampler.draws_by is not None:
-                for _ in range(taken):
-                    request.sampler.draw()
         step.commit(paths, self._unsound)
 
     def forget(self) -> None:
