@@ -11,6 +11,8 @@ float64 on sampled queries, and with ours as a whole, before it is timed.
 decode, mla   One CUDA graph of layers with K and V of their own, at least 256 MB in all.
 fp8           As decode, with our own bfloat16 over as many tokens: its bar is against that.
 extend        Single calls, the cache flushed between them.
+turns         As extend, with few new tokens behind long prefixes; turns fp8 against our own
+              bfloat16.
 
 `ratio` is ours by the best of the others'. A figure is the median of rounds in which the sides take
 turns, each round the median of Triton's `do_bench`.
@@ -83,7 +85,7 @@ class Benchmark:
                 self.missing[peer] = in_brief(error)
 
     def measure(self, family: str, case: Case) -> Row:
-        is_extend = family == "extend"
+        is_extend = case.workload.phase != "decode"
         # A layer alone is timed with a flushed cache, several with K and V of their own
         step = case.step(self.device, num_layers=1 if is_extend else None)
         meters: dict[str, Meter] = {}
@@ -104,8 +106,9 @@ class Benchmark:
         began = time.perf_counter()
         whole = admit(OURS, self.ours, step)
         ready = time.perf_counter() - began
-        if family == "fp8":
-            admit(OUR_BF16, self.ours, replace(case, kv_dtype=case.dtype).step(self.device))
+        if "fp8" in family:
+            bf16 = replace(case, kv_dtype=case.dtype)
+            admit(OUR_BF16, self.ours, bf16.step(self.device, num_layers=1 if is_extend else None))
         for peer, library in self._libraries.items():
             _, calls = PEERS[peer]
             if family in calls:

@@ -16,7 +16,7 @@ from attnmux.bench import Step, Workload
 from attnmux.bench.timing import Run
 
 OURS, OUR_BF16 = "ours", "our bf16"
-FAMILIES = ("decode", "fp8", "mla", "extend")
+FAMILIES = ("decode", "fp8", "mla", "extend", "turns", "turns fp8")
 SIDES = (OURS, OUR_BF16, "flashinfer", "flashinfer fa2", "fa3", "flashmla")
 COLUMNS = {
     **{"family": "", "workload": "", "layers": "d"},
@@ -30,6 +30,8 @@ BARS: Mapping[str, tuple[float | None, float]] = {
     "fp8": (None, 1 / 1.8),
     "mla": (None, 1.10),
     "extend": (None, 1.20),
+    "turns": (None, 1.10),
+    "turns fp8": (None, 1.0),
 }
 """The largest geometric mean and the largest single ratio that a family may have."""
 
@@ -38,7 +40,7 @@ PEERS: Mapping[str, tuple[str, Calls]] = {
     "flashinfer": (
         "flashinfer",
         {
-            **dict.fromkeys(("decode", "fp8", "extend"), library_flashinfer.flashinfer),
+            **dict.fromkeys(("decode", "fp8", "extend", "turns"), library_flashinfer.flashinfer),
             "mla": library_flashinfer.flashinfer_mla,
         },
     ),
@@ -48,7 +50,7 @@ PEERS: Mapping[str, tuple[str, Calls]] = {
     ),
     "fa3": (
         "sgl_kernel.flash_attn",
-        {**dict.fromkeys(("decode", "extend"), libraries.fa3), "mla": libraries.fa3_mla},
+        {**dict.fromkeys(("decode", "extend", "turns"), libraries.fa3), "mla": libraries.fa3_mla},
     ),
     "flashmla": (
         "sgl_kernel.flash_mla",
@@ -64,6 +66,9 @@ def uneven(batch_size: int, ctx: int) -> Workload:
     factors = 0.05 + 1.9 * torch.rand(batch_size, generator=drawn)
     return Workload.uneven(max(1, int(ctx * factor)) for factor in factors.tolist())
 
+
+TURNS = ((1, 64, 131_072), (1, 512, 32_768), (8, 32, 16_384), (4, 16, 8192), (1, 64, 2048))
+"""Steps of few new tokens behind long prefixes: requests, new tokens of each, cached tokens."""
 
 CASES: Mapping[str, Sequence[Case]] = {
     "decode": (
@@ -91,6 +96,8 @@ CASES: Mapping[str, Sequence[Case]] = {
         extend(4, 512, 8192),
         extend(1, 32768, page_size=64),
     ),
+    "turns": tuple(extend(*turn) for turn in TURNS),
+    "turns fp8": tuple(extend(*turn, kv_dtype="fp8_e4m3") for turn in TURNS[:3]),
 }
 _TINY: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "dtype": "float16"}
 TINY: Mapping[str, Sequence[Case]] = {
@@ -99,6 +106,8 @@ TINY: Mapping[str, Sequence[Case]] = {
     "fp8": (decode(2, 40, **_TINY, kv_dtype="fp8_e5m2"),),
     "mla": (decode(2, 40, kind="mla", q_heads=16, page_size=64, dtype="float16", is_apart=True),),
     "extend": (extend(2, 24, 16, **_TINY),),
+    "turns": (extend(1, 3, 1100, **_TINY),),
+    "turns fp8": (extend(1, 3, 1100, **_TINY, kv_dtype="fp8_e5m2"),),
 }
 
 
@@ -136,7 +145,7 @@ class Row:
     def best(self) -> tuple[str, float] | None:
         """The side that ours is compared with; in FP8 our own bfloat16."""
         timed = {name: figure.us for name, figure in self.figures.items() if name != OURS}
-        if self.family == "fp8":
+        if "fp8" in self.family:
             timed = {name: us for name, us in timed.items() if name == OUR_BF16}
         known = [(us, name) for name, us in timed.items() if us is not None]
         return None if not known else (min(known)[1], min(known)[0])

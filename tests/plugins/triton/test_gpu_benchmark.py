@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[3]
 PEERS = {
     "decode": {"flashinfer", "fa3"},
     "fp8": {"our bf16", "flashinfer"},
+    "turns": {"flashinfer", "fa3"},
+    "turns fp8": {"our bf16"},
     "mla": {"flashinfer", "fa3"},
     "extend": {"flashinfer", "flashinfer fa2", "fa3"},
 }

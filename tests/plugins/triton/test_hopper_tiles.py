@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunk": {"CHUNK": 192, "HAS_CAP": True},
     "in call": {"IN_CALL": True, "IS_CAUSAL": False, "HAS_LSE": True},
     "cross": {"IS_CROSS": True, "IS_CAUSAL": False},
+    "splits": {"SPLIT_BLOCKS": 2, "HAS_LSE": True},
 }
 POINTERS = {
     "q": "*bf16",
@@ -98,6 +99,11 @@ def absent(variant: dict[str, Any]) -> set[str]:
     }
 
 
+def changed_pointers(variant: dict[str, Any]) -> dict[str, str]:
+    absentees = dict.fromkeys(absent(variant), "constexpr")
+    return {**absentees, "out": "*fp32"} if variant.get("SPLIT_BLOCKS") else absentees
+
+
 def compile_variants() -> Iterator[dict[str, Any]]:
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from compile_kernel import compile_kernel  # noqa: PLC0415  # as above
@@ -112,7 +118,7 @@ def compile_variants() -> Iterator[dict[str, Any]]:
         with redirect_stdout(log):
             compiled = compile_kernel(
                 attend_hopper_tiles,
-                {**POINTERS, **dict.fromkeys(absent(variant), "constexpr")},
+                {**POINTERS, **changed_pointers(variant)},
                 {**LAUNCH, **variant},
                 options={"num_warps": 4},
             )
@@ -161,7 +167,7 @@ def run_case(changed: dict[str, Any]) -> float:
         *((None, 0, None) if in_call else (table, pages, torch.arange(batch_size, device=cuda))),
         torch.tensor(cached, dtype=torch.int32, device=cuda),
         *(None, None, q_indptr, plan.request, plan.row),
-        *(batch_size, tokens, plan.num_tiles, width**-0.5 * math.log2(math.e), 0.0, 1.0),
+        *(batch_size, tokens, plan.num_tiles, 1, width**-0.5 * math.log2(math.e), 0.0, 1.0),
         **variant,
         **LAUNCH,
         num_warps=4,

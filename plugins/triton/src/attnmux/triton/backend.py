@@ -62,7 +62,12 @@ class TritonBackend(AttentionBackend):
             for spec in context.layers
         }
         self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
-        self._tile_attention = {name: TileAttention(each) for name, each in self._layers.items()}
+        self._tile_attention = {
+            name: TileAttention(
+                each, 0 if self._splits.deterministic else compute_units, context.max_context_len
+            )
+            for name, each in self._layers.items()
+        }
         groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
         self._stored = [name for name, each in self._layers.items() if each.slot_group is not None]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import AttentionCall, InvalidInput
+from attnmux.triton import splits
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.configs import TileConfig
 from attnmux.triton.dispatch import TILE_KERNELS, kernel_at
@@ -131,8 +132,10 @@ class TilePlan:
 class TileAttention:
     """A layer's launches of `attend_tiles` or of the Hopper kernel for tiles."""
 
-    def __init__(self, layer: TritonLayer) -> None:
-        self._layer = layer
+    def __init__(self, layer: TritonLayer, units: int, max_context_len: int) -> None:
+        """units: programs that may share the keys of a step's tiles; 0 for one program a tile."""
+        self._layer, self._units, self._max_context_len = layer, units, max_context_len
+        self._merge = splits.SplitMerge(layer)
         self._bound: dict[Hashable, BoundKernel] = {}
 
     def key(self, *, hides: bool) -> TileKey:
@@ -151,11 +154,15 @@ class TileAttention:
         layer, batch, q, out = self._layer, step.batch, call.q, results.out
         keys = layer.required_keys() if slots is not None else Keys.of_call(call)
         config = layer.tile_config(hides=step.hides)
+        num_splits = 1 if slots is None else self._num_splits(step, config)
+        whole = results
+        if num_splits > 1:
+            results = self._merge.parts(num_splits, q.shape[0], q.device)
         if TILE_KERNELS[config.kernel].takes_whole_rows:
             q = whole_rows(q)
             if slots is None:
                 keys = keys.whole(q.dtype)
-            if not has_whole_rows(out):
+            if num_splits == 1 and not has_whole_rows(out):
                 fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
                 results = Results(fresh, results.lse)
         is_cross, indptr = layer.spec.is_cross_attention, step.indptr
@@ -168,15 +175,21 @@ class TileAttention:
             mask is None,
             items is None,
             results.lse is None,
+            num_splits > 1,
         )
         bound = self._bound.get(variant)
         if bound is None:
             bound = self._bound[variant] = self._bind(
-                config, slots, results, has_mask=mask is not None, has_items=items is not None
+                config,
+                slots,
+                results,
+                has_mask=mask is not None,
+                has_items=items is not None,
+                has_splits=num_splits > 1,
             )
         tail, key_tail = layer.tail(q, call.q_rope), layer.tail(keys.k, keys.k_rope)
         bound(
-            (layer.shape.kv_heads, plan.num_tiles, 1),
+            (layer.shape.kv_heads, plan.num_tiles, num_splits),
             (
                 q,
                 tail,
@@ -198,11 +211,31 @@ class TileAttention:
                 None if items is None else items.token_pos_in_items,
             ),
             (*strides(q, tail, results, slots), *key_strides(keys, key_tail)),
-            (batch.batch_size, q.shape[0], plan.num_tiles),
+            (batch.batch_size, q.shape[0], plan.num_tiles, num_splits),
             (q.dtype, keys.k.dtype, keys.v.dtype),
         )
-        if results.out is not out:
+        if num_splits > 1:
+            self._merge(num_splits, results, whole)
+        elif results.out is not out:
             out.copy_(results.out)
+
+    def _num_splits(self, step: TritonStep, config: TileConfig) -> int:
+        """How many programs share the keys of a tile of a step over the pool."""
+        batch, shape = step.batch, self._layer.shape
+        rows, block_m = batch.num_tokens * shape.group, config.block_m
+        # One tile a request at least: steps of many need no lengths to decide
+        if max(rows // block_m, batch.batch_size) * shape.kv_heads >= self._units:
+            return 1
+        tiles, keys = rows // block_m + batch.batch_size, self._max_context_len
+        if batch.extend_seq_lens_cpu is not None:
+            tiles = int((-(-batch.extend_seq_lens_cpu * shape.group // block_m)).sum())
+        if batch.seq_lens_cpu is not None and not self._layer.spec.is_cross_attention:
+            keys = int(batch.seq_lens_cpu.max())
+        if self._layer.window >= 0:
+            keys = min(keys, self._layer.window + block_m)
+        if self._layer.chunk > 0:
+            keys = min(keys, self._layer.chunk)
+        return splits.num_splits(tiles * shape.kv_heads, self._units, keys)
 
     def _bind(
         self,
@@ -212,6 +245,7 @@ class TileAttention:
         *,
         has_mask: bool,
         has_items: bool,
+        has_splits: bool,
     ) -> BoundKernel:
         layer = self._layer
         has_encoder = slots is not None and slots.begins_with_encoder
@@ -224,6 +258,9 @@ class TileAttention:
                     has_mask=has_mask,
                     has_lse=results.lse is not None,
                 ),
+                # The merge counts the sinks once
+                **({"HAS_SINKS": False} if has_splits else {}),
+                "SPLIT_BLOCKS": max(splits.LEAST_KEYS // config.block_n, 1) if has_splits else 0,
                 "HAS_ITEMS": has_items,
                 "PAGE": 1 if slots is None else slots.page_size,
                 "IN_CALL": slots is None,
@@ -235,6 +272,6 @@ class TileAttention:
             },
             tensors=TENSORS,
             numbers=(*STRIDES, *KEY_STRIDES),
-            counts=("batch_size", "num_tokens", "num_tiles"),
+            counts=("batch_size", "num_tokens", "num_tiles", "num_splits"),
             options={"num_warps": config.num_warps, **config.options},
         )

@@ -160,6 +160,17 @@ def visible_range(
 
 
 @triton.jit
+def part_of_range(low, high, part, num_parts, LEAST: tl.constexpr):
+    """The part-th of num_parts parts of low <= i < high: its first, and one past its last.
+
+    A part has at least LEAST, so that the last ones may have none.
+    """
+    each = tl.maximum((high - low + num_parts - 1) // num_parts, LEAST)
+    start = tl.minimum(low + part * each, high)
+    return start, tl.minimum(start + each, high)
+
+
+@triton.jit
 def attend_blocks(
     acc, top, mass, q, q_tail, all_keys, start, stop, num_keys, sight, scale, cap, widths,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,

@@ -8,6 +8,7 @@ from triton.language.core import _aggregate as aggregate
 
 from attnmux.triton.kernels import blocks
 
+part_of_range = gluon.jit(blocks.part_of_range.fn)
 visible_range = gluon.jit(blocks.visible_range.fn)
 
 
@@ -25,6 +26,7 @@ class Kind:
     WINDOW: gl.constexpr
     CHUNK: gl.constexpr
     HAS_CAP: gl.constexpr
+    SPLIT_BLOCKS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
 
@@ -72,6 +74,7 @@ def place_tile(
     batch_size,
     num_tokens,
     num_tiles,
+    num_splits,
     kind,
 ):
     """The program's tile. One of no request has neither rows nor keys."""
@@ -100,7 +103,11 @@ def place_tile(
     )
     start = low // kind.BLOCK_N
     stop = gl.maximum(gl.cdiv(gl.minimum(high, num_keys), kind.BLOCK_N), start)
-    whole_start = gl.minimum(gl.cdiv(last_first, kind.BLOCK_N), stop)
+    if kind.SPLIT_BLOCKS > 0:
+        start, stop = part_of_range(
+            start, stop, gl.program_id(2), num_splits, kind.SPLIT_BLOCKS
+        )  # fmt: skip
+    whole_start = gl.minimum(gl.maximum(gl.cdiv(last_first, kind.BLOCK_N), start), stop)
     whole_stop = gl.minimum(gl.maximum(least_end // kind.BLOCK_N, whole_start), stop)
     return Tile(
         kv_head=gl.program_id(0),

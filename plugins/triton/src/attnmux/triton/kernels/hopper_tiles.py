@@ -170,27 +170,35 @@ def attend_rows(
     if HAS_LSE:
         value = gl.where(has_keys, (top + gl.log2(mass)) * LN_2, -float("inf"))
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
-    # The queries are no longer needed: their shared memory turns the result into whole rows.
-    q_tile.store(scaled(acc, v_scale / mass).to(out.dtype.element_ty))
-    token, head = queries_of(tile, wide_row, kind.GROUP)
-    places = whole_rows(out, token * out_stride + head * kind.D, kind.D, wide)
-    gl.store(places, q_tile.load(wide), mask=(wide_row < tile.num_rows)[:, None])
+    acc = scaled(acc, v_scale / mass)
+    if kind.SPLIT_BLOCKS > 0:
+        row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        token, head = queries_of(tile, row, kind.GROUP)
+        columns = gl.arange(0, kind.D, gl.SliceLayout(0, acc_layout))
+        places = out + (token * out_stride + head * kind.D)[:, None] + columns[None, :]
+        gl.store(places, acc, mask=(row < tile.num_rows)[:, None])
+    else:
+        # The queries are no longer needed: their shared memory turns the result into whole rows.
+        q_tile.store(acc.to(out.dtype.element_ty))
+        token, head = queries_of(tile, wide_row, kind.GROUP)
+        places = whole_rows(out, token * out_stride + head * kind.D, kind.D, wide)
+        gl.store(places, q_tile.load(wide), mask=(wide_row < tile.num_rows)[:, None])
 
 
 @gluon.jit(
-    do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
+    do_not_specialize=["batch_size", "num_tokens", "num_tiles", "num_splits"],
     do_not_specialize_on_alignment=["rows", "cached_lens", "encoder_lens"],
 )
 def attend_hopper_tiles(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, batch_size,
-    num_tokens, num_tiles, scale, cap, v_scale,
+    num_tokens, num_tiles, num_splits, scale, cap, v_scale,
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
     IS_CROSS: gl.constexpr, IN_CALL: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr,
     CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, SPLIT_BLOCKS: gl.constexpr = 0,
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=128, STAGES at least 2.
 
@@ -203,8 +211,8 @@ def attend_hopper_tiles(
     gl.static_assert(BLOCK_M == READERS * ROWS)
     kind = Kind(
         GROUP=GROUP, D=D, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
-        HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP, BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
+        SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -213,8 +221,12 @@ def attend_hopper_tiles(
     v_ring = make_ring(dtype, BLOCK_N, D, STAGES, 32 * COPY_WARPS, READERS)
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
-        batch_size, num_tokens, num_tiles, kind,
+        batch_size, num_tokens, num_tiles, num_splits, kind,
     )  # fmt: skip
+    if SPLIT_BLOCKS > 0:
+        split = gl.program_id(2).to(gl.int64)
+        out += split * num_tokens * out_stride
+        lse += split * num_tokens * lse_stride
     gl.warp_specialize(
         [
             (attend_rows, (

@@ -12,6 +12,7 @@ from attnmux.triton.kernels.blocks import (
     Widths,
     attend_blocks,
     nothing_seen,
+    part_of_range,
     store_rows,
     take,
     tile_of_queries,
@@ -49,7 +50,7 @@ def plan_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
+    do_not_specialize=["batch_size", "num_tokens", "num_tiles", "num_splits"],
     do_not_specialize_on_alignment=[
         "rows",
         "cached_lens",
@@ -65,14 +66,15 @@ def attend_tiles(
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
     v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, mask,
-    mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, scale, cap,
-    v_scale,
+    mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, num_splits,
+    scale, cap, v_scale,
     GROUP: tl.constexpr, D: tl.constexpr, REAL_D: tl.constexpr, TAIL: tl.constexpr,
     REAL_TAIL: tl.constexpr, DV: tl.constexpr, REAL_DV: tl.constexpr, PAGE: tl.constexpr,
     IS_LATENT: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_CROSS: tl.constexpr, IN_CALL: tl.constexpr,
     HAS_ENCODER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr = 0,
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
@@ -98,7 +100,11 @@ def attend_tiles(
     Numbers: batch_size, num_tokens, num_tiles int32; scale, times log2(e) unless HAS_CAP, cap and
     v_scale float32. Widths without REAL_ are those of tiles, see `Widths`.
 
-    Grid: KV heads, tiles. The last tiles of a request see the most keys, so they come first.
+    SPLIT_BLOCKS above 0: num_splits programs share the keys of a tile, at least that many blocks
+    each; out and lse have a result of each, one after another, for `merge_splits`.
+
+    Grid: KV heads, tiles, splits. The last tiles of a request see the most keys, so they come
+    first.
     """
     kv_head = tl.program_id(0)
     tile = num_tiles - 1 - tl.program_id(1)
@@ -155,8 +161,18 @@ def attend_tiles(
     whole_high = tl.maximum(tl.min(end, 0) // BLOCK_N * BLOCK_N, 0)
     if HAS_MASK or HAS_ITEMS:
         whole_high = 0
+    if SPLIT_BLOCKS > 0:
+        split = tl.program_id(2)
+        first_block, last_block = part_of_range(
+            low // BLOCK_N, (high + BLOCK_N - 1) // BLOCK_N, split, num_splits, SPLIT_BLOCKS
+        )
+        low = first_block * BLOCK_N
+        high = tl.minimum(last_block * BLOCK_N, high)
+        whole_low = tl.maximum(whole_low, low)
+        out += split.to(tl.int64) * num_tokens * out_stride
+        lse += split.to(tl.int64) * num_tokens * lse_stride
     whole_low = tl.minimum(whole_low, high)
-    whole_high = tl.maximum(whole_high, whole_low)
+    whole_high = tl.minimum(tl.maximum(whole_high, whole_low), high)
     # Without a window, every row sees the keys from the first on.
     for part in tl.static_range(0 if WINDOW >= 0 or CHUNK > 0 else 1, 3):
         if part == 0:
