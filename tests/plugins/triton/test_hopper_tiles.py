@@ -47,6 +47,7 @@ PLAIN: dict[str, Any] = {
     "HAS_CAP": False,
     "HAS_SINKS": False,
     "HAS_LSE": False,
+    "SPLIT_BLOCKS": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -74,7 +74,7 @@ def attend_tiles(
     HAS_ENCODER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr = 0,
+    SPLIT_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
