@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,13 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
             if size == 1 or mode is ForwardMode.DECODE:
                 for layer in context.layers:
                     _call(backend, layer, batch, context)
+            if size == 1 and mode is ForwardMode.EXTEND:
+                # Without lengths on the host, the keys of a tile are split as in the longest context
+                unknown = replace(batch, seq_lens_cpu=None)
+                backend.init_forward_metadata_out_graph(unknown)
+                backend.init_forward_metadata_in_graph(unknown)
+                for layer in context.layers:
+                    _call(backend, layer, unknown, context)
     # Leaves no step prepared.
     backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
 
@@ -57,6 +65,7 @@ def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatc
         batch_size=size,
         req_pool_indices=zeros(torch.int64),
         seq_lens=ones,
+        seq_lens_cpu=ones.cpu(),
         out_cache_loc=zeros(torch.int64),
         positions=zeros(torch.int64),
         extend_seq_lens=ones if extends else None,
