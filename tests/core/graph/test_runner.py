@@ -279,23 +279,6 @@ def test_the_bar_goes_through_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "")
 
 
-def test_compiles_small_sizes_where_asked(setup) -> None:
-    compiled = []
-
-    def compiler(forward):
-        def run(batch, inputs):
-            compiled.append(batch.batch_size)
-            return forward(batch, inputs)
-
-        return run
-
-    runner_of(setup, compile=compiler, batch_sizes=(1, 32, 40)).capture()
-    assert compiled == [32] * 3 + [1] * 3
-    compiled.clear()
-    runner_of(setup, compile=compiler, compile_max_batch_size=1, batch_sizes=(1, 2)).capture()
-    assert compiled == [1] * 3
-
-
 def test_a_backend_without_graphs_says_so(setup) -> None:
     runner = runner_of(setup, backend=FakeBackend(setup.context))
     with pytest.raises(GraphUnsupported, match="FakeBackend cannot be captured in a device graph"):

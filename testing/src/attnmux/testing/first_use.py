@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -13,11 +11,10 @@ from attnmux.core import BackendFailed, Decision, Measurement, Offer, TunedLaunc
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.measured.unverified import Unverified, unverified
 from attnmux.core.choosing.offer.libraries import distributions
-from attnmux.core.lock import installed, libraries
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.children import Trial, run_in_children
-from attnmux.testing.kept_run import OTHERS
+from attnmux.testing.kept_run import digest
 from attnmux.testing.shaped import cases_in_shape
 
 CASES = 4
@@ -124,17 +121,16 @@ def _in_time(cases: Iterable[Case]) -> Iterator[Trial]:
 
 def _key(found: Unverified, decision: Decision) -> str:
     """Changes with the files of the plugin and of all that it runs on, and with the shapes."""
-    names = {found.offer.distribution, *libraries(found.offer.card), *OTHERS}
-    parts = [
+    return digest(
+        found.offer.card,
+        found.offer.distribution,
         found.offer.address,
         found.phases,
         dict(found.choice.options),
-        installed(names),
         decision.platform.to_dict(),
         decision.request.to_dict(),
         decision.page_size,
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    )
 
 
 def _is_editable(distribution: str) -> bool:

@@ -16,6 +16,7 @@ from attnmux.core.lock import installed, libraries
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:
+    from attnmux.core import BackendCard
     from attnmux.testing.candidate import Candidate
     from attnmux.testing.cases import Case
 
@@ -44,7 +45,14 @@ class KeptRun:
         seed: None for that of the file, random in a new one. distribution: the plugin's.
         Raises InvalidInput for a file that cannot be read or written.
         """
-        subject = _subject(candidate, distribution)
+        subject = digest(
+            candidate.card,
+            distribution,
+            repr(candidate.card),
+            dict(candidate.options),
+            candidate.platform.to_dict(),
+            candidate.device,
+        )
         try:
             lines = read_file(str(path), MOST_BYTES).splitlines() if path.exists() else []
             head, *rest = [*_objects(lines)] or [{"subject": "", "seed": None}]
@@ -78,15 +86,13 @@ class KeptRun:
                 yield outcome
 
 
-def _subject(candidate: Candidate, distribution: str) -> str:
-    names = {distribution, *libraries(candidate.card), *OTHERS} - {""}
-    parts = [
-        repr(candidate.card),
-        dict(candidate.options),
-        candidate.platform.to_dict(),
-        candidate.device,
-        installed(names),
-    ]
+def digest(card: BackendCard, distribution: str, *facts: object) -> str:
+    """Changes with the facts, and with the files of the plugin and of all that it runs on.
+
+    distribution: the plugin's; empty for a backend that no plugin offers.
+    """
+    names = {distribution, *libraries(card), *OTHERS} - {""}
+    parts = [*facts, installed(names)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -80,10 +80,6 @@ class GraphConfig:
     two_batches: bool = False
     """Whether batches have `tbo_children`: the first half of the rows and the others. The runner
     makes them, also for batches without."""
-    compile: Callable[[Forward], Forward] | None = None
-    """A compiler such as torch.compile, for the model's call of batch sizes up to
-    `compile_max_batch_size`."""
-    compile_max_batch_size: int = 32
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes

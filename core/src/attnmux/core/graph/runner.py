@@ -84,7 +84,6 @@ class GraphRunner:
         self.config = config
         self._backend = backend = backend.select(config.forward_mode)
         self._forward = forward
-        self._compiled = config.compile(forward) if config.compile else forward
         self._devices = devices
         self._collectives = collectives
         self._progress = progress
@@ -161,13 +160,10 @@ class GraphRunner:
         return captured.outputs(batch.num_tokens)
 
     def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
-        config = self.config
-        is_small = batch.batch_size <= config.compile_max_batch_size
-        forward = self._compiled if is_small else self._forward
 
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
             with forward_context(self._backend, batch):
-                return self._outputs.store(forward(batch, inputs), batch.num_tokens)
+                return self._outputs.store(self._forward(batch, inputs), batch.num_tokens)
 
         step = GraphStep(
             prepare=lambda: self._backend.init_forward_metadata_in_graph(batch),

@@ -36,7 +36,7 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
                 for layer in context.layers:
                     _call(backend, layer, batch, context)
             if size == 1 and mode is ForwardMode.EXTEND:
-                # Without lengths on the host, the keys of a tile are split as in the longest context
+                # Without lengths on the host, a tile is split as in the longest context
                 unknown = replace(batch, seq_lens_cpu=None)
                 backend.init_forward_metadata_out_graph(unknown)
                 backend.init_forward_metadata_in_graph(unknown)

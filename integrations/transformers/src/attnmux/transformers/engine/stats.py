@@ -57,11 +57,6 @@ class StepStats:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def host_seconds(self) -> float:
-        """Without the wait for the device."""
-        return self.seconds - self.parts["wait"]
-
 
 @dataclass(kw_only=True, slots=True)
 class DraftStats:
