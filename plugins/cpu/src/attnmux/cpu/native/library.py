@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from attnmux.core import BackendFailed, Settings, is_own, replacing
 if TYPE_CHECKING:
     from attnmux.core import Platform
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("attend.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
@@ -99,6 +101,8 @@ def _compiled(platform: Platform, scratch: Path) -> Path:
     path = None if folder is None else folder / f"native-{name[:16]}.so"
     if path is not None and path.is_file() and is_own(path):
         return path
+    kept = "once" if path is not None else "at each start, as no folder is there to keep them"
+    LOG.warning("compiling the kernels of native for this CPU, %s: a few seconds", kept)
     made = scratch / "native.so"
     _run([*command, "-o", str(made)])
     if path is None:
