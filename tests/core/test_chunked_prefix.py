@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ChunkedPrefixBackend,
     InvalidInput,
+    Policy,
     TboAttnBackend,
     TunedLaunch,
     UpProjection,
@@ -358,14 +359,15 @@ def test_a_decision_names_the_backend_and_build_makes_it() -> None:
     setup = make_setup(case, probe_cpu(), "cpu")
     offers = load_plugins().offers()
     asked = case.request.replace(chunked_prefix=True)
-    decision = solve(asked, setup.context.platform, offers)
+    policy = Policy(allow=("torch_native",))
+    decision = solve(asked, setup.context.platform, offers, policy)
     assert decision.expanded is not None
     assert decision.expanded.backend == "torch_native"
     assert "torch_native (cpu) serves prompts with expanded heads" in decision.summary()
     again = type(decision).from_json(decision.to_json())
     assert again.expanded == decision.expanded
     again.check(setup.context.platform, offers)
-    assert decision.hash != solve(case.request, setup.context.platform, offers).hash
+    assert decision.hash != solve(case.request, setup.context.platform, offers, policy).hash
     context = replace(setup.context, request=decision.request)
     backend = build(decision, context)
     assert isinstance(backend, ChunkedPrefixBackend)

@@ -13,6 +13,7 @@ from attnmux.core import (
     HybridAttnBackend,
     InvalidInput,
     Platform,
+    Policy,
     TboAttnBackend,
     build,
     imported,
@@ -335,8 +336,9 @@ def test_a_decision_asks_for_it_and_build_makes_it() -> None:
     case = case_of(decode(40, 3))
     setup = make_setup(case, probe_cpu(), "cpu")
     asked = case.request.replace(two_batches=True)
-    decision = solve(asked, setup.context.platform, load_plugins().offers())
-    assert decision.hash != solve(case.request, decision.platform, load_plugins().offers()).hash
+    offers, policy = load_plugins().offers(), Policy(backend="torch_native")
+    decision = solve(asked, setup.context.platform, offers, policy)
+    assert decision.hash != solve(case.request, decision.platform, offers, policy).hash
     backend = build(decision, replace(setup.context, request=decision.request))
     assert isinstance(backend, TboAttnBackend)
     assert type(backend.primary).__name__ == "TorchNativeBackend"

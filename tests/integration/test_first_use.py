@@ -96,7 +96,7 @@ def test_a_backend_that_fails_gives_way_to_the_next(acme, tmp_path, backend, sai
     assert "417" in result.stdout
     assert said in result.stderr
     assert "--backend acme/acme takes it anyway" in result.stderr
-    assert "torch_native" in result.stderr
+    assert "native (cpu)" in result.stderr
     assert not (tmp_path / "cache").exists() or not list(
         (tmp_path / "cache").glob("first-use-*.json")
     )

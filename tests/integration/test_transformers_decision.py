@@ -28,7 +28,7 @@ class Reached(AttnmuxError):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty working directory on a CPU where both CPU backends fit."""
+    """An empty working directory on a CPU where all three CPU backends fit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=(HERE,)))
     return tmp_path
@@ -93,7 +93,7 @@ def test_the_choice_is_the_same_where_nothing_is_configured(folder, generated) -
 
 def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypatch) -> None:
     favourite = selected()["phases"]["decode"]["backend"]
-    other = {"torch_native": "flex_attention", "flex_attention": "torch_native"}[favourite]
+    other = "flex_attention"
     file = folder / "measured.json"
     measure(file, **{favourite: 400.0, other: 100.0})
     (folder / "attnmux.toml").write_text(f'measurements = "{file}"\n')
@@ -109,7 +109,7 @@ def test_measurements_of_this_machine_count_for_both(folder, generated, monkeypa
 
 def test_measurements_by_batch_size_count_for_both(folder, generated) -> None:
     usual = selected()["phases"]["decode"]["backend"]
-    other = {"torch_native": "flex_attention", "flex_attention": "torch_native"}[usual]
+    other = "flex_attention"
     file = folder / "measured.json"
     for batch_size, times in ((1, (100.0, 400.0)), (2, (100.0, 400.0)), (8, (100.0, 50.0))):
         measure(file, batch_size=batch_size, **dict(zip((usual, other), times, strict=True)))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,8 @@ from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.card import BackendCard, when
+from attnmux.core.choosing.offer.conditions import includes, one_of
 from attnmux.core.cli import doctor_diagnosis, doctor_plugins
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.doctor_plugins import Diagnosed, libraries
@@ -321,6 +323,15 @@ def bare(monkeypatch, tmp_path) -> Path:
     monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path))
     monkeypatch.setattr(probe, "installed_version", lambda name: None)
     return tmp_path
+
+
+def test_a_backend_that_lacks_a_compiler_is_a_note(bare) -> None:
+    clause = when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
+    card = BackendCard(name="made", summary="", factory="a:b", clauses=(clause,))
+    for platform, said in (("nvidia:sm90", True), ("nvidia:sm90,features=cxx_compiler", False)):
+        plugin = replace(examined("nvidia", platform), cards=(card,))
+        notes = diagnose([plugin], "nvidia").notes
+        assert [note.endswith("apt-get install g++") for note in notes] == [True] * said
 
 
 def test_two_vendors_in_one_box(bare) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Option, Prior
-from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
+from attnmux.core.choosing.offer.conditions import ANY, Condition, includes, one_of
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import invocation as shared
@@ -125,6 +125,19 @@ def test_what_the_winner_was_never_run_on(call, monkeypatch) -> None:
         said = words(call("--explain").stdout)
         assert [line for line in (silent, emulated) if line in said] == doubts
         assert "never run on" not in words(call().stdout)
+
+
+def test_what_a_compiler_would_add(call, monkeypatch) -> None:
+    given = (*CARDS, card("compiled", 1, features=includes("cxx_compiler")))
+    monkeypatch.setitem(globals(), "CARDS", given)
+    line = (
+        "compiled: compiled at first use, and the machine has no C++ compiler (c++, g++, clang++)"
+    )
+    assert f"{line}: apt-get install g++" in words(call("--explain").stdout)
+    monkeypatch.setitem(globals(), "HERE", f"{HERE}+cxx_compiler")
+    there = call("--explain").stdout
+    assert "apt-get" not in there
+    assert words(there).startswith("compiled (fake)")
 
 
 def test_all_reasons(call) -> None:

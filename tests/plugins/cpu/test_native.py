@@ -3,17 +3,87 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
-from attnmux.cpu.native.library import COMPILERS
+from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.cli.verbs import verbs
+from attnmux.cpu.native import library
+from attnmux.cpu.native.library import COMPILERS, load
 from attnmux.testing import AttentionBackendTests
 
-pytestmark = pytest.mark.skipif(
+HERE = probe_cpu()
+ASKED = Request.parse("num_q_heads=8,num_kv_heads=2,head_dim=64,dtype=bf16")
+needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="no C++ compiler is installed"
 )
 
 
+@needs_compiler
 class TestNative(AttentionBackendTests):
     backend = "native"
     device = "cpu"
+
+
+@pytest.fixture
+def broken_compiler(tmp_path, monkeypatch):
+    """The only compiler refuses every program."""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(compiler),))
+    load.cache_clear()
+    yield
+    load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [({"avx2", "cxx_compiler"}, "native"), ({"avx2"}, "torch_native")],
+)
+def test_it_is_chosen_where_a_compiler_is(features, chosen) -> None:
+    offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
+    decision = solve(ASKED, replace(HERE, features=frozenset(features)), offers)
+    assert {choice.backend for choice in decision.phases.values()} == {chosen}
+
+
+@pytest.mark.usefixtures("broken_compiler")
+def test_a_compiler_that_fails_is_an_error_with_its_words() -> None:
+    with pytest.raises(BackendFailed, match=r"error: no room.*torch_native"):
+        load(HERE)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("broken_compiler")
+def test_where_the_compiler_fails_the_next_backend_serves() -> None:
+    pytest.importorskip("attnmux.transformers")
+    given = ["generate", "k417, x90 ?k", "--max-new-tokens", "8", "--device", "cpu"]
+    result = CliRunner().invoke(verbs, given)
+    assert result.stdout == "417\n", result.output
+    assert "error: no room" in result.stderr
+    assert "instead torch_native (cpu) serves extend and decode" in result.stderr
+    named = CliRunner().invoke(verbs, [*given, "--backend", "native"])
+    assert named.exit_code == 3
+    assert "install g++ 12 or later" in named.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_library_is_compiled_once_and_nothing_else_is_left(
+    tmp_path, monkeypatch, caplog, kept
+) -> None:
+    scratch, cache = tmp_path / "scratch", tmp_path / "cache"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: cache if kept else None)
+    for _ in range(2):
+        load.cache_clear()
+        assert callable(load(HERE))
+    load.cache_clear()
+    assert not list(scratch.iterdir())
+    assert [file.suffix for file in cache.glob("*")] == [".so"] * kept
+    assert caplog.text.count("compiling the kernels") == 2 - kept

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import AttnmuxError, InvalidInput, SpecInput
+from attnmux.cpu.spans import visibility
 from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.cpu.torch_native.plan import TileSize, visibility
+from attnmux.cpu.torch_native.plan import TileSize
 from attnmux.testing import (
     AttentionBackendTests,
     Case,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnmux.core.chooser import Chooser as Chooser
     from attnmux.core.choosing.ask.policy import Policy as Policy
     from attnmux.core.choosing.ask.request import Request as Request
+    from attnmux.core.choosing.common.files import replacing as replacing
     from attnmux.core.choosing.common.frozen import FrozenMapping as FrozenMapping
     from attnmux.core.choosing.common.verdict import Reason as Reason
     from attnmux.core.choosing.common.verdict import Verdict as Verdict
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.find.devices import pick_platform as pick_platform
     from attnmux.core.choosing.find.hooks import hookimpl as hookimpl
     from attnmux.core.choosing.find.plugins import Plugins as Plugins
+    from attnmux.core.choosing.find.store import is_own as is_own
     from attnmux.core.choosing.machine.platform import Platform as Platform
     from attnmux.core.choosing.measured.launches import Job as Job
     from attnmux.core.choosing.measured.launches import Trial as Trial
@@ -179,6 +181,7 @@ _NAMES_BY_MODULE = {
     "chooser": ("Chooser",),
     "choosing.ask.policy": ("Policy",),
     "choosing.ask.request": ("Request",),
+    "choosing.common.files": ("replacing",),
     "choosing.common.frozen": ("FrozenMapping",),
     "choosing.common.verdict": (
         "Reason",
@@ -191,6 +194,7 @@ _NAMES_BY_MODULE = {
     ),
     "choosing.find.hooks": ("hookimpl",),
     "choosing.find.plugins": ("Plugins",),
+    "choosing.find.store": ("is_own",),
     "choosing.machine.platform": ("Platform",),
     "choosing.measured.ranking": (
         "accuracy_by",

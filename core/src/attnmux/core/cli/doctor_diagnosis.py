@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.compiled import lacking_compiler
 from attnmux.core.cli.doctor_plugins import Diagnosed
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
@@ -41,18 +42,20 @@ def diagnose(plugins: Sequence[Diagnosed], wanted: str | None) -> Diagnosis:
             "no plugin is installed, or the configuration admits none: pip install attnmux-cpu"
         )
     picked = None
+    notes = list(_ambiguous_names(plugins))
     try:
         picked = pick_platform(detection, wanted)
     except (AmbiguousPlatform, InvalidInput) as error:
         problems.append(str(error))
     else:
         problems += _without_backend(plugins, picked)
+        notes += lacking_compiler((card for plugin in plugins for card in plugin.cards), picked)
     return Diagnosis(
         detection=detection,
         plugins=tuple(plugins),
         picked=picked,
         problems=tuple(problems),
-        notes=tuple(_ambiguous_names(plugins)),
+        notes=tuple(notes),
     )
 
 

@@ -35,6 +35,7 @@ class Diagnosed:
     version: str
     backends: tuple[Mapping[str, Any], ...] = ()
     """Name, address, status, vendors, reasons and libraries of each."""
+    cards: tuple[BackendCard, ...] = ()
     platforms: tuple[Platform, ...] = ()
     failures: tuple[PluginFailure, ...] = ()
 
@@ -55,6 +56,7 @@ def diagnosed(entries: Sequence[Entry], settings: Settings, seconds: float) -> l
             distribution=each.entry.distribution,
             version=each.entry.version,
             backends=tuple(_backend(o, policy) for o in offers if o.plugin == each.entry.plugin),
+            cards=each.cards,
             platforms=each.platforms,
             failures=each.failures,
         )

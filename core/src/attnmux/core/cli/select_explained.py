@@ -10,6 +10,7 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.compiled import lacking_compiler
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.choosing.tell.decision import Decision
@@ -56,7 +57,8 @@ class Explanation:
     outcomes: tuple[Outcome, ...]
     values: tuple[Stated, ...]
     doubts: tuple[str, ...]
-    """A line for each chosen backend that was never run on hardware of the platform's kind."""
+    """A line for each chosen backend that was never run on hardware of the platform's kind, and
+    one for those that lack a C++ compiler."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -74,7 +76,10 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
     return Explanation(
         outcomes=tuple(outcomes(answer, asked.offers, asked.policy)),
         values=tuple(_stated(asked, answer)),
-        doubts=tuple(_doubts(answer, asked.offers)),
+        doubts=(
+            *_doubts(answer, asked.offers),
+            *lacking_compiler((offer.card for offer in asked.offers), asked.device),
+        ),
     )
 
 

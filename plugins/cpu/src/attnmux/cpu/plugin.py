@@ -155,9 +155,9 @@ NATIVE = BackendCard(
     clauses=(_plain("mha", **_COMPILED), _plain("mla", **_LATENT, **_COMPILED)),
     priors=(
         Prior(
-            rank=55,
-            source="new: 2 to 18 times as fast as torch_native on two CPUs, and not yet tried on "
-            "others (benchmarks/results/native-cpu.md)",
+            rank=45,
+            source="benchmarks/results/native-cpu.md: decode at 2.3 to 17.6 times the speed of "
+            "torch_native",
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """The contract on top of one C++ function, which attends over rows wherever their slots are.
 
-A step's ranges of keys and slots are prepared once (`torch_native/plan.py` finds them); each layer
+A step's ranges of keys and slots are prepared once (`spans.py` finds them); each layer
 is then one call, whose work torch's threads share.
 """
 
@@ -21,8 +21,8 @@ from attnmux.core import (
     cu_seqlens,
 )
 from attnmux.cpu.native.library import Call, load
+from attnmux.cpu.spans import Visibility, slots_of, spans_of, visibility
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
-from attnmux.cpu.torch_native.plan import Visibility, slots_of, spans_of, visibility
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
+import logging
 import shutil
 import subprocess
 import sys
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendFailed, Settings
+from attnmux.core import BackendFailed, Settings, is_own, replacing
 
 if TYPE_CHECKING:
     from attnmux.core import Platform
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("attend.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
@@ -61,7 +62,9 @@ def load(platform: Platform) -> Attend:
     where what it made cannot be loaded.
     """
     try:
-        library = ctypes.CDLL(str(_compiled(platform)))
+        # A loaded library outlives its file.
+        with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
+            library = ctypes.CDLL(str(_compiled(platform, Path(scratch))))
         torch_library = ctypes.CDLL(str(_torch_library()))
         parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
     except (OSError, AttributeError) as error:
@@ -82,8 +85,11 @@ def _torch_library() -> Path:
     return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{ending}"
 
 
-def _compiled(platform: Platform) -> Path:
-    """The shared library for this source, compiler and CPU, compiled unless it is there."""
+def _compiled(platform: Platform, scratch: Path) -> Path:
+    """The shared library for this source, compiler and CPU, compiled unless it is there.
+
+    It lies in the cache folder, or in `scratch` where that cannot be written.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
@@ -93,30 +99,21 @@ def _compiled(platform: Platform) -> Path:
     name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     folder = Settings.load().cache_folder()
     path = None if folder is None else folder / f"native-{name[:16]}.so"
-    if path is not None and path.is_file() and _is_own(path):
+    if path is not None and path.is_file() and is_own(path):
         return path
-    made = Path(tempfile.mkdtemp(prefix="attnmux-")) / "native.so"
+    kept = "once" if path is not None else "at each start, as no folder is there to keep them"
+    LOG.warning("compiling the kernels of native for this CPU, %s: a few seconds", kept)
+    made = scratch / "native.so"
     _run([*command, "-o", str(made)])
     if path is None:
         return made
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-        shutil.copyfile(made, scratch)
-        scratch.chmod(0o700)
-        scratch.replace(path)
+        with replacing(path, mode=0o700) as file:
+            file.buffer.write(made.read_bytes())
     except OSError:
         return made
-    shutil.rmtree(made.parent, ignore_errors=True)
     return path
-
-
-def _is_own(path: Path) -> bool:
-    """Whether only this user and root can write the code that will be loaded."""
-    status = path.stat()
-    return not hasattr(os, "geteuid") or (
-        status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
-    )
 
 
 def _run(command: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Once a step: which keys each query sees, and the work of a layer cut into tiles of bounded size.
+"""Once a step: the work of a layer, cut into tiles of bounded size.
 
 A tile holds queries of a few requests, each with a stretch of its request's keys: many short
 requests together, or a block of a long request's queries with just the keys that they can see. Keys
@@ -13,97 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnmux.core import cu_seqlens, extend_positions, kv_indices
-from attnmux.cpu.steps import mask_starts
+from attnmux.core import cu_seqlens
+from attnmux.cpu.spans import slots_of, spans_of, visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec
+    from attnmux.cpu.spans import Spans, Visibility
     from attnmux.cpu.steps import KeyRule, StepLens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Visibility:
-    """The keys that each query sees: a range, minus those that an item or a mask hides.
-
-    Of the step's T rows, the first T' <= T are tokens of requests; the rest is padding.
-    """
-
-    first: torch.Tensor
-    """[T'] int64: the first key in range."""
-    end: torch.Tensor
-    """[T'] int64: one past the last key. Neither it nor `first` falls within a request."""
-    item: tuple[torch.Tensor, torch.Tensor] | None
-    """Keys from the first to the second [T'] int64 are hidden: the end of the shared prefix, the
-    start of the query's own item."""
-    mask: tuple[torch.Tensor, torch.Tensor] | None
-    """The flat custom mask, and [T'] int64: the place of the query's key 0 in it."""
-
-    def to(self, device: torch.device) -> Visibility:
-        """A copy on a device; the flat mask is there already."""
-        item, mask = self.item, self.mask
-        return Visibility(
-            first=self.first.to(device),
-            end=self.end.to(device),
-            item=None if item is None else (item[0].to(device), item[1].to(device)),
-            mask=None if mask is None else (mask[0], mask[1].to(device)),
-        )
-
-    @property
-    def is_range(self) -> bool:
-        """Whether no key in range is hidden."""
-        return self.item is None and self.mask is None
-
-    def hidden(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which keys the queries do not see, [R, Tq, S] bool.
-
-        tokens: R * Tq rows of the step, request by request. keys: positions, [R, S] int64.
-        """
-        num_requests = keys.shape[0]
-
-        def of_tokens(values: torch.Tensor) -> torch.Tensor:
-            return values[tokens].view(num_requests, -1, 1)
-
-        keys = keys.unsqueeze(1)
-        hidden = (keys < of_tokens(self.first)) | (keys >= of_tokens(self.end))
-        if self.item is not None:
-            prefix_end, item_start = self.item
-            hidden |= (keys >= of_tokens(prefix_end)) & (keys < of_tokens(item_start))
-        if self.mask is not None:
-            keep, row_start = self.mask
-            # Keys past the request's last are hidden already, but may lie outside the mask.
-            places = (of_tokens(row_start) + keys).clamp_(max=keep.numel() - 1)
-            hidden |= ~keep[places]
-        return hidden
-
-
-def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility:
-    """The keys that each query sees under a rule. All of it is on the host, except the flat mask.
-
-    Raises InvalidInput for a custom mask whose size is not that of the step.
-    """
-    new = lens.new
-    cached = torch.zeros_like(lens.cached) if rule.in_call else lens.cached
-    num_tokens = int(new.sum())
-    num_keys = lens.encoder if rule.is_cross else cached + new
-
-    def of_requests(values: torch.Tensor) -> torch.Tensor:
-        return values.long().repeat_interleave(new, output_size=num_tokens)
-
-    position, widths = extend_positions(cached, new, total=num_tokens), of_requests(num_keys)
-    keep = None if batch.spec_info is None else batch.spec_info.custom_mask
-    first, end = rule.bounds(position, widths, masked=keep is not None)
-    if rule.is_cross:
-        return Visibility(first=first, end=end, item=None, mask=None)
-    item = mask = None
-    if batch.multi_item is not None:
-        in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
-        item = of_requests(batch.multi_item.prefix_lens.cpu()), position - in_item
-    if keep is not None:
-        row = of_requests(mask_starts(keep, new, num_keys))
-        mask = keep, row + (position - of_requests(cached)) * widths
-    return Visibility(first=first, end=end, item=item, mask=mask)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,16 +98,6 @@ class _Work(NamedTuple):
     """As on `Tile`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Spans:
-    """For each request, the stretch of keys that its queries see. On the host."""
-
-    start: torch.Tensor
-    """[B] int32: the position of the first key."""
-    indptr: torch.Tensor
-    """[B + 1] int32: where each request's keys begin among the step's slots."""
-
-
 def make_plan(
     rule: KeyRule,
     size: TileSize,
@@ -212,41 +120,6 @@ def make_plan(
         visibility=visible.to(context.device),
         keyless=torch.tensor(keyless, dtype=torch.int64, device=context.device),
     )
-
-
-def spans_of(visible: Visibility, qo_indptr: torch.Tensor) -> Spans:
-    start = torch.zeros_like(qo_indptr[1:])
-    lens = torch.zeros_like(start)
-    has_queries = qo_indptr.diff() > 0
-    first = visible.first[qo_indptr[:-1][has_queries]]
-    end = visible.end[qo_indptr[1:][has_queries] - 1]
-    start[has_queries] = first.int()
-    lens[has_queries] = (end - first).clamp_(min=0).int()
-    return Spans(start=start, indptr=cu_seqlens(lens))
-
-
-def slots_of(
-    spans: Spans,
-    rule: KeyRule,
-    layer: LayerSpec,
-    batch: ForwardBatch,
-    lens: StepLens,
-    context: BackendContext,
-) -> torch.Tensor:
-    """The slots, or the rows of the call's k, of all spans' keys, one request after another."""
-    total = int(spans.indptr[-1])
-    if rule.in_call:
-        rows = cu_seqlens(lens.encoder if rule.is_cross else lens.new)[:-1] + spans.start
-        return extend_positions(rows, spans.indptr.diff(), total=total).to(context.device)
-    columns = spans.start if rule.is_cross else spans.start + lens.encoder
-    slots = kv_indices(
-        context.req_to_token_pool,
-        batch.req_pool_indices,
-        spans.indptr.to(context.device),
-        kv_start=columns.to(context.device),
-        total=total,
-    )
-    return context.token_to_kv_pool.translate(slots, layer.layer_id)
 
 
 def _work(
