@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -30,7 +32,7 @@ class TestNative(AttentionBackendTests):
 
 
 @pytest.fixture
-def broken_compiler(tmp_path, monkeypatch):
+def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The only compiler refuses every program."""
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
@@ -45,7 +47,7 @@ def broken_compiler(tmp_path, monkeypatch):
     ("features", "chosen"),
     [({"avx2", "cxx_compiler"}, "native"), ({"avx2"}, "torch_native")],
 )
-def test_it_is_chosen_where_a_compiler_is(features, chosen) -> None:
+def test_it_is_chosen_where_a_compiler_is(features: set[str], chosen: str) -> None:
     offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
     decision = solve(ASKED, replace(HERE, features=frozenset(features)), offers)
     assert {choice.backend for choice in decision.phases.values()} == {chosen}
@@ -74,7 +76,7 @@ def test_where_the_compiler_fails_the_next_backend_serves() -> None:
 @needs_compiler
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_library_is_compiled_once_and_nothing_else_is_left(
-    tmp_path, monkeypatch, caplog, kept
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
     scratch, cache = tmp_path / "scratch", tmp_path / "cache"
     scratch.mkdir()
