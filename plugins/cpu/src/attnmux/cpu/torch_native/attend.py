@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnmux.core import LayerSpec, Workspace
-    from attnmux.cpu.torch_native.plan import Tile, Visibility
+    from attnmux.cpu.spans import Visibility
+    from attnmux.cpu.torch_native.plan import Tile
 
 
 _NO_LOGIT = torch.finfo(torch.float32).min
