@@ -40,6 +40,7 @@ CASES = {
     "decode, 256": Case(name="256", steps=(decode(45),), head_dim=256, v_head_dim=256),
     "verify": Case(name="verify", steps=(verify(5, 40, 4),), **TREE),
     "extend": Case(name="extend", steps=(extend((16, 41), (0, 7)),), lse=True),
+    "extend, 8-bit": Case(name="8-bit", steps=(extend((16, 41)),), kv_dtype="fp8_e5m2"),
     "extend, window": Case(
         name="window",
         steps=(extend((16, 41)),),

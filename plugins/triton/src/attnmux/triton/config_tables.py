@@ -83,6 +83,9 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="sm", width="latent", config=_tiles(64, 16, 8, 2)),
     ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_TILES, measured=H200),
+    ConfigEntry(
+        arch="sm90", dims=(128, 128), key_bits=8, config=_tiles(128, 128, 8, 3), measured=H200
+    ),
     # The configuration of 128 columns, not measured here.
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,8 @@ class TritonStep:
     indptr: dict[str, torch.Tensor] = field(default_factory=dict)
     """Written by `RunningSums.fill`, [at least B + 1] int32 each: where each request's "queries",
     its tokens of the "encoder" and its values of the "mask" begin. Only those that the step has."""
+    splits: dict[Hashable, int] = field(default_factory=dict)
+    """How many programs share the keys of a tile, by the layers' kinds."""
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> TritonStep:

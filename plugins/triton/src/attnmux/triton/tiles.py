@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import AttentionCall, InvalidInput
+from attnmux.core import AttentionCall, ForwardBatch, InvalidInput
 from attnmux.triton import splits
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.configs import TileConfig
@@ -135,6 +135,10 @@ class TileAttention:
     def __init__(self, layer: TritonLayer, units: int, max_context_len: int) -> None:
         """units: programs that may share the keys of a step's tiles; 0 for one program a tile."""
         self._layer, self._units, self._max_context_len = layer, units, max_context_len
+        shape = layer.shape
+        is_cross = layer.spec.is_cross_attention
+        self._kind = shape.kv_heads, shape.group, layer.window, layer.chunk, is_cross
+        """Layers of one kind have as many tiles and keys in a step."""
         self._merge = splits.SplitMerge(layer)
         self._bound: dict[Hashable, BoundKernel] = {}
 
@@ -154,7 +158,7 @@ class TileAttention:
         layer, batch, q, out = self._layer, step.batch, call.q, results.out
         keys = layer.required_keys() if slots is not None else Keys.of_call(call)
         config = layer.tile_config(hides=step.hides)
-        num_splits = 1 if slots is None else self._num_splits(step, config)
+        num_splits = 1 if slots is None else self._num_splits(step, config.block_m)
         whole = results
         if num_splits > 1:
             results = self._merge.parts(num_splits, q.shape[0], q.device)
@@ -219,10 +223,16 @@ class TileAttention:
         elif results.out is not out:
             out.copy_(results.out)
 
-    def _num_splits(self, step: TritonStep, config: TileConfig) -> int:
+    def _num_splits(self, step: TritonStep, block_m: int) -> int:
         """How many programs share the keys of a tile of a step over the pool."""
-        batch, shape = step.batch, self._layer.shape
-        rows, block_m = batch.num_tokens * shape.group, config.block_m
+        found = step.splits.get((self._kind, block_m))
+        if found is None:
+            found = step.splits[self._kind, block_m] = self._fitting(step.batch, block_m)
+        return found
+
+    def _fitting(self, batch: ForwardBatch, block_m: int) -> int:
+        shape = self._layer.shape
+        rows = batch.num_tokens * shape.group
         # One tile a request at least: steps of many need no lengths to decide
         if max(rows // block_m, batch.batch_size) * shape.kv_heads >= self._units:
             return 1

@@ -130,6 +130,23 @@ def tile_of_queries(
 
 
 @triton.jit
+def as_halves(tile, tail, HAS_TAIL: tl.constexpr):
+    """Rows of Q in float16, and their factors [M] float32: the row is factor times the result.
+
+    For keys of 8 bits, whose conversion to float16 is an instruction and to bfloat16 several. The
+    largest value of a row is then between 1 and 2, so that rows of any size fit.
+    """
+    top = tl.max(tl.abs(tile.to(tl.float32)), 1)
+    if HAS_TAIL:
+        top = tl.maximum(top, tl.max(tl.abs(tail.to(tl.float32)), 1))
+    factor = tl.where(top > 0, tl.exp2(tl.floor(tl.log2(top))), 1.0)
+    tile = (tile.to(tl.float32) / factor[:, None]).to(tl.float16)
+    if HAS_TAIL:
+        tail = (tail.to(tl.float32) / factor[:, None]).to(tl.float16)
+    return tile, tail, factor
+
+
+@triton.jit
 def nothing_seen(ROWS: tl.constexpr, DV: tl.constexpr):
     """The running softmax before the first key, as in `attend_blocks`."""
     acc = tl.zeros([ROWS, DV], tl.float32)
@@ -181,8 +198,8 @@ def attend_blocks(
 
     acc [M, DV] float32, top and mass [M] float32: the sum of weighted values, the largest logit and
     the sum of weights. q [M, D] and q_tail [M, TAIL], of Q's dtype. all_keys: `Keys`. sight:
-    `Sight`. scale: times log2(e), unless HAS_CAP. HIDES: whether any row may not see some of the
-    keys; without it nothing is compared.
+    `Sight`. scale: a number or [M, 1], times log2(e), unless HAS_CAP. HIDES: whether any row may
+    not see some of the keys; without it nothing is compared.
     """
     for block in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = block + tl.arange(0, BLOCK_N)

@@ -17,6 +17,7 @@ from attnmux.triton.kernels.blocks import (
     Queries,
     Sight,
     Widths,
+    as_halves,
     attend_blocks,
     nothing_seen,
     store_rows,
@@ -203,6 +204,10 @@ def attend_shares(
             tile * BLOCK_M, QUERIES, request * QUERIES, kv_head, GROUP,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
         )  # fmt: skip
+        q_scale = scale
+        if k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+            q_tile, tail_tile, factor = as_halves(q_tile, tail_tile, TAIL > 0)
+            q_scale = (scale * factor)[:, None]
         position = cached + order
         first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
         mask_rows = mask
@@ -224,8 +229,8 @@ def attend_shares(
                 k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
                 v + kv_head.to(tl.int64) * v_head_stride, v_stride, keys_base,
             ),
-            start, stop, num_keys, Sight(first, end, mask_rows, position, position), scale, cap,
-            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
+            start, stop, num_keys, Sight(first, end, mask_rows, position, position), q_scale,
+            cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
             HAS_CAP, HAS_MASK, False, True, STAGES,
         )  # fmt: skip
         if count == units:

@@ -10,6 +10,7 @@ from attnmux.triton.kernels.blocks import (
     Queries,
     Sight,
     Widths,
+    as_halves,
     attend_blocks,
     nothing_seen,
     part_of_range,
@@ -138,6 +139,10 @@ def attend_tiles(
         tl.load(tile_row + tile), q_len, q_begin, kv_head, GROUP,
         Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
     )  # fmt: skip
+    q_scale = scale
+    if k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        q_tile, tail_tile, factor = as_halves(q_tile, tail_tile, TAIL > 0)
+        q_scale = (scale * factor)[:, None]
     position = cached + order
     first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
     mask_rows = mask
@@ -184,8 +189,8 @@ def attend_tiles(
         acc, top, mass = attend_blocks(
             acc, top, mass, q_tile, tail_tile,
             Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
-            start, stop, num_keys, Sight(first, end, mask_rows, shared_end, item_start), scale, cap,
-            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
+            start, stop, num_keys, Sight(first, end, mask_rows, shared_end, item_start), q_scale,
+            cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
             HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, STAGES,
         )  # fmt: skip
     store_rows(
