@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from attnmux.bench import (
     interleave,
     wall_meter,
 )
+from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +98,27 @@ def test_a_run_is_replayed_from_a_graph() -> None:
     assert total.item() == 6
     run = object
     assert in_graph(run, None) is run
+
+
+def test_a_replay_keeps_the_memory_that_its_graph_reads() -> None:
+    class Graphs(RecordingGraphs):
+        def capture(self, step: GraphStep) -> CapturedGraph:
+            step.run()
+            return Captured()
+
+    class Captured(CapturedGraph):
+        nbytes = 0
+
+        def replay(self) -> None:
+            """Does nothing: it has addresses and no tensors."""
+
+    memory = torch.zeros(3)
+    kept = weakref.ref(memory)
+    replay = in_graph(partial(memory.add_, 1), Graphs())
+    del memory
+    gc.collect()
+    replay()
+    assert kept() is not None
 
 
 def test_a_report_is_a_table_and_a_file(tmp_path, capsys) -> None:

@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from attnmux.core import DeviceGraphs, GraphUnsupported, InvalidInput, device_graphs, in_brief
 from attnmux.core.graph.config import NUM_WARM_UPS
-from attnmux.core.graph.devices import GraphStep
+from attnmux.core.graph.devices import CapturedGraph, GraphStep
 
 Run = Callable[[], object]
 Meter = Callable[[], float]
@@ -138,6 +138,17 @@ def in_turn(calls: Sequence[Run]) -> Run:
     return run
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Replay:
+    """Keeps what was captured alive: the graph reads its memory."""
+
+    captured: CapturedGraph
+    run: Run
+
+    def __call__(self) -> None:
+        self.captured.replay()
+
+
 def in_graph(run: Run, graphs: DeviceGraphs | None) -> Run:
     """The replay of one graph of the run; the run itself for a device without graphs.
 
@@ -149,7 +160,7 @@ def in_graph(run: Run, graphs: DeviceGraphs | None) -> Run:
     with torch.inference_mode(False), graphs.session():
         for _ in range(NUM_WARM_UPS):
             graphs.warm_up(step)
-        return graphs.capture(step).replay
+        return _Replay(captured=graphs.capture(step), run=run)
 
 
 def graphs_of(device: torch.device) -> DeviceGraphs | None:
