@@ -288,7 +288,7 @@ class Workload:
         self.engine = Engine(
             HashingRunner(page_size=page_size, debug=debug, has_window=rng.random() < 0.5),
             prefill_tokens=13,
-            drafts=Guesses(rng) if rng.random() < 0.3 else None,
+            drafts=Guesses(rng) if rng.random() < 0.5 else None,
             overlap=rng.random() < 0.5,
         )
         self.asked: dict[int, tuple[list[int], int]] = {}

@@ -1026,7 +1026,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("span", "num"), [(None, 5000), (SPANS[1], 2000), (SPANS[3], 2000)])
+@pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
 def test_soak(span, num, overlap):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     rng = random.Random(11)
@@ -1071,5 +1071,5 @@ def test_soak(span, num, overlap):
     check_all_free(engine)
     stats = engine.stats
     least = min(results, stats.retractions, stats.aborted, stats.evicted_tokens)
-    assert least > (100 if span is None else 15)
-    assert stats.reused_tokens > 500
+    assert least > (200 if span is None else 30)
+    assert stats.reused_tokens > 1000

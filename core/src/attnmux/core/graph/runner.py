@@ -160,7 +160,6 @@ class GraphRunner:
         return captured.outputs(batch.num_tokens)
 
     def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
-
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
             with forward_context(self._backend, batch):
                 return self._outputs.store(self._forward(batch, inputs), batch.num_tokens)
