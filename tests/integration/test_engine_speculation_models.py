@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, Offer, load_plugins
+from attnmux.core import NONE, DraftTree, InvalidInput, Offer, load_plugins, one_of
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -132,9 +132,10 @@ def test_greedy_text_is_the_same_with_a_window_pool(tiny, run_on, architecture, 
         assert engine.stats.drafts.accepted_tokens > 20
 
 
-def graph_runner(folder, **changes):
+def graph_runner(folder, *, card=None, **changes):
     """A runner on a backend that graphs can record."""
-    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    card = card or graph_card()
+    offer = Offer(card=card, plugin="fake", distribution="attnmux-fake", version="1.0")
     given = {"max_batch_size": 6, "max_context_len": 48, "max_total_tokens": 256, **changes}
     options = RunnerOptions(draft_tokens=6, **given)
     return load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
@@ -190,6 +191,23 @@ def test_steps_replayed_from_graphs_give_the_same_text(
     assert result.finish_reason == "stop"
     engine.clear_cache()
     assert engine.memory.free == runner.steps.allocator.size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])
+def test_trees_on_a_backend_without_masks_give_the_same_text(tiny, architecture, page_size):
+    model, folder = tiny(architecture)
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    maskless = graph_card(phase=one_of("extend", "decode"), spec_topk=NONE, custom_mask=NONE)
+    runner = graph_runner(folder, card=maskless, page_size=page_size, draft_topk=4)
+    assert runner.decision.merges_trees
+    for graphs in (False, True):
+        if graphs:
+            runner.capture_graphs(draft_tokens=6, draft_topk=4, devices=RecordingGraphs())
+        engine = Engine(runner, drafts=HalfRight(expected, 4), prefill_tokens=5)
+        assert texts_of(engine, prompts) == expected
+        assert engine.stats.drafts.accepted_tokens > 20
 
 
 def steps_of(engine):

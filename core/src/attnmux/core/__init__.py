@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
+    from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
+    from attnmux.core.draft_trees import prefix_context as prefix_context
     from attnmux.core.dtypes import dtype_name as dtype_name
     from attnmux.core.dtypes import torch_dtype as torch_dtype
     from attnmux.core.errors import AmbiguousPlatform as AmbiguousPlatform
@@ -249,6 +251,10 @@ _NAMES_BY_MODULE = {
         "HybridAttnBackend",
     ),
     "context": ("BackendContext",),
+    "draft_trees": (
+        "TreeAttnBackend",
+        "prefix_context",
+    ),
     "dtypes": (
         "dtype_name",
         "torch_dtype",

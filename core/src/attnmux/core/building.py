@@ -21,6 +21,7 @@ from attnmux.core.chunked_prefix import (
     measured_crossing,
 )
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.draft_trees import TreeAttnBackend, prefix_context
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
 from attnmux.core.installed import load_plugins
@@ -44,7 +45,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
     `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
     `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
-    `TboAttnBackend` over three of all these where the request asks for two batches.
+    `TboAttnBackend` over three of all these where the request asks for two batches. A
+    `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
@@ -66,11 +68,16 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     if differences:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
     context = with_shared_kernels(context)
-    made = _assemble(decision, context, serving)
+
+    def assembled() -> AttentionBackend:
+        if not decision.merges_trees or not context.layers[0].is_causal:
+            return _assemble(decision, context, serving)
+        return TreeAttnBackend(context, _assemble(decision, prefix_context(context), serving))
+
+    made = assembled()
     if not decision.request.two_batches:
         return made
-    first, second = (_assemble(decision, context, serving) for _ in range(2))
-    return TboAttnBackend(made, (first, second))
+    return TboAttnBackend(made, (assembled(), assembled()))
 
 
 def _assemble(

@@ -15,6 +15,7 @@ from attnmux.core.choosing.measured.launches import current_launches
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 from attnmux.core.expanded_parts import Part, parts_of
+from attnmux.core.kv.rows import gather_rows
 from attnmux.core.latent import crossing_by_operations
 from attnmux.core.layer import LayerSpec
 
@@ -179,10 +180,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         """
         pool, workspace = self.context.token_to_kv_pool, self.context.workspace
         buffer = pool.get_key_buffer(layer.layer_id)
-        # torch does not gather 8-bit floats on every device
-        raw = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
-        rows = raw[pool.translate(part.slots, layer.layer_id)].view(buffer.dtype).squeeze(1)
-        rows = rows.to(dtype)
+        rows = gather_rows(buffer, pool.translate(part.slots, layer.layer_id)).squeeze(1).to(dtype)
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         if scale != 1.0:
             rows = rows * scale

@@ -71,7 +71,22 @@ def solve(
     variants = problem.variants()
     best = best_assignment(problem, variants)
     if best is None:
-        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
+        refused = refusal(platform, problem.groups, verdicts(problem, variants, None))
+        if not request.has_separable_trees:
+            raise refused
+        try:
+            found = solve(
+                request.for_prefixes(),
+                platform,
+                offers,
+                policy,
+                libraries=libraries,
+                ranking=ranking,
+                accuracy=accuracy,
+            )
+        except NoBackend:
+            raise refused from None
+        return _with_trees(found, request)
     candidates = Deferred(partial(verdicts, problem, variants, best))
     decision = _decision(problem, best, given, candidates)
     if not request.chunked_prefix or "extend" not in decision.phases:
@@ -127,6 +142,31 @@ def _with_expanded(
     if rank(found) > rank(decision):
         return decision
     return replace(decision, expanded=found.phases["extend"])
+
+
+def _with_trees(found: Decision, request: Request) -> Decision:
+    """The decision for a request of draft trees that no backend verifies by itself.
+
+    found: for `request.for_prefixes()`. Verification is told as the work of decode's backend, which
+    does its larger part, and steps of a draft model as that of extend's.
+    """
+    names = ("spec_topk", "spec_draft_tokens", "phases", "lse")
+    asked = {name: getattr(request, name) for name in names}
+    origins = {name: value for name, value in request.origins.items() if name in names}
+    kept = {name: value for name, value in found.request.origins.items() if name not in names}
+    leads = {"verify": "decode", "draft": "extend"}
+    return replace(
+        found,
+        request=replace(found.request, **asked, origins=FrozenMapping({**kept, **origins})),
+        phases=FrozenMapping(
+            {
+                phase: found.phases[leads.get(phase, phase)]
+                for phase in PHASES
+                if phase in (*found.phases, *request.phases)
+            }
+        ),
+        merges_trees=True,
+    )
 
 
 def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:

@@ -170,6 +170,33 @@ class Request:
             **nothing,
         )
 
+    @property
+    def has_separable_trees(self) -> bool:
+        """Whether attention to the prefix and among the drafts can be merged by LSE.
+
+        Windows and chunks count places in the row, where the nodes of a tree lie one after another;
+        a mask of the user may hide the prefix; products among drafts depend on the step's size, so
+        that no request is deterministic.
+        """
+        hindered = (
+            *(self.sliding_window, self.attention_chunk, self.custom_mask),
+            *(self.cross_attention, self.multi_item, self.deterministic),
+        )
+        drafts = (self.spec_topk or 1) > 1 and self.spec_draft_tokens is not None
+        return drafts and self.kind in ("mha", "mla") and not any(hindered)
+
+    def for_prefixes(self) -> Request:
+        """The same without drafts and with LSE: the demands on a backend that attends to the
+        prefixes of draft trees. See `Decision.merges_trees`."""
+        left = {*self.phases, "extend", "decode"}.difference(("verify", "draft"))
+        return self.replace(
+            origin="user" if self.lse else "default",
+            lse=True,
+            spec_topk=None,
+            spec_draft_tokens=None,
+            phases=tuple(phase for phase in PHASES if phase in left),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         layers = dict(self.unserved_layers)

@@ -29,13 +29,16 @@ class Decision:
     page_size: int
     kv_dtype: str
     phases: Mapping[str, Choice]
-    """Only the requested phases."""
+    """Only the requested phases. `merges_trees` adds decode and extend."""
     decode_sizes: tuple[SizeRange, ...] = ()
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
     expanded: Choice | None = None
     """For MLA with `chunked_prefix`: the backend of prompts that take fewer operations with
     expanded heads. None where none ranks as high as the one of `phases`."""
+    merges_trees: bool = False
+    """Whether no backend takes the masks of the request's draft trees. Then the backend of decode
+    attends to the prefixes, and what the drafts add is merged by LSE; see `TreeAttnBackend`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -82,6 +85,8 @@ class Decision:
             ]
         if self.expanded is not None:
             decided["expanded"] = self.expanded.identity()
+        if self.merges_trees:
+            decided["merges_trees"] = True
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -101,9 +106,11 @@ class Decision:
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
-        found = [*disagreements(self.choices, self.request, *here)]
+        asked = self.request.for_prefixes() if self.merges_trees else self.request
+        served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
+        found = [*disagreements(served, asked, *here)]
         if self.expanded is not None:
-            prompts = self.request.expanded_prompts()
+            prompts = asked.expanded_prompts()
             found += disagreements([("extend", self.expanded)], prompts, *here)
         if found:
             expected = "one that holds in this process too"
@@ -120,6 +127,7 @@ class Decision:
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "expanded": None if self.expanded is None else self.expanded.to_dict(),
+            "merges_trees": self.merges_trees,
             "coercions": [each.to_dict() for each in self.coercions],
             "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
@@ -150,6 +158,7 @@ class Decision:
                 ),
                 decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
                 expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
+                merges_trees=data["merges_trees"],
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
@@ -188,6 +197,11 @@ class Decision:
             said.append(
                 f"{self.expanded.backend} ({self.expanded.plugin}) serves prompts with expanded "
                 "heads, where that takes fewer operations"
+            )
+        if self.merges_trees:
+            said.append(
+                "draft trees are verified in two parts, merged by LSE: "
+                f"{self.phases['decode'].backend} reads the prefixes, and attnmux-core the drafts"
             )
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
