@@ -1,4 +1,4 @@
-"""Draft trees on backends without masks: the prefix by the backend, the drafts here, merged by LSE."""
+"""Draft trees on backends without masks: prefixes by the backend, drafts here, merged by LSE."""
 
 from __future__ import annotations
 
