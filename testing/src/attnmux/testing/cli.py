@@ -115,19 +115,8 @@ def verify(
         raise NoBackend(
             "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
         )
-    try:
-        wanted = re.compile(pattern)
-    except re.error as error:
-        raise InvalidInput("-k", got=pattern, expected=f"a regular expression: {error}") from None
-    cases = [
-        case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")
-    ]
-    if not cases:
-        raise InvalidInput(
-            "--execution",
-            got=execution,
-            expected=f"eager: the card of {candidate.card.name} declares no graphs",
-        )
+    wanted = _pattern(pattern)
+    cases = _admitted(candidate, page_sizes, execution)
     kept = None
     if resume is not None:
         owners = {plugin.name: plugin.distribution for plugin in plugins.loaded}
@@ -157,25 +146,8 @@ def verify(
             click.echo(f"{len(plan.resumed)} of these passed in an earlier run: {kept.path}")
         _say_sampled(sampler, plan)
         return _exit_code(outcomes, limits)
-    counts = Counter(outcome.status for outcome in outcomes)
-    echo_json(
-        {
-            "backend": candidate.card.name,
-            "plugin": candidate.plugin,
-            "platform": candidate.platform.to_dict(),
-            "device": candidate.device,
-            "seed": seed,
-            "resumed": len(plan.resumed),
-            **{status: counts[status] for status in ("passed", "failed", "refused")},
-            "sampled": plan.drawn,
-            "pairs": sampler.coverage.total,
-            "pairs_covered": sampler.coverage.covered,
-            "max_error": max((outcome.max_error for outcome in outcomes), default=0.0),
-            "cases": [outcome.to_dict() for outcome in outcomes],
-            "limits": [outcome.to_dict() for outcome in limits],
-            "warnings": run.warnings,
-        }
-    )
+    answer = _to_dict(candidate, plan, sampler, outcomes, limits)
+    echo_json({**answer, "warnings": run.warnings})
     return _exit_code(outcomes, limits)
 
 
@@ -208,6 +180,53 @@ class _Plan:
         while time.monotonic() < end and (drawn := next(self.sampled, None)) is not None:
             self.drawn += 1
             yield drawn
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise InvalidInput("-k", got=text, expected=f"a regular expression: {error}") from None
+
+
+def _admitted(candidate: Candidate, page_sizes: tuple[int, ...], execution: str) -> list[Case]:
+    """The fixed cases of an execution; InvalidInput if the card has none."""
+    cases = [
+        case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")
+    ]
+    if not cases:
+        raise InvalidInput(
+            "--execution",
+            got=execution,
+            expected=f"eager: the card of {candidate.card.name} declares no graphs",
+        )
+    return cases
+
+
+def _to_dict(
+    candidate: Candidate,
+    plan: _Plan,
+    sampler: Sampler,
+    outcomes: list[Outcome],
+    limits: list[Outcome],
+) -> dict[str, object]:
+    """The finished run, for `--json`."""
+    counts = Counter(outcome.status for outcome in outcomes)
+    return {
+        "backend": candidate.card.name,
+        "plugin": candidate.plugin,
+        "platform": candidate.platform.to_dict(),
+        "device": candidate.device,
+        "seed": plan.seed,
+        "resumed": len(plan.resumed),
+        **{status: counts[status] for status in ("passed", "failed", "refused")},
+        "sampled": plan.drawn,
+        "pairs": sampler.coverage.total,
+        "pairs_covered": sampler.coverage.covered,
+        "max_error": max((outcome.max_error for outcome in outcomes), default=0.0),
+        "cases": [outcome.to_dict() for outcome in outcomes],
+        "limits": [outcome.to_dict() for outcome in limits],
+    }
 
 
 def _trials(candidate: Candidate, plan: _Plan, jobs: int, timeout: float) -> Iterator[Outcome]:

@@ -25,6 +25,7 @@ from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.cli.select_explained import Explanation
 
 
 def select(
@@ -52,10 +53,7 @@ def select(
     """
     request = requested(model, fields, tp, speculative_attention_mode)
     in_full = explain or every
-    for option, given_with in (("--explain", in_full), ("--engine", engine)):
-        if given_with and len(platforms) > 1:
-            got = str(len(platforms))
-            raise InvalidInput("--platform", got=got, expected=f"one with {option}")
+    _refuse_several(platforms, in_full=in_full, engine=engine)
     settings = run.settings()
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
@@ -70,8 +68,8 @@ def select(
         for platform in platforms or (None,)
     ]
     device, policy, answer = asked[0]
-    plain = {**_answered(answer, request, device), "warnings": run.warnings}
     line = _launch_line(engine, answer, model, backends, settings)
+    plain = {**_answered(answer, request, device), "warnings": run.warnings}
     plain |= {"launch": line} if line else {}
     if len(asked) > 1:
         _compare(run, asked, request, as_json=as_json)
@@ -81,33 +79,57 @@ def select(
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
 
-        explanation = explained(
-            Asked(
-                request=request,
-                device=device,
-                policy=policy,
-                offers=plugins.offers(),
-                settings=settings,
-                given={**given, "hypothetical": policy.hypothetical},
-                platform=platforms[0] if platforms else None,
-                model=model,
-                tp=tp,
-            ),
-            answer,
+        question = Asked(
+            request=request,
+            device=device,
+            policy=policy,
+            offers=plugins.offers(),
+            settings=settings,
+            given={**given, "hypothetical": policy.hypothetical},
+            platform=platforms[0] if platforms else None,
+            model=model,
+            tp=tp,
         )
+        explanation = explained(question, answer)
         if as_json:
             run.echo_json({**plain, "explanation": explanation.to_dict()})
         else:
-            from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # as above
+            _print_one(answer, explanation, request, line, in_full=in_full, every=every)
+    _raise_refusals(request, [each for _, _, each in asked])
 
-            render_answer(answer, explanation, request, explain=in_full, every=every)
-            print(f"\n{line}\n" if line else "", end="")
-            if isinstance(answer, NoBackend) and in_full:
-                # The table has shown the reasons
-                raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
-    for _, _, each in asked:
-        if isinstance(each, NoBackend):
-            raise each
+
+def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | None) -> None:
+    """Only one machine's answer is explained, or becomes an engine's command line."""
+    for option, given_with in (("--explain", in_full), ("--engine", engine)):
+        if given_with and len(platforms) > 1:
+            got = str(len(platforms))
+            raise InvalidInput("--platform", got=got, expected=f"one with {option}")
+
+
+def _print_one(
+    answer: Decision | NoBackend,
+    explanation: Explanation,
+    request: Request,
+    line: str,
+    *,
+    in_full: bool,
+    every: bool,
+) -> None:
+    """Print one machine's answer, and the engine's command line if there is one."""
+    from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow to import
+
+    render_answer(answer, explanation, request, explain=in_full, every=every)
+    print(f"\n{line}\n" if line else "", end="")
+    if isinstance(answer, NoBackend) and in_full:
+        # The table has shown the reasons
+        raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
+
+
+def _raise_refusals(request: Request, answers: Iterable[Decision | NoBackend]) -> None:
+    """After printing: the first refusal ends the command, and so do layers without a backend."""
+    for answer in answers:
+        if isinstance(answer, NoBackend):
+            raise answer
     if request.unserved_layers:
         said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
         raise NoBackend(f"no backend serves these layers of the model: {said}")
