@@ -81,7 +81,7 @@ def of_trees(make):
     def factory(context, options):
         asked = context.request.replace(custom_mask=False, spec_draft_tokens=8)
         context = replace(context, request=asked)
-        return TreeAttnBackend(context, make(prefix_context(context)))
+        return TreeAttnBackend(context, child=make(context), prefixes=make(prefix_context(context)))
 
     return factory
 
@@ -180,7 +180,9 @@ def test_a_backend_of_another_context_is_refused() -> None:
     case = Case(name="trees", steps=(verify(6, 9),), spec_topk=3)
     context = make_setup(case, fake_platform(), "cpu").context
     with pytest.raises(InvalidInput, match="prefix_context"):
-        TreeAttnBackend(context, TorchNativeBackend(context))
+        TreeAttnBackend(
+            context, child=TorchNativeBackend(context), prefixes=TorchNativeBackend(context)
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,40 +198,42 @@ def test_windows_and_chunks_are_refused(changes, message) -> None:
         prefix_context(make_setup(case, fake_platform(), "cpu").context)
 
 
-@pytest.mark.parametrize(
-    ("name", "platform", "page_size", "reads_prefixes"),
-    [("fa3", HOPPER, 16, "fa3"), ("fa4", BLACKWELL, 128, "flashinfer")],
+LATENT_TREES = Request.parse(
+    "kind=mla,dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
+    "kv_lora_rank=512,qk_rope_head_dim=64,page_size=64,spec_topk=4,spec_draft_tokens=8"
 )
-def test_a_named_backend_without_trees_gets_them(name, platform, page_size, reads_prefixes) -> None:
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "platform", "reads_prefixes"),
+    [
+        (TREES, "fa3", HOPPER, "fa3"),
+        (TREES, "trtllm_mha", BLACKWELL, "flashinfer"),
+        (TREES.replace(page_size=128), "fa4", BLACKWELL, "flashinfer"),
+        (LATENT_TREES, "flashmla", HOPPER, None),
+        (LATENT_TREES, "trtllm_mla", BLACKWELL, None),
+    ],
+)
+def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_prefixes) -> None:
     policy = Policy(hypothetical=True, backend=name)
-    asked = TREES.replace(page_size=page_size)
     decision = solve(asked, platform, load_plugins().offers(), policy)
-    assert decision.merges_trees
+    assert decision.trees is not None
+    assert decision.trees.backend == (reads_prefixes or decision.trees.backend)
     assert decision.request.spec_topk == 4
     assert decision.request.lse is False
     assert set(decision.phases) == {"extend", "decode", "verify", "draft"}
-    assert decision.phases["extend"].backend == name
-    assert decision.phases["verify"].backend == reads_prefixes
-    assert f"merged by LSE: {reads_prefixes} reads the prefixes" in decision.summary()
+    assert name in {choice.backend for choice in decision.phases.values()}
+    assert decision.phases["verify"] == decision.trees
+    assert f"merged by LSE: {decision.trees.backend} (" in decision.summary()
     again = Decision.from_json(decision.to_json())
-    assert again.merges_trees
+    assert again.trees == decision.trees
     assert again.hash == decision.hash
-
-
-def test_a_latent_backend_gets_trees() -> None:
-    asked = Request.parse(
-        "kind=mla,dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
-        "kv_lora_rank=512,qk_rope_head_dim=64,page_size=64,spec_topk=4,spec_draft_tokens=8"
-    )
-    policy = Policy(hypothetical=True, backend="flashmla")
-    decision = solve(asked, HOPPER, load_plugins().offers(), policy)
-    assert decision.merges_trees
-    assert decision.phases["verify"].backend == "flashmla"
+    assert replace(decision, trees=None).hash != decision.hash
 
 
 def test_a_backend_with_masks_is_preferred() -> None:
     decision = solve(TREES, HOPPER, load_plugins().offers(), Policy(hypothetical=True))
-    assert not decision.merges_trees
+    assert decision.trees is None
 
 
 @pytest.mark.parametrize(
@@ -239,13 +243,12 @@ def test_a_backend_with_masks_is_preferred() -> None:
         {"sliding_window": 64},
         {"deterministic": True},
         {"spec_draft_tokens": None},
+        {"num_q_heads": None, "num_kv_heads": None},
         {"spec_topk": None, "custom_mask": True, "spec_draft_tokens": None},
-        {},
     ],
     ids=str,
 )
 def test_other_requests_are_refused_as_before(changes) -> None:
-    """And those for a backend that returns no LSE."""
     policy = Policy(hypothetical=True, backend="trtllm_mha")
     with pytest.raises(NoBackend):
         solve(TREES.replace(**changes), BLACKWELL, load_plugins().offers(), policy)
@@ -256,19 +259,18 @@ def test_build_makes_what_was_decided(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     asked = setup.context.request.replace(custom_mask=False, phases=("extend", "decode", "verify"))
     policy = Policy(backend="torch_native")
-    plain = solve(asked.for_prefixes(), probe_cpu(), load_plugins().offers(), policy)
-    assert not plain.merges_trees
+    offers = load_plugins().offers()
+    plain = solve(asked.without_drafts(), probe_cpu(), offers, policy)
+    assert plain.trees is None
+    choice = plain.phases["decode"]
     decision = replace(
-        plain,
-        request=asked,
-        phases={**plain.phases, "verify": plain.phases["decode"]},
-        merges_trees=True,
+        plain, request=asked, phases={**plain.phases, "verify": choice}, trees=choice
     )
-    backend = build(decision, replace(setup.context, request=decision.request))
-    assert isinstance(backend, TreeAttnBackend)
-    assert isinstance(backend.child, TorchNativeBackend)
+    context = replace(setup.context, request=decision.request)
     read = Decision.from_json(decision.to_json())
-    read.check(probe_cpu(), load_plugins().offers())
-    assert isinstance(
-        build(read, replace(setup.context, request=decision.request)), TreeAttnBackend
-    )
+    read.check(probe_cpu(), offers)
+    for each in (decision, read):
+        backend = build(each, context)
+        assert isinstance(backend, TreeAttnBackend)
+        assert isinstance(backend.child, TorchNativeBackend)
+        assert backend.prefixes.context.layers[0].tp_q_head_num == 6 * case.num_q_heads

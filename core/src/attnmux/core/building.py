@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -70,9 +70,14 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     context = with_shared_kernels(context)
 
     def assembled() -> AttentionBackend:
-        if not decision.merges_trees or not context.layers[0].is_causal:
+        if decision.trees is None or "decode" not in serving:
             return _assemble(decision, context, serving)
-        return TreeAttnBackend(context, _assemble(decision, prefix_context(context), serving))
+        plain = replace(context, request=context.request.without_drafts())
+        return TreeAttnBackend(
+            context,
+            child=_assemble(decision, plain, serving),
+            prefixes=_make(decision.trees, prefix_context(context)),
+        )
 
     made = assembled()
     if not decision.request.two_batches:

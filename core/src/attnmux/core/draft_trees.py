@@ -1,4 +1,4 @@
-"""Draft trees on backends without masks: prefixes by the backend, drafts here, merged by LSE."""
+"""Draft trees on backends without masks: prefixes by a decode step, drafts here, merged by LSE."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
@@ -24,35 +25,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """What a step that verifies trees asks, by draft token."""
+class _Trees:
+    """What a step that verifies trees asks of its two parts, apart from the pool."""
 
-    req_pool_indices: torch.Tensor
-    """[n] int64: rows of the request table."""
     lens: torch.Tensor
-    """[n] int32: tokens of the prefix, but at least 1."""
+    """[B] int32: tokens of the prefix, but at least 1."""
     positions: torch.Tensor
-    """[n] int64: of the prefix's last token."""
+    """[B] int64: of the prefix's last token."""
     sees_prefix: torch.Tensor
-    """[n] bool: whether the prefix has a token."""
+    """[B] bool: whether the prefix has a token."""
     visible: torch.Tensor
-    """[n, d] bool: the request's drafts that each draft sees."""
+    """[B, d, d] bool: the drafts that each draft sees."""
 
-    def fits(self, other: _Rows) -> bool:
+    def fits(self, other: _Trees) -> bool:
         """Whether there is room for a copy of `other`."""
-        (size, width), (most, widest) = other.visible.shape, self.visible.shape
-        return size <= most and size * width <= most * widest
+        enough = other.visible.numel() <= self.visible.numel()
+        return len(other.lens) <= len(self.lens) and enough
 
-    def copy(self, other: _Rows) -> _Rows:
+    def copy(self, other: _Trees) -> _Trees:
         """A copy of `other`, in views of these tensors."""
-        size, width = other.visible.shape
-        flat = self.visible.view(-1)[: size * width]
-        return _Rows(
-            req_pool_indices=self.req_pool_indices[:size].copy_(other.req_pool_indices),
+        size, visible = len(other.lens), other.visible
+        flat = self.visible.view(-1)[: visible.numel()]
+        return _Trees(
             lens=self.lens[:size].copy_(other.lens),
             positions=self.positions[:size].copy_(other.positions),
             sees_prefix=self.sees_prefix[:size].copy_(other.sees_prefix),
-            visible=flat.view(size, width).copy_(other.visible),
+            visible=flat.view_as(visible).copy_(visible),
         )
 
 
@@ -61,33 +59,48 @@ class _Verification:
     """A step that verifies trees, as both of its parts see it."""
 
     prefixes: ForwardBatch
-    """A decode step of B * d requests: each draft token, and its request's prefix."""
-    rows: _Rows
+    """The decode step over the prefixes."""
+    trees: _Trees
     slots: torch.Tensor
     """[B * d] int64: where the pool has the drafts' K and V."""
 
 
 class TreeAttnBackend(DispatchingBackend):
-    """Lets `child`, which takes no mask, verify draft trees: every other step is the child's own.
+    """Verifies draft trees with backends that take no mask. Other steps are those of `child`.
 
-    In a TARGET_VERIFY step, `child` decodes B * d requests, one for each draft token, over the
-    prefixes; each draft attends to the drafts that its tree lets it see; both are merged by LSE.
-    The prefix is read once for each draft token.
+    In a TARGET_VERIFY step, `prefixes` decodes one token for each request, whose query heads are
+    those of all its drafts, over the prefix. Each draft attends to the drafts that its tree lets it
+    see in plain torch. Both are merged by LSE.
     """
 
-    def __init__(self, context: BackendContext, child: AttentionBackend) -> None:
-        """child: a backend of `prefix_context(context)`. Raises InvalidInput for another."""
+    def __init__(
+        self, context: BackendContext, *, child: AttentionBackend, prefixes: AttentionBackend
+    ) -> None:
+        """prefixes: a backend of `prefix_context(context)`.
+
+        Raises InvalidInput for backends of other pools or heads, and for padding rows of different
+        lengths, since one graph runner pads for both.
+        """
         super().__init__(context)
-        own = child.context
-        if (
-            own.token_to_kv_pool is not context.token_to_kv_pool
-            or own.req_to_token_pool is not context.req_to_token_pool
-            or not own.request.lse
-        ):
-            expected = "a backend of prefix_context(context)"
-            raise InvalidInput("child", got="a backend of another context", expected=expected)
+        drafts = context.request.spec_draft_tokens
+        for argument, each, heads in (("child", child, 1), ("prefixes", prefixes, drafts)):
+            own = each.context
+            if (
+                heads is None
+                or own.token_to_kv_pool is not context.token_to_kv_pool
+                or own.req_to_token_pool is not context.req_to_token_pool
+                or own.layers[0].tp_q_head_num != context.layers[0].tp_q_head_num * heads
+            ):
+                expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
+                raise InvalidInput(argument, got="a backend of another context", expected=expected)
+        fills = [each.get_cuda_graph_seq_len_fill_value() for each in (child, prefixes)]
+        if fills[0] != fills[1]:
+            expected = f"{fills[0]} as `seq_lens` of a padding row, as child has"
+            raise InvalidInput("prefixes", got=fills[1], expected=expected)
         self.child = child
-        self._buffers: list[_Rows] = []
+        self.prefixes = prefixes
+        self._drafts = drafts or 1
+        self._buffers: list[_Trees] = []
         self._verification: _Verification | None = None
         self._catching_up: ForwardBatch | None = None
 
@@ -95,16 +108,14 @@ class TreeAttnBackend(DispatchingBackend):
         return self.child
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Room for as many decoding requests as the largest step has tokens."""
-        room = max(max_bs, max_num_tokens)
-        self.child.init_cuda_graph_state(room, room)
+        self.child.init_cuda_graph_state(max_bs, max_num_tokens)
+        self.prefixes.init_cuda_graph_state(max_bs, max_bs)
         device, width = self.context.device, max_num_tokens // max_bs
-        made = _Rows(
-            req_pool_indices=torch.zeros(room, dtype=torch.int64, device=device),
-            lens=torch.ones(room, dtype=torch.int32, device=device),
-            positions=torch.zeros(room, dtype=torch.int64, device=device),
-            sees_prefix=torch.ones(room, dtype=torch.bool, device=device),
-            visible=torch.ones(room, width, dtype=torch.bool, device=device),
+        made = _Trees(
+            lens=torch.ones(max_bs, dtype=torch.int32, device=device),
+            positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
+            sees_prefix=torch.ones(max_bs, dtype=torch.bool, device=device),
+            visible=torch.ones(max_bs, width, width, dtype=torch.bool, device=device),
         )
         if not any(each.fits(made) for each in self._buffers):
             self._buffers.append(made)
@@ -116,41 +127,34 @@ class TreeAttnBackend(DispatchingBackend):
         check_fields(batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
+        served = self._as_served(batch)
         if batch.forward_mode.is_target_verify():
-            self.init_forward_metadata_out_graph(batch)
-            self.init_forward_metadata_in_graph(batch)
+            self.prefixes.init_forward_metadata(served)
         else:
-            self.child.init_forward_metadata(self._as_served(batch))
+            self.child.init_forward_metadata(served)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         served = self._as_served(batch)
-        self.child.init_forward_metadata_out_graph(served, in_capture)
+        backend = self.prefixes if batch.forward_mode.is_target_verify() else self.child
+        backend.init_forward_metadata_out_graph(served, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        served = self._catching_up or batch
         if batch.forward_mode.is_target_verify():
-            served = self._prepared().prefixes
-        self.child.init_forward_metadata_in_graph(served)
+            self.prefixes.init_forward_metadata_in_graph(self._prepared().prefixes)
+        else:
+            self.child.init_forward_metadata_in_graph(self._catching_up or batch)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return self.child.forward_extend(call, self._catching_up or batch)
-        step, layer = self._prepared(), call.layer
-        lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
-        prefix = AttentionCall(
-            call.q, None, None, layer, save_kv_cache=False, q_rope=call.q_rope, lse=lse
-        )
-        seen = self.child.forward_decode(prefix, step.prefixes)
-        unseen: torch.Tensor | float = -torch.inf if layer.sinks is None else layer.sinks
-        sees_prefix = step.rows.sees_prefix.unsqueeze(1)
-        lse = torch.where(sees_prefix, lse, unseen)
-        seen = torch.where(sees_prefix.unsqueeze(2), seen, 0)
-        merged, merged_lse = self._among_drafts(call, step)
-        merge_into(merged, merged_lse, seen, lse)
+        step = self._prepared()
+        seen, seen_lse = self._of_prefixes(call, step)
+        merged, lse = self._among_drafts(call, step)
+        merge_into(merged, lse, seen, seen_lse)
         if call.lse is not None:
-            call.lse.copy_(merged_lse)
+            call.lse.copy_(lse)
         return merged.to(call.q.dtype)
 
     def forward_latent(
@@ -168,32 +172,36 @@ class TreeAttnBackend(DispatchingBackend):
         return self.child.forward_latent(q, latent, k_rope, layer, served, projection)
 
     def _as_served(self, batch: ForwardBatch) -> ForwardBatch:
-        """The step that `child` prepares. The child was chosen without drafts in mind, so that it
-        gets those of a draft model's own steps as plain prompts."""
+        """The step that one of the backends prepares. None was chosen for drafts, so that those of
+        a draft model's own steps come as plain prompts."""
         self._verification = self._catching_up = None
         if batch.forward_mode.is_draft_extend():
             self._catching_up = replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
             return self._catching_up
         if not batch.forward_mode.is_target_verify():
             return batch
-        rows = _rows(batch)
-        room = next((each for each in self._buffers if each.fits(rows)), None)
-        rows = rows if room is None else room.copy(rows)
-        lens_cpu = batch.seq_lens_cpu
-        if lens_cpu is not None:
-            lens_cpu = lens_cpu.clamp(min=1).repeat_interleave(_drafts(batch))
+        trees = _trees(batch)
+        width = trees.visible.shape[1]
+        if width > self._drafts:
+            expected = f"at most {self._drafts}, the request's spec_draft_tokens"
+            raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
+        room = next((each for each in self._buffers if each.fits(trees)), None)
+        trees = trees if room is None else room.copy(trees)
+        lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
         prefixes = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             actual_forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(rows.lens),
-            req_pool_indices=rows.req_pool_indices,
-            seq_lens=rows.lens,
-            out_cache_loc=batch.out_cache_loc,
-            positions=rows.positions,
+            batch_size=batch.batch_size,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=trees.lens,
+            out_cache_loc=batch.out_cache_loc[: batch.batch_size],
+            positions=trees.positions,
             seq_lens_cpu=lens_cpu,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
         )
-        self._verification = _Verification(prefixes=prefixes, rows=rows, slots=batch.out_cache_loc)
+        self._verification = _Verification(
+            prefixes=prefixes, trees=trees, slots=batch.out_cache_loc
+        )
         return prefixes
 
     def _prepared(self) -> _Verification:
@@ -202,6 +210,25 @@ class TreeAttnBackend(DispatchingBackend):
             raise InvalidInput("batch", got="a verify step", expected=expected)
         return self._verification
 
+    def _of_prefixes(
+        self, call: AttentionCall, step: _Verification
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to the prefixes, [B * d, Hq, Dv] in Q's dtype and its LSE [B * d, Hq]."""
+        layer = self.prefixes.context.layer(call.layer.layer_id)
+        groups, width = call.layer.tp_k_head_num, step.trees.visible.shape[1]
+        q = _as_heads(call.q, groups, width, self._drafts)
+        q_rope = call.q_rope
+        q_rope = None if q_rope is None else _as_heads(q_rope, groups, width, self._drafts)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
+        seen = self.prefixes.forward_decode(prefix, step.prefixes)
+        unseen: torch.Tensor | float = -torch.inf if layer.sinks is None else layer.sinks
+        sees = step.trees.sees_prefix.unsqueeze(1)
+        lse = torch.where(sees, lse, unseen)
+        seen = torch.where(sees.unsqueeze(2), seen, 0)
+        seen, lse = (_as_tokens(each, groups, width, self._drafts) for each in (seen, lse))
+        return seen, lse
+
     def _among_drafts(
         self, call: AttentionCall, step: _Verification
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,16 +236,16 @@ class TreeAttnBackend(DispatchingBackend):
 
         The pool's K and V are read, because the pool may have rounded them.
         """
-        layer, (rows, width) = call.layer, step.rows.visible.shape
+        layer, (size, width, _) = call.layer, step.trees.visible.shape
         q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
         k, v = self._kv_of_drafts(layer, step.slots, is_latent=call.q_rope is not None)
         heads = k.shape[1]
-        q = q.float().reshape(rows // width, width, heads, q.shape[1] // heads, q.shape[2])
-        k, v = (each.reshape(rows // width, width, *each.shape[1:]) for each in (k, v))
-        visible = step.rows.visible.view(rows // width, 1, 1, width, width)
+        q = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
+        k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
         logits = torch.einsum("bihgc,bjhc->bhgij", q, k) * layer.scaling
         if layer.logit_cap > 0:
             logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap
+        visible = step.trees.visible.view(size, 1, 1, width, width)
         logits = torch.where(visible, logits, -torch.inf)
         lse = logits.logsumexp(-1, keepdim=True)
         out = torch.einsum("bhgij,bjhc->bihgc", torch.exp(logits - lse), v)
@@ -240,53 +267,66 @@ class TreeAttnBackend(DispatchingBackend):
 
 
 def prefix_context(context: BackendContext) -> BackendContext:
-    """The context of the backend inside a `TreeAttnBackend`: room for a request a draft token.
+    """The context of the backend that reads the prefixes of draft trees.
 
-    Raises InvalidInput for a request without `spec_draft_tokens`, and for layers of which parts
-    cannot be merged by LSE.
+    Its layers have the query heads of all drafts, those of one KV head together. Raises
+    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers of which
+    parts cannot be merged by LSE.
     """
-    drafts = context.request.spec_draft_tokens
-    if drafts is None:
-        raise InvalidInput("spec_draft_tokens", got=None, expected="draft tokens of a verify step")
+    request = context.request.of_prefixes()
+    drafts = context.request.spec_draft_tokens or 1
+    layers = []
     for layer in context.layers:
         limited = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
         if layer.kind not in ("mha", "mla") or limited or layer.is_cross_attention:
             expected = "self attention of kind mha or mla, without windows and chunks"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
-    return replace(
-        context,
-        request=context.request.for_prefixes(),
-        max_batch_size=context.max_batch_size * drafts,
-        # Decode steps over prefixes contradict the request table, and the step was checked whole
-        debug=False,
-    )
+        sinks = layer.sinks
+        if sinks is not None:
+            by_group = sinks.view(layer.tp_k_head_num, 1, -1)
+            sinks = by_group.expand(-1, drafts, -1).reshape(-1).contiguous()
+        heads = layer.tp_q_head_num * drafts
+        layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
+    # A decode step over prefixes contradicts the request table, and the step was checked whole
+    return replace(context, request=request, layers=tuple(layers), debug=False)
 
 
-def _drafts(batch: ForwardBatch) -> int:
-    """d, the draft tokens of each request."""
-    if batch.spec_info is None:
-        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
-    return batch.spec_info.draft_token_num
+def _as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
+    """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent drafts
+    have zeros."""
+    q = q.reshape(-1, width, groups, q.shape[1] // groups, q.shape[2])
+    if width < drafts:
+        q = pad(q, (0, 0, 0, 0, 0, 0, 0, drafts - width))
+    return q.transpose(1, 2).reshape(q.shape[0], -1, q.shape[-1])
 
 
-def _rows(batch: ForwardBatch) -> _Rows:
+def _as_tokens(values: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
+    """The inverse of `_as_heads`, of [B, drafts * Hq] or [B, drafts * Hq, Dv]."""
+    size, heads = values.shape[:2]
+    by_draft = values.view(size, groups, drafts, heads // groups // drafts, *values.shape[2:])
+    by_draft = by_draft[:, :, :width].transpose(1, 2)
+    return by_draft.reshape(size * width, heads // drafts, *values.shape[2:])
+
+
+def _trees(batch: ForwardBatch) -> _Trees:
     """An empty prefix gets a token, because each request of a decode step has one. Its share of the
     answer is dropped."""
-    drafts = _drafts(batch)
-    lens = batch.seq_lens.clamp(min=1).repeat_interleave(drafts)
-    return _Rows(
-        req_pool_indices=batch.req_pool_indices.repeat_interleave(drafts),
+    lens = batch.seq_lens.clamp(min=1)
+    return _Trees(
         lens=lens,
         positions=lens.long() - 1,
-        sees_prefix=(batch.seq_lens > 0).repeat_interleave(drafts),
-        visible=_visible(batch).reshape(-1, drafts),
+        sees_prefix=batch.seq_lens > 0,
+        visible=_visible(batch),
     )
 
 
 def _visible(batch: ForwardBatch) -> torch.Tensor:
     """[B, d, d] bool: the drafts that each draft sees, from the last d columns of its mask."""
-    spec, drafts, device = batch.spec_info, _drafts(batch), batch.seq_lens.device
-    if spec is None or spec.custom_mask is None or spec.mask_indptr is None:
+    spec, device = batch.spec_info, batch.seq_lens.device
+    if spec is None:
+        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
+    drafts = spec.draft_token_num
+    if spec.custom_mask is None or spec.mask_indptr is None:
         causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
         return causal.expand(batch.batch_size, drafts, drafts)
     order = torch.arange(drafts, device=device)

@@ -74,35 +74,21 @@ def solve(
         refused = refusal(platform, problem.groups, verdicts(problem, variants, None))
         if not request.has_separable_trees:
             raise refused
+        again = partial(
+            solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy
+        )
         try:
-            found = solve(
-                request.for_prefixes(),
-                platform,
-                offers,
-                policy,
-                libraries=libraries,
-                ranking=ranking,
-                accuracy=accuracy,
-            )
+            return _with_trees(request, platform, policy, again)
         except NoBackend:
             raise refused from None
-        return _with_trees(found, request)
     candidates = Deferred(partial(verdicts, problem, variants, best))
     decision = _decision(problem, best, given, candidates)
     if not request.chunked_prefix or "extend" not in decision.phases:
         return decision
-    unnamed = replace(
-        policy,
-        backend=None,
-        prefill_backend=None,
-        decode_backend=None,
-        mm_backend=None,
-        origins=FrozenMapping(),
-    )
     again = partial(
         solve,
         offers=offers,
-        policy=unnamed,
+        policy=_unnamed(policy),
         libraries=libraries,
         ranking=ranking,
         accuracy=accuracy,
@@ -144,28 +130,41 @@ def _with_expanded(
     return replace(decision, expanded=found.phases["extend"])
 
 
-def _with_trees(found: Decision, request: Request) -> Decision:
-    """The decision for a request of draft trees that no backend verifies by itself.
+def _unnamed(policy: Policy) -> Policy:
+    """The policy for a further backend, which the names of the others do not concern."""
+    return replace(
+        policy,
+        backend=None,
+        prefill_backend=None,
+        decode_backend=None,
+        mm_backend=None,
+        origins=FrozenMapping(),
+    )
 
-    found: for `request.for_prefixes()`. Verification is told as the work of decode's backend, which
-    does its larger part, and steps of a draft model as that of extend's.
+
+def _with_trees(
+    request: Request, platform: Platform, policy: Policy, again: Callable[..., Decision]
+) -> Decision:
+    """The decision for draft trees that no backend verifies by itself: one for the request without
+    drafts, and a backend that attends to the prefixes.
+
+    again: solves for another request. Verification is told as the work of that backend, and steps
+    of a draft model as that of extend's. Raises NoBackend where one of the two is missing.
     """
-    names = ("spec_topk", "spec_draft_tokens", "phases", "lse")
-    asked = {name: getattr(request, name) for name in names}
-    origins = {name: value for name, value in request.origins.items() if name in names}
-    kept = {name: value for name, value in found.request.origins.items() if name not in names}
-    leads = {"verify": "decode", "draft": "extend"}
+    found = again(request.without_drafts(), platform, policy=policy)
+    names = ("spec_topk", "spec_draft_tokens", "phases")
+    given = {name: getattr(request, name) for name in names}
+    origins = {name: value for name, value in found.request.origins.items() if name not in names}
+    origins.update((name, request.origins[name]) for name in names if name in request.origins)
+    asked = replace(found.request, **given, origins=FrozenMapping(origins))
+    trees = again(asked.of_prefixes(), platform, policy=_unnamed(policy)).phases["decode"]
+    served = {**found.phases, "verify": trees, "draft": found.phases["extend"]}
+    left = (*found.phases, *request.phases)
     return replace(
         found,
-        request=replace(found.request, **asked, origins=FrozenMapping({**kept, **origins})),
-        phases=FrozenMapping(
-            {
-                phase: found.phases[leads.get(phase, phase)]
-                for phase in PHASES
-                if phase in (*found.phases, *request.phases)
-            }
-        ),
-        merges_trees=True,
+        request=asked,
+        phases=FrozenMapping({phase: served[phase] for phase in PHASES if phase in left}),
+        trees=trees,
     )
 
 

@@ -182,19 +182,36 @@ class Request:
             *(self.sliding_window, self.attention_chunk, self.custom_mask),
             *(self.cross_attention, self.multi_item, self.deterministic),
         )
-        drafts = (self.spec_topk or 1) > 1 and self.spec_draft_tokens is not None
-        return drafts and self.kind in ("mha", "mla") and not any(hindered)
+        known = self.spec_draft_tokens is not None and self.num_q_heads is not None
+        trees = (self.spec_topk or 1) > 1 and known
+        return trees and self.kind in ("mha", "mla") and not any(hindered)
 
-    def for_prefixes(self) -> Request:
-        """The same without drafts and with LSE: the demands on a backend that attends to the
-        prefixes of draft trees. See `Decision.merges_trees`."""
+    def without_drafts(self) -> Request:
+        """The same for extend and decode alone."""
         left = {*self.phases, "extend", "decode"}.difference(("verify", "draft"))
         return self.replace(
-            origin="user" if self.lse else "default",
-            lse=True,
+            origin="default",
             spec_topk=None,
             spec_draft_tokens=None,
             phases=tuple(phase for phase in PHASES if phase in left),
+        )
+
+    def of_prefixes(self) -> Request:
+        """The attention of all drafts of a request to its prefix, as one decode step.
+
+        The drafts are further query heads of one token, so that the prefix is read once. See
+        `Decision.trees`. Raises InvalidInput without `spec_draft_tokens` or `num_q_heads`.
+        """
+        if self.spec_draft_tokens is None or self.num_q_heads is None:
+            missing = "num_q_heads" if self.num_q_heads is None else "spec_draft_tokens"
+            raise InvalidInput(missing, got=None, expected="a number, to verify draft trees")
+        return self.without_drafts().replace(
+            origin="model",
+            num_q_heads=self.num_q_heads * self.spec_draft_tokens,
+            phases=("decode",),
+            lse=True,
+            chunked_prefix=False,
+            two_batches=False,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,16 +29,16 @@ class Decision:
     page_size: int
     kv_dtype: str
     phases: Mapping[str, Choice]
-    """Only the requested phases. `merges_trees` adds decode and extend."""
+    """Only the requested phases; with `trees` also extend and decode."""
     decode_sizes: tuple[SizeRange, ...] = ()
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
     expanded: Choice | None = None
     """For MLA with `chunked_prefix`: the backend of prompts that take fewer operations with
     expanded heads. None where none ranks as high as the one of `phases`."""
-    merges_trees: bool = False
-    """Whether no backend takes the masks of the request's draft trees. Then the backend of decode
-    attends to the prefixes, and what the drafts add is merged by LSE; see `TreeAttnBackend`."""
+    trees: Choice | None = None
+    """Where no backend takes the masks of the request's draft trees: the backend that attends to
+    the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -67,8 +67,8 @@ class Decision:
         """SHA-256 of the decision: processes with the same hash run the same backends.
 
         It covers the kind of device, the request's values, page size, KV dtype, and every backend
-        of `phases`, `decode_sizes` and `expanded` with its options and its plugin's version. It
-        leaves out the origins of values, the product's name, and the losers.
+        of `phases`, `decode_sizes`, `expanded` and `trees` with its options and its plugin's
+        version. It leaves out the origins of values, the product's name, and the losers.
         """
         asked = self.request.to_dict()
         del asked["origins"]
@@ -85,8 +85,8 @@ class Decision:
             ]
         if self.expanded is not None:
             decided["expanded"] = self.expanded.identity()
-        if self.merges_trees:
-            decided["merges_trees"] = True
+        if self.trees is not None:
+            decided["trees"] = self.trees.identity()
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -106,12 +106,14 @@ class Decision:
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
-        asked = self.request.for_prefixes() if self.merges_trees else self.request
+        asked = self.request if self.trees is None else self.request.without_drafts()
         served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
         found = [*disagreements(served, asked, *here)]
         if self.expanded is not None:
             prompts = asked.expanded_prompts()
             found += disagreements([("extend", self.expanded)], prompts, *here)
+        if self.trees is not None:
+            found += disagreements([("decode", self.trees)], self.request.of_prefixes(), *here)
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
@@ -127,7 +129,7 @@ class Decision:
             "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "expanded": None if self.expanded is None else self.expanded.to_dict(),
-            "merges_trees": self.merges_trees,
+            "trees": None if self.trees is None else self.trees.to_dict(),
             "coercions": [each.to_dict() for each in self.coercions],
             "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
@@ -158,7 +160,7 @@ class Decision:
                 ),
                 decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
                 expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
-                merges_trees=data["merges_trees"],
+                trees=data["trees"] and Choice.from_dict(data["trees"]),
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
@@ -198,10 +200,10 @@ class Decision:
                 f"{self.expanded.backend} ({self.expanded.plugin}) serves prompts with expanded "
                 "heads, where that takes fewer operations"
             )
-        if self.merges_trees:
+        if self.trees is not None:
             said.append(
-                "draft trees are verified in two parts, merged by LSE: "
-                f"{self.phases['decode'].backend} reads the prefixes, and attnmux-core the drafts"
+                f"draft trees are verified in two parts, merged by LSE: {self.trees.backend} "
+                f"({self.trees.plugin}) reads the prefixes, and attnmux-core the drafts"
             )
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
