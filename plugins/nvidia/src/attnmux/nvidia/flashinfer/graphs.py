@@ -32,7 +32,8 @@ class GraphPlans:
         max_batch_size: int,
         max_num_tokens: int,
     ) -> None:
-        settings, masked = planner.settings, context.request.custom_mask
+        settings, asked = planner.settings, context.request
+        masked = asked.custom_mask or (asked.spec_topk or 1) > 1
         page_size, tokens = settings.page_size, -(-max_num_tokens // max_batch_size)
         views = {group.view for group in groups}
         if masked:
