@@ -43,6 +43,7 @@ from attnmux.testing import (
     make_setup,
     prepare_step,
     reference,
+    run_case,
     verify,
 )
 from attnmux.testing.adapters import (
@@ -578,6 +579,20 @@ def test_steps_that_are_prepared_while_the_device_is_behind() -> None:
         return made
 
     torch.testing.assert_close(results(behind=True), results(behind=False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs_of_trees_that_spec_topk_alone_asks_for(page_size) -> None:
+    """A request names masks of its own by custom_mask, and trees by spec_topk."""
+
+    def make_backend(context, options):
+        asked = context.request.replace(custom_mask=False)
+        return ADAPTER.backend(replace(context, request=asked), options)
+
+    steps = verify(6, 9, 30), verify(6, 40, 11)
+    case = Case(name="trees", steps=steps, spec_topk=4, page_size=page_size, graph=True)
+    outcome = run_case(replace(CANDIDATE, factory=make_backend), case)
+    assert outcome.status == "passed", (outcome.message, outcome.reasons)
 
 
 def test_graphs_of_two_modes_on_one_backend() -> None:
