@@ -48,6 +48,7 @@ def test_json_form(call) -> None:
         "phases",
         "decode_sizes",
         "expanded",
+        "trees",
         "coercions",
         "notes",
         "candidates",
