@@ -35,9 +35,9 @@ from attnmux.core import (
     GraphRunner,
     GraphUnsupported,
     Policy,
+    Settings,
     detect,
     load_plugins,
-    pick_platform,
 )
 from attnmux.transformers import (
     Checkpoint,
@@ -50,6 +50,7 @@ from attnmux.transformers import (
     recall,
 )
 from attnmux.transformers.attention import SERVED
+from attnmux.transformers.cli_run import platform_for
 from attnmux.transformers.compiled import compile_layers, undo
 from attnmux.transformers.decision import decide, request_of
 from attnmux.transformers.engine import PARTS
@@ -216,7 +217,7 @@ def main(
 def load(checkpoint: Checkpoint, options: RunnerOptions) -> ModelRunner:
     """The runner, eager so far, with room for all prompts at a time."""
     plugins = load_plugins()
-    platform = pick_platform(detect(plugins))
+    platform = platform_for(detect(plugins), Settings.load(), options.device)
     return load_runner(checkpoint, platform, plugins.offers(), options)
 
 
@@ -233,7 +234,7 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
         max_position_embeddings=131072,
     )
     plugins = load_plugins()
-    platform = pick_platform(detect(plugins))
+    platform = platform_for(detect(plugins), Settings.load(), options.device)
     with torch.device(options.device or platform.device_type):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers
             config, dtype=torch.bfloat16, attn_implementation=SERVED
