@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attnmux.core import (
     ANY,
@@ -17,6 +20,7 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
+    TboAttnBackend,
     TreeAttnBackend,
     build,
     draft_trees,
@@ -24,6 +28,7 @@ from attnmux.core import (
     load_plugins,
     prefix_context,
     solve,
+    with_halves,
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
@@ -274,3 +279,36 @@ def test_build_makes_what_was_decided(seed) -> None:
         assert isinstance(backend, TreeAttnBackend)
         assert isinstance(backend.child, TorchNativeBackend)
         assert backend.prefixes.context.layers[0].tp_q_head_num == 6 * case.num_q_heads
+
+
+def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
+    """And the answers of the whole step."""
+    case = Case(name="trees", steps=(verify(6, 9, 4, 30),), spec_topk=3, dtype="float32")
+    setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
+    phases = ("extend", "decode", "verify")
+    asked = setup.context.request.replace(custom_mask=False, phases=phases, two_batches=True)
+    plain = solve(asked.without_drafts(), probe_cpu(), load_plugins().offers())
+    choice = plain.phases["decode"]
+    decision = replace(plain, request=asked, trees=choice)
+    backend = build(decision, replace(setup.context, request=asked))
+    assert isinstance(backend, TboAttnBackend)
+    assert all(isinstance(each, TreeAttnBackend) for each in (backend.primary, *backend.children))
+    step = prepare_step(setup, case.steps[0], host_lens=True)
+    batch = with_halves(step.batch)
+    backend.init_forward_metadata(batch)
+    first, second = batch.tbo_children
+    for given in step.inputs:
+        whole = backend.forward(given.q, given.k, given.v, given.layer, batch)
+        parts = [
+            backend.forward(given.q[rows], given.k[rows], given.v[rows], given.layer, half)
+            for half, rows in ((first, slice(0, 6)), (second, slice(6, 18)))
+        ]
+        torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_the_benchmark_runs_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    benchmark = importlib.import_module("benchmarks.draft_trees")
+    result = CliRunner().invoke(benchmark.main, ["--dry-run", "--rounds", "1"])
+    assert result.exit_code == 0, result.output
+    assert "torch_native" in result.output
