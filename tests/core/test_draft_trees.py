@@ -23,11 +23,11 @@ from attnmux.core import (
     TboAttnBackend,
     TreeAttnBackend,
     build,
-    draft_trees,
     imported,
     load_plugins,
     prefix_context,
     solve,
+    tree_steps,
     with_halves,
 )
 from attnmux.core.batch import ForwardMode
@@ -175,8 +175,10 @@ def test_flash_attention_verifies_trees_on_pages(page_size, seed) -> None:
 
 def test_a_wrong_link_is_seen(seed, monkeypatch) -> None:
     """The suite fails if drafts see their siblings."""
-    right = draft_trees._visible
-    monkeypatch.setattr(draft_trees, "_visible", lambda batch: torch.ones_like(right(batch)).tril())
+    right = tree_steps.visible_drafts
+    monkeypatch.setattr(
+        tree_steps, "visible_drafts", lambda batch: torch.ones_like(right(batch)).tril()
+    )
     case = Case(name="trees", steps=(verify(6, 9, 4),), spec_topk=3)
     assert run_case(candidate(), case, seed=seed).status == "failed"
 

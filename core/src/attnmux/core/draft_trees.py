@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import pad
 
 from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
@@ -17,6 +16,7 @@ from attnmux.core.composites import DispatchingBackend
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
+from attnmux.core.tree_steps import Trees, as_heads, as_tokens, trees_of
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
@@ -25,42 +25,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Trees:
-    """What a step that verifies trees asks of its two parts, apart from the pool."""
-
-    lens: torch.Tensor
-    """[B] int32: tokens of the prefix, but at least 1."""
-    positions: torch.Tensor
-    """[B] int64: of the prefix's last token."""
-    sees_prefix: torch.Tensor
-    """[B] bool: whether the prefix has a token."""
-    visible: torch.Tensor
-    """[B, d, d] bool: the drafts that each draft sees."""
-
-    def fits(self, other: _Trees) -> bool:
-        """Whether there is room for a copy of `other`."""
-        enough = other.visible.numel() <= self.visible.numel()
-        return len(other.lens) <= len(self.lens) and enough
-
-    def copy(self, other: _Trees) -> _Trees:
-        """A copy of `other`, in views of these tensors."""
-        size, visible = len(other.lens), other.visible
-        flat = self.visible.view(-1)[: visible.numel()]
-        return _Trees(
-            lens=self.lens[:size].copy_(other.lens),
-            positions=self.positions[:size].copy_(other.positions),
-            sees_prefix=self.sees_prefix[:size].copy_(other.sees_prefix),
-            visible=flat.view_as(visible).copy_(visible),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Verification:
     """A step that verifies trees, as both of its parts see it."""
 
     prefixes: ForwardBatch
     """The decode step over the prefixes."""
-    trees: _Trees
+    trees: Trees
     slots: torch.Tensor
     """[B * d] int64: where the pool has the drafts' K and V."""
 
@@ -100,7 +70,7 @@ class TreeAttnBackend(DispatchingBackend):
         self.child = child
         self.prefixes = prefixes
         self._drafts = drafts or 1
-        self._buffers: list[_Trees] = []
+        self._buffers: list[Trees] = []
         self._verification: _Verification | None = None
         self._catching_up: ForwardBatch | None = None
 
@@ -111,7 +81,7 @@ class TreeAttnBackend(DispatchingBackend):
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
         device, width = self.context.device, max_num_tokens // max_bs
-        made = _Trees(
+        made = Trees(
             lens=torch.ones(max_bs, dtype=torch.int32, device=device),
             positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
             sees_prefix=torch.ones(max_bs, dtype=torch.bool, device=device),
@@ -180,7 +150,7 @@ class TreeAttnBackend(DispatchingBackend):
             return self._catching_up
         if not batch.forward_mode.is_target_verify():
             return batch
-        trees = _trees(batch)
+        trees = trees_of(batch)
         width = trees.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
@@ -216,9 +186,9 @@ class TreeAttnBackend(DispatchingBackend):
         """Attention to the prefixes, [B * d, Hq, Dv] in Q's dtype and its LSE [B * d, Hq]."""
         layer = self.prefixes.context.layer(call.layer.layer_id)
         groups, width = call.layer.tp_k_head_num, step.trees.visible.shape[1]
-        q = _as_heads(call.q, groups, width, self._drafts)
+        q = as_heads(call.q, groups, width, self._drafts)
         q_rope = call.q_rope
-        q_rope = None if q_rope is None else _as_heads(q_rope, groups, width, self._drafts)
+        q_rope = None if q_rope is None else as_heads(q_rope, groups, width, self._drafts)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
         seen = self.prefixes.forward_decode(prefix, step.prefixes)
@@ -226,7 +196,7 @@ class TreeAttnBackend(DispatchingBackend):
         sees = step.trees.sees_prefix.unsqueeze(1)
         lse = torch.where(sees, lse, unseen)
         seen = torch.where(sees.unsqueeze(2), seen, 0)
-        seen, lse = (_as_tokens(each, groups, width, self._drafts) for each in (seen, lse))
+        seen, lse = (as_tokens(each, groups, width, self._drafts) for each in (seen, lse))
         return seen, lse
 
     def _among_drafts(
@@ -289,48 +259,3 @@ def prefix_context(context: BackendContext) -> BackendContext:
         layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
     # A decode step over prefixes contradicts the request table, and the step was checked whole
     return replace(context, request=request, layers=tuple(layers), debug=False)
-
-
-def _as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
-    """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent drafts
-    have zeros."""
-    q = q.reshape(-1, width, groups, q.shape[1] // groups, q.shape[2])
-    if width < drafts:
-        q = pad(q, (0, 0, 0, 0, 0, 0, 0, drafts - width))
-    return q.transpose(1, 2).reshape(q.shape[0], -1, q.shape[-1])
-
-
-def _as_tokens(values: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
-    """The inverse of `_as_heads`, of [B, drafts * Hq] or [B, drafts * Hq, Dv]."""
-    size, heads = values.shape[:2]
-    by_draft = values.view(size, groups, drafts, heads // groups // drafts, *values.shape[2:])
-    by_draft = by_draft[:, :, :width].transpose(1, 2)
-    return by_draft.reshape(size * width, heads // drafts, *values.shape[2:])
-
-
-def _trees(batch: ForwardBatch) -> _Trees:
-    """An empty prefix gets a token, because each request of a decode step has one. Its share of the
-    answer is dropped."""
-    lens = batch.seq_lens.clamp(min=1)
-    return _Trees(
-        lens=lens,
-        positions=lens.long() - 1,
-        sees_prefix=batch.seq_lens > 0,
-        visible=_visible(batch),
-    )
-
-
-def _visible(batch: ForwardBatch) -> torch.Tensor:
-    """[B, d, d] bool: the drafts that each draft sees, from the last d columns of its mask."""
-    spec, device = batch.spec_info, batch.seq_lens.device
-    if spec is None:
-        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
-    drafts = spec.draft_token_num
-    if spec.custom_mask is None or spec.mask_indptr is None:
-        causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
-        return causal.expand(batch.batch_size, drafts, drafts)
-    order = torch.arange(drafts, device=device)
-    prefix = batch.seq_lens.long().view(-1, 1, 1)
-    starts = spec.mask_indptr[: batch.batch_size].long().view(-1, 1, 1)
-    places = starts + order.view(-1, 1) * (prefix + drafts) + prefix + order
-    return spec.custom_mask[places]

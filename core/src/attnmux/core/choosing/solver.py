@@ -47,8 +47,43 @@ def solve(
     InvalidInput for a name or an option in `policy` that cannot be used; InvalidInput for items
     that are not offers, and for two offers with the same address.
     """
-    policy = policy or Policy()
-    offers = _in_order(offers)
+    policy, offers = policy or Policy(), _in_order(offers)
+    again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
+    try:
+        decision = _solve(request, platform, offers, policy, libraries, ranking, accuracy)
+    except NoBackend as refused:
+        if not request.has_separable_trees:
+            raise
+        try:
+            return _with_trees(request, platform, policy, again)
+        except NoBackend:
+            raise refused from None
+    by_address = {offer.address: offer for offer in offers}
+
+    def rank(one: Decision) -> int:
+        asked = Question(
+            request=one.request,
+            platform=platform,
+            phase="extend",
+            hypothetical=policy.hypothetical,
+        )
+        return ranking(by_address[one.phases["extend"].address], asked).value
+
+    if not request.chunked_prefix or "extend" not in decision.phases:
+        return decision
+    return _with_expanded(decision, partial(again, policy=_unnamed(policy)), rank)
+
+
+def _solve(
+    request: Request,
+    platform: Platform,
+    offers: tuple[Offer, ...],
+    policy: Policy,
+    libraries: Libraries,
+    ranking: Ranking,
+    accuracy: Accuracy,
+) -> Decision:
+    """A decision of `phases` alone: each has a backend whose card admits all of it."""
     # The search and the verdicts, which may be read later, must see the same libraries
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
     by_address = {offer.address: offer for offer in offers}
@@ -71,39 +106,9 @@ def solve(
     variants = problem.variants()
     best = best_assignment(problem, variants)
     if best is None:
-        refused = refusal(platform, problem.groups, verdicts(problem, variants, None))
-        if not request.has_separable_trees:
-            raise refused
-        again = partial(
-            solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy
-        )
-        try:
-            return _with_trees(request, platform, policy, again)
-        except NoBackend:
-            raise refused from None
+        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
     candidates = Deferred(partial(verdicts, problem, variants, best))
-    decision = _decision(problem, best, given, candidates)
-    if not request.chunked_prefix or "extend" not in decision.phases:
-        return decision
-    again = partial(
-        solve,
-        offers=offers,
-        policy=_unnamed(policy),
-        libraries=libraries,
-        ranking=ranking,
-        accuracy=accuracy,
-    )
-
-    def rank(one: Decision) -> int:
-        asked = Question(
-            request=one.request,
-            platform=platform,
-            phase="extend",
-            hypothetical=policy.hypothetical,
-        )
-        return ranking(by_address[one.phases["extend"].address], asked).value
-
-    return _with_expanded(decision, again, rank)
+    return _decision(problem, best, given, candidates)
 
 
 def _with_expanded(
