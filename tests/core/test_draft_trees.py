@@ -232,6 +232,7 @@ def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_pr
     assert name in {choice.backend for choice in decision.phases.values()}
     assert decision.phases["verify"] == decision.trees
     assert f"merged by LSE: {decision.trees.backend} (" in decision.summary()
+    assert "elsewhere" not in decision.summary()
     again = Decision.from_json(decision.to_json())
     assert again.trees == decision.trees
     assert again.hash == decision.hash

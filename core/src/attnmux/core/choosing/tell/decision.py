@@ -183,7 +183,8 @@ class Decision:
         """One line: the backend of each phase, the machine, and why each backend won."""
         served: dict[str, list[str]] = {}
         for phase, choice in self.phases.items():
-            served.setdefault(choice.address, []).append(phase)
+            if self.trees is None or phase != "verify":
+                served.setdefault(choice.address, []).append(phase)
         said = []
         for phases in served.values():
             won = self.phases["decode" if "decode" in phases else phases[0]]
