@@ -23,7 +23,7 @@ from attnmux.core import (
     dtype_name,
     in_brief,
 )
-from attnmux.testing.sampled import gather
+from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.watched import kv_memory
 from attnmux.testing.wrapping import WrappingBackend
 
@@ -188,7 +188,7 @@ class FailureKeeper(WrappingBackend):
         if layer_id in pool.layer_ids:
             slots = pool.translate(table.flatten().long(), layer_id)
             for index, buffer in enumerate(kv_memory(pool, layer_id)):
-                values[f"kv.{index}"] = gather(buffer, slots)
+                values[f"kv.{index}"] = gather_rows(buffer, slots)
         return values
 
 

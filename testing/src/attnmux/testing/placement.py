@@ -15,9 +15,9 @@ import torch
 
 from attnmux.core import ForwardMode, LayerSpec, quantise
 from attnmux.core.kv import SWAKVPool, tokens_behind_window
+from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
-from attnmux.testing.sampled import gather
 
 LEFT_OVER = 100.0
 """The left-over value of finished requests. In a step with padding the reserved page holds it too,
@@ -125,7 +125,7 @@ def fill_pool(
             left_over = torch.cat([left_over, torch.arange(pool.page_size, device=pool.device)])
         kept_slots = zeroed_slots if pool.slot_map(layer.layer_id) is None else no_slots
         for buffer in buffers(setup, layer.layer_id):
-            kept = gather(buffer, kept_slots)
+            kept = gather_rows(buffer, kept_slots)
             buffer.fill_(torch.nan)
             _leave_over(buffer, left_over)
             put(buffer, kept_slots, kept)

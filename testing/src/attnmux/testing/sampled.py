@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
+from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,
@@ -181,11 +182,5 @@ def _from_pool(
     k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
     keys = pool.get_key_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
     values = pool.get_value_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
-    return gather(keys, slots).double() * k_scale, gather(values, slots).double() * v_scale
-
-
-def gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool's buffer. Not every device can gather 8-bit floats, so these go as bytes."""
-    if buffer.dtype.itemsize > 1:
-        return buffer[slots]
-    return buffer.view(torch.uint8)[slots].view(buffer.dtype)
+    keys, values = (gather_rows(each, slots).double() for each in (keys, values))
+    return keys * k_scale, values * v_scale
