@@ -171,6 +171,11 @@ class Request:
         )
 
     @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees with branches, whose verification needs a mask."""
+        return (self.spec_topk or 1) > 1
+
+    @property
     def has_separable_trees(self) -> bool:
         """Whether attention to the prefix and among the drafts can be merged by LSE.
 
@@ -183,8 +188,7 @@ class Request:
             *(self.cross_attention, self.multi_item, self.deterministic),
         )
         known = self.spec_draft_tokens is not None and self.num_q_heads is not None
-        trees = (self.spec_topk or 1) > 1 and known
-        return trees and self.kind in ("mha", "mla") and not any(hindered)
+        return self.has_trees and known and self.kind in ("mha", "mla") and not any(hindered)
 
     def without_drafts(self) -> Request:
         """The same for extend and decode alone."""

@@ -131,7 +131,7 @@ def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
     """The kernels of the shortest steps of the request's phases, for each kind of layer."""
     request, pool, device = context.request, context.token_to_kv_pool, context.device
     phases = set(request.phases)
-    masked = bool(request.custom_mask or (request.spec_topk or 1) > 1)
+    masked = request.custom_mask or request.has_trees
     for layer in context.layers:
         in_call = not layer.is_causal
         block = 0 if in_call else block_of_page(pool.page_size)

@@ -33,7 +33,7 @@ class GraphPlans:
         max_num_tokens: int,
     ) -> None:
         settings, asked = planner.settings, context.request
-        masked = asked.custom_mask or (asked.spec_topk or 1) > 1
+        masked = asked.custom_mask or asked.has_trees
         page_size, tokens = settings.page_size, -(-max_num_tokens // max_batch_size)
         views = {group.view for group in groups}
         if masked:
