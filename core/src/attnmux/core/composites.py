@@ -16,6 +16,7 @@ from attnmux.core.errors import InvalidInput
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
+    from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
 
 
@@ -54,6 +55,18 @@ class DispatchingBackend(AttentionBackend):
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         return self.serving(batch).forward_extend(call, batch)
+
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        projection: UpProjection,
+    ) -> torch.Tensor:
+        serving = self.serving(batch)
+        return serving.forward_latent(q, latent, k_rope, layer, batch, projection)
 
 
 class HybridAttnBackend(DispatchingBackend):

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.chunked_prefix import merge_into
 from attnmux.core.composites import DispatchingBackend
-from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.tree_steps import Trees, as_heads, as_tokens, trees_of
@@ -94,14 +92,10 @@ class TreeAttnBackend(DispatchingBackend):
         return self.child.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        check_fields(batch)
-        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
-            check_batch(self.context, batch)
-        served = self._as_served(batch)
         if batch.forward_mode.is_target_verify():
-            self.prefixes.init_forward_metadata(served)
+            AttentionBackend.init_forward_metadata(self, batch)
         else:
-            self.child.init_forward_metadata(served)
+            super().init_forward_metadata(self._as_served(batch))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -137,9 +131,11 @@ class TreeAttnBackend(DispatchingBackend):
         projection: UpProjection,
     ) -> torch.Tensor:
         if batch.forward_mode.is_target_verify():
-            return super().forward_latent(q, latent, k_rope, layer, batch, projection)
+            return AttentionBackend.forward_latent(
+                self, q, latent, k_rope, layer, batch, projection
+            )
         served = self._catching_up or batch
-        return self.child.forward_latent(q, latent, k_rope, layer, served, projection)
+        return super().forward_latent(q, latent, k_rope, layer, served, projection)
 
     def _as_served(self, batch: ForwardBatch) -> ForwardBatch:
         """The step that one of the backends prepares. None was chosen for drafts, so that those of

@@ -14,8 +14,6 @@ from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
     from attnmux.core.spec import SpecInput
 
 
@@ -77,18 +75,6 @@ class TboAttnBackend(DispatchingBackend):
         self.primary.init_forward_metadata_in_graph(batch)
         for child, half in self._running(batch):
             child.init_forward_metadata_in_graph(half)
-
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        projection: UpProjection,
-    ) -> torch.Tensor:
-        serving = self.serving(batch)
-        return serving.forward_latent(q, latent, k_rope, layer, batch, projection)
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backends of that mode, for halves as this one."""

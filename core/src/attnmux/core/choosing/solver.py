@@ -58,6 +58,8 @@ def solve(
             return _with_trees(request, platform, policy, again)
         except NoBackend:
             raise refused from None
+    if not request.chunked_prefix or "extend" not in decision.phases:
+        return decision
     by_address = {offer.address: offer for offer in offers}
 
     def rank(one: Decision) -> int:
@@ -69,8 +71,6 @@ def solve(
         )
         return ranking(by_address[one.phases["extend"].address], asked).value
 
-    if not request.chunked_prefix or "extend" not in decision.phases:
-        return decision
     return _with_expanded(decision, partial(again, policy=_unnamed(policy)), rank)
 
 
