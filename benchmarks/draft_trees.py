@@ -12,6 +12,7 @@ difference from the float64 reference over the largest value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     NoBackend,
+    Offer,
     Platform,
     Policy,
     Request,
@@ -62,7 +64,8 @@ COLUMNS = {
 @json_option
 def main(backends: str, rounds: int, only: str, dry_run: bool, path: Path | None) -> None:
     """Print the time of a layer in each way, and the ratio of merging to the fastest own kernel."""
-    platform = pick_platform(detect(load_plugins()))
+    plugins = load_plugins()
+    platform, offers = pick_platform(detect(plugins)), plugins.offers()
     names = ["torch_native"] if dry_run else backends.split(",")
     device = torch.device(platform.device_type)
     about = facts(device, "attnmux-core", drafts=DRAFTS, topk=TOPK)
@@ -70,10 +73,17 @@ def main(backends: str, rounds: int, only: str, dry_run: bool, path: Path | None
     with torch.no_grad(), Report(COLUMNS, about, path, title=title) as report:
         for case in TINY if dry_run else CASES:
             if only in str(case):
-                measure(case, platform, names, rounds, report)
+                measure(case, platform, offers, names, rounds, report)
 
 
-def measure(case: Case, platform: Platform, names: list[str], rounds: int, report: Report) -> None:
+def measure(
+    case: Case,
+    platform: Platform,
+    offers: Sequence[Offer],
+    names: list[str],
+    rounds: int,
+    report: Report,
+) -> None:
     """A row for each backend that reads the prefixes of the case."""
     device = torch.device(platform.device_type)
     step = case.step(device)
@@ -88,7 +98,7 @@ def measure(case: Case, platform: Platform, names: list[str], rounds: int, repor
     errors: dict[str, float] = {}
     for name in names:
         for way in ("own", "merged", "decode"):
-            backend = backend_of(step, asked, platform, name, way)
+            backend = backend_of(step, asked, platform, offers, name, way)
             if backend is None:
                 continue
             taken = plain if way == "decode" else trees
@@ -145,10 +155,15 @@ def decoding(step: Step) -> Step:
 
 
 def backend_of(
-    step: Step, asked: Request, platform: Platform, name: str, way: str
+    step: Step,
+    asked: Request,
+    platform: Platform,
+    offers: Sequence[Offer],
+    name: str,
+    way: str,
 ) -> AttentionBackend | None:
     """None where the backend's card does not admit that way."""
-    offers, policy = load_plugins().offers(), Policy(backend=name)
+    policy = Policy(backend=name)
     try:
         if way == "own":
             decision = solve(asked, platform, offers, policy)
