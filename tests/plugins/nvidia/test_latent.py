@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import InvalidInput
-from attnmux.nvidia.latent import joined
+from attnmux.core import InvalidInput, joined
 
 ROWS = torch.randn(5, 4, 576).bfloat16()
 

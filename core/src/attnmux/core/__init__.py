@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnmux.core.aligned_rows import ALIGNMENT as ALIGNMENT
+    from attnmux.core.aligned_rows import aligned as aligned
+    from attnmux.core.aligned_rows import by_request as by_request
+    from attnmux.core.aligned_rows import check_keys_dtype as check_keys_dtype
+    from attnmux.core.aligned_rows import is_aligned as is_aligned
+    from attnmux.core.aligned_rows import is_writable as is_writable
+    from attnmux.core.aligned_rows import store_lse as store_lse
     from attnmux.core.arguments import check_lens as check_lens
     from attnmux.core.arguments import check_picks as check_picks
     from attnmux.core.arguments import check_positive as check_positive
@@ -132,6 +139,14 @@ if TYPE_CHECKING:
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
     from attnmux.core.kv.writer import KVWriter as KVWriter
     from attnmux.core.latent import UpProjection as UpProjection
+    from attnmux.core.latent_rows import LATENT_DIM as LATENT_DIM
+    from attnmux.core.latent_rows import ROPE_DIM as ROPE_DIM
+    from attnmux.core.latent_rows import check_latent as check_latent
+    from attnmux.core.latent_rows import check_plain as check_plain
+    from attnmux.core.latent_rows import joined as joined
+    from attnmux.core.latent_rows import latent_layers as latent_layers
+    from attnmux.core.latent_rows import latent_pages as latent_pages
+    from attnmux.core.latent_rows import rotary as rotary
     from attnmux.core.layer import LayerSpec as LayerSpec
     from attnmux.core.library import KernelLibrary as KernelLibrary
     from attnmux.core.library import LibraryBackend as LibraryBackend
@@ -143,6 +158,18 @@ if TYPE_CHECKING:
     from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
     from attnmux.core.op import has_forward_context as has_forward_context
+    from attnmux.core.page_tables import KeyGroup as KeyGroup
+    from attnmux.core.page_tables import Keys as Keys
+    from attnmux.core.page_tables import PageTables as PageTables
+    from attnmux.core.page_tables import fixed_buffers as fixed_buffers
+    from attnmux.core.pool_views import FP8 as FP8
+    from attnmux.core.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
+    from attnmux.core.pool_views import check_bfloat16_or_fp8 as check_bfloat16_or_fp8
+    from attnmux.core.pool_views import check_own_or_fp8 as check_own_or_fp8
+    from attnmux.core.pool_views import check_page_size as check_page_size
+    from attnmux.core.pool_views import check_sixteen_bits as check_sixteen_bits
+    from attnmux.core.pool_views import kv_pages as kv_pages
+    from attnmux.core.pool_views import not_in_pool as not_in_pool
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
@@ -347,6 +374,41 @@ _NAMES_BY_MODULE = {
     "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
+    "latent_rows": (
+        "LATENT_DIM",
+        "ROPE_DIM",
+        "check_latent",
+        "check_plain",
+        "joined",
+        "latent_layers",
+        "latent_pages",
+        "rotary",
+    ),
+    "page_tables": (
+        "KeyGroup",
+        "Keys",
+        "PageTables",
+        "fixed_buffers",
+    ),
+    "pool_views": (
+        "FP8",
+        "SIXTEEN_BITS",
+        "check_bfloat16_or_fp8",
+        "check_own_or_fp8",
+        "check_page_size",
+        "check_sixteen_bits",
+        "kv_pages",
+        "not_in_pool",
+    ),
+    "aligned_rows": (
+        "ALIGNMENT",
+        "aligned",
+        "by_request",
+        "check_keys_dtype",
+        "is_aligned",
+        "is_writable",
+        "store_lse",
+    ),
     "library": (
         "KernelLibrary",
         "LibraryBackend",

@@ -20,15 +20,19 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    KeyGroup,
+    aligned,
+    check_page_size,
+    check_plain,
+    check_sixteen_bits,
     filled,
     imported,
+    latent_pages,
     rehearse,
+    rotary,
 )
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
-from attnmux.nvidia.latent import LatentDecodeBackend, check_plain, latent_pages, rotary
-from attnmux.nvidia.page_tables import KeyGroup
-from attnmux.nvidia.pools import check_page_size, check_sixteen_bits
-from attnmux.nvidia.rows import aligned
+from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

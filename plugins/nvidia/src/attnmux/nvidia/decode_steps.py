@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.nvidia.page_tables import Keys, PageTables, fixed_buffers
+from attnmux.core import Keys, PageTables, fixed_buffers
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch
-    from attnmux.nvidia.page_tables import KeyGroup
+    from attnmux.core import BackendContext, ForwardBatch, KeyGroup
 
 B = TypeVar("B", bound="DecodeBuffers")
 S = TypeVar("S", bound="DecodeStep")

@@ -22,8 +22,14 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    Keys,
     LibraryBackend,
+    aligned,
+    check_keys_dtype,
     imported,
+    is_aligned,
+    kv_pages,
+    not_in_pool,
     rehearse,
     torch_dtype,
 )
@@ -35,9 +41,6 @@ from attnmux.nvidia.dual_chunk_regions import (
     regions_in_call,
     regions_in_pool,
 )
-from attnmux.nvidia.page_tables import Keys
-from attnmux.nvidia.pools import kv_pages, not_in_pool
-from attnmux.nvidia.rows import aligned, check_keys_dtype, is_aligned
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

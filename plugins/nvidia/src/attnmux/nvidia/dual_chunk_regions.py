@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, cu_seqlens, page_table, segment_of_place
-from attnmux.nvidia.page_tables import KeyGroup, Keys
+from attnmux.core import InvalidInput, KeyGroup, Keys, cu_seqlens, page_table, segment_of_place
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec

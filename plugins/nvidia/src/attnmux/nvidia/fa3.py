@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput, KernelLibrary, rehearse
+from attnmux.core import (
+    FP8,
+    InvalidInput,
+    KernelLibrary,
+    aligned,
+    check_own_or_fp8,
+    kv_pages,
+    rehearse,
+)
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
-from attnmux.nvidia.pools import FP8, check_own_or_fp8, kv_pages
-from attnmux.nvidia.rows import aligned
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, LayerSpec

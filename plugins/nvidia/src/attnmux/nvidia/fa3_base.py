@@ -15,19 +15,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import InvalidInput, LibraryBackend, quantise
-from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
-from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
-from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
-from attnmux.nvidia.pools import FP8, not_in_pool
-from attnmux.nvidia.rows import (
+from attnmux.core import (
+    FP8,
+    InvalidInput,
+    KeyGroup,
+    Keys,
+    LibraryBackend,
+    PageTables,
     aligned,
     by_request,
     check_keys_dtype,
+    fixed_buffers,
     is_aligned,
     is_writable,
+    not_in_pool,
+    quantise,
     store_lse,
 )
+from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
+from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch

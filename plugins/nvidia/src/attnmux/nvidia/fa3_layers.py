@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import imported
-from attnmux.nvidia.page_tables import KeyGroup, PageTables
+from attnmux.core import KeyGroup, PageTables, imported
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec

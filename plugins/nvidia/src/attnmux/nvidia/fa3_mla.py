@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import KernelLibrary, rehearse
+from attnmux.core import (
+    LATENT_DIM,
+    ROPE_DIM,
+    KernelLibrary,
+    aligned,
+    check_latent,
+    check_plain,
+    check_sixteen_bits,
+    latent_pages,
+    rehearse,
+    rotary,
+)
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
-from attnmux.nvidia.latent import RANK, ROPE, check_latent, check_plain, latent_pages, rotary
-from attnmux.nvidia.pools import check_sixteen_bits
-from attnmux.nvidia.rows import aligned
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +48,7 @@ class FA3MLABackend(FA3Base):
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
         check_sixteen_bits(self.context)
-        cache = FA3Cache.of(layer, self.context, _rotary_and_latent, arguments, headdim=ROPE)
+        cache = FA3Cache.of(layer, self.context, _rotary_and_latent, arguments, headdim=ROPE_DIM)
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +63,7 @@ class FA3MLABackend(FA3Base):
 def _rotary_and_latent(layer: LayerSpec, context: BackendContext, page_size: int) -> KV:
     """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
     rows = latent_pages(layer, context, page_size)
-    return rows[..., RANK:], rows[..., :RANK]
+    return rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
 
 
 make = KernelLibrary(

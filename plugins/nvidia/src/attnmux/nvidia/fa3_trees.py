@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, mask_indptr, verify_kv_lens
-from attnmux.nvidia.page_tables import KeyGroup, Keys
+from attnmux.core import InvalidInput, KeyGroup, Keys, mask_indptr, verify_kv_lens
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, SpecInput

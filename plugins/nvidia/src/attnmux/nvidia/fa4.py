@@ -18,18 +18,27 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from attnmux.core import (
+    LATENT_DIM,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
+    KeyGroup,
     LibraryBackend,
+    PageTables,
+    aligned,
+    check_keys_dtype,
+    check_latent,
+    check_plain,
+    check_sixteen_bits,
     imported,
+    kv_pages,
+    latent_pages,
+    not_in_pool,
     rehearse,
+    rotary,
+    store_lse,
 )
-from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
-from attnmux.nvidia.page_tables import KeyGroup, PageTables
-from attnmux.nvidia.pools import check_sixteen_bits, kv_pages, not_in_pool
-from attnmux.nvidia.rows import aligned, check_keys_dtype, store_lse
 
 if TYPE_CHECKING:
     from attnmux.core import (
@@ -113,7 +122,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
             rows = latent_pages(layer, self.context, group.page_size)
-            kv = rows[..., RANK:], rows[..., :RANK]
+            kv = rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
         else:
             kv = kv_pages(layer, self.context, group.page_size)
         return FA4Layer(arguments=arguments, group=group, kv=kv)

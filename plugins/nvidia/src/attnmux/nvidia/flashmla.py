@@ -21,19 +21,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import (
+    FP8,
+    LATENT_DIM,
     ForwardMode,
     InvalidInput,
     KernelLibrary,
+    KeyGroup,
+    Keys,
+    PageTables,
+    check_own_or_fp8,
+    check_page_size,
+    check_plain,
     filled,
+    joined,
+    latent_pages,
     quantise,
     rehearse,
     segment_of_place,
+    store_lse,
 )
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, KeyLens, with_lens
-from attnmux.nvidia.latent import RANK, LatentDecodeBackend, check_plain, joined, latent_pages
-from attnmux.nvidia.page_tables import KeyGroup, Keys, PageTables
-from attnmux.nvidia.pools import FP8, check_own_or_fp8, check_page_size
-from attnmux.nvidia.rows import store_lse
+from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -181,7 +189,7 @@ class FlashMLABackend(
             layer.k_cache,
             keys.page_table,
             keys.lens,
-            RANK,
+            LATENT_DIM,
             **step.schedules[layer.heads],
             **layer.arguments,
         )

@@ -21,25 +21,31 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core import (
+    FP8,
+    LATENT_DIM,
+    ROPE_DIM,
     BackendFailed,
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
+    check_bfloat16_or_fp8,
+    check_plain,
     cu_seqlens,
     filled,
+    joined,
+    latent_layers,
     rehearse,
+    rotary,
     shared_kernel,
     token_rows,
     topk_slots,
 )
-from attnmux.nvidia.latent import RANK, ROPE, check_plain, joined, latent_layers, rotary
-from attnmux.nvidia.pools import FP8, check_bfloat16_or_fp8
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
-WIDTH = RANK + ROPE
+WIDTH = LATENT_DIM + ROPE_DIM
 """Of a row of Q and of the cache."""
 HEADS = (64, 128)
 """Query heads that the kernels are built for (csrc/api/sparse_prefill.cpp of FlashMLA)."""
@@ -88,8 +94,8 @@ class NSALayer:
         if self.kernel_heads == self.num_heads:
             return joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
-        rows[:, : self.num_heads, :RANK] = q
-        rows[:, : self.num_heads, RANK:] = rotary(call.q_rope)
+        rows[:, : self.num_heads, :LATENT_DIM] = q
+        rows[:, : self.num_heads, LATENT_DIM:] = rotary(call.q_rope)
         return rows
 
 
@@ -179,7 +185,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
                 kv,
                 rows,
                 layer.sm_scale * scale,
-                RANK,
+                LATENT_DIM,
                 **self.kernels.constants,
             )
             parts.append(result[:, :heads] if heads < layer.kernel_heads else result)
@@ -210,7 +216,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
             torch.zeros(2, 1, WIDTH, dtype=torch.bfloat16, device=device),
             rows,
             layer.sm_scale,
-            RANK,
+            LATENT_DIM,
             **self.kernels.constants,
         )
         found = float(lse[0, 0])

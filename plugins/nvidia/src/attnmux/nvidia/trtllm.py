@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from attnmux.core import InvalidInput, quantise
-from attnmux.nvidia.pools import FP8
+from attnmux.core import FP8, InvalidInput, quantise
 
 if TYPE_CHECKING:
     import torch

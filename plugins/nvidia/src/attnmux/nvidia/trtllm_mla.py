@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import (
+    LATENT_DIM,
+    ROPE_DIM,
     ForwardMode,
     InvalidInput,
     KernelLibrary,
+    KeyGroup,
+    Keys,
+    by_request,
+    check_bfloat16_or_fp8,
+    check_plain,
     filled,
     imported,
+    is_writable,
+    joined,
+    latent_pages,
     rehearse,
     segment_of_place,
 )
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, with_lens
 from attnmux.nvidia.flashinfer.shared import HINT
-from attnmux.nvidia.latent import (
-    RANK,
-    ROPE,
-    LatentDecodeBackend,
-    check_plain,
-    joined,
-    latent_pages,
-)
-from attnmux.nvidia.page_tables import KeyGroup, Keys
-from attnmux.nvidia.pools import check_bfloat16_or_fp8
-from attnmux.nvidia.rows import by_request, is_writable
+from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.trtllm import by_major, queries_like, workspace
 
 if TYPE_CHECKING:
@@ -219,8 +219,8 @@ class TRTLLMMLABackend(
             layer.cache,
             self._workspace,
             NOPE,
-            RANK,
-            ROPE,
+            LATENT_DIM,
+            ROPE_DIM,
             keys.page_table,
             keys.lens,
             step.tables.max_seqlen_k,
@@ -229,7 +229,7 @@ class TRTLLMMLABackend(
         if self._is_xqa:
             result = self.kernels.xqa_batch_decode_with_kv_cache_mla(
                 *arguments,
-                out=q.new_empty((len(q), XQA_HEADS, RANK)),
+                out=q.new_empty((len(q), XQA_HEADS, LATENT_DIM)),
                 bmm1_scale=layer.scale,
                 bmm2_scale=layer.kv_scale,
             )

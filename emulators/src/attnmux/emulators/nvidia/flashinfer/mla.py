@@ -15,9 +15,9 @@ import math
 
 import torch
 
+from attnmux.core import ALIGNMENT, is_aligned
 from attnmux.emulators.nvidia.dense import attend, finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, refuse
-from attnmux.nvidia.rows import ALIGNMENT, is_aligned
 
 RANK, ROPE = 512, 64
 DTYPES = (torch.bfloat16, torch.float16)

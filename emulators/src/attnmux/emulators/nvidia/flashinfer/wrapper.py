@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnmux.core import is_aligned
 from attnmux.emulators.nvidia.flashinfer.arguments import refuse
 from attnmux.emulators.nvidia.flashinfer.numerics import (
     dense,
@@ -17,7 +18,6 @@ from attnmux.emulators.nvidia.flashinfer.numerics import (
     segments,
 )
 from attnmux.emulators.nvidia.flashinfer.variants import Variant
-from attnmux.nvidia.rows import is_aligned
 
 _STAMPS = itertools.count(1)
 """A number for each wrapper, which its plans leave in the int workspace."""

@@ -17,7 +17,9 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
+    aligned,
     imported,
+    is_writable,
     rehearse,
     smallest_batches,
 )
@@ -27,7 +29,6 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
-from attnmux.nvidia.rows import aligned, is_writable
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

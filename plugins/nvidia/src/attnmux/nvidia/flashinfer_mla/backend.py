@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
+    LATENT_DIM,
+    SIXTEEN_BITS,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
+    aligned,
+    check_latent,
+    check_plain,
     imported,
+    is_aligned,
+    latent_pages,
     rehearse,
+    rotary,
     torch_dtype,
 )
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
@@ -29,9 +37,6 @@ from attnmux.nvidia.flashinfer_mla.planning import (
     Settings,
 )
 from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, Planned
-from attnmux.nvidia.latent import RANK, check_latent, check_plain, latent_pages, rotary
-from attnmux.nvidia.pools import SIXTEEN_BITS
-from attnmux.nvidia.rows import aligned, is_aligned
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -181,7 +186,7 @@ class FlashInferMLABackend(
         if scale != 1:
             q, q_rope = q * scale, q_rope * scale
         if out is None or not is_aligned(out):
-            out = q.new_empty((*q.shape[:2], RANK))
+            out = q.new_empty((*q.shape[:2], LATENT_DIM))
         into = writable_lse(call.lse)
         if step.num_rows < q.shape[0]:
             out[step.num_rows :].zero_()
@@ -203,7 +208,7 @@ class FlashInferMLABackend(
 
 def _split(pages: torch.Tensor) -> Latents:
     """Both parts of rows [pages, page_size, 576]."""
-    return pages[..., :RANK], pages[..., RANK:]
+    return pages[..., :LATENT_DIM], pages[..., LATENT_DIM:]
 
 
 def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtype) -> Latents:

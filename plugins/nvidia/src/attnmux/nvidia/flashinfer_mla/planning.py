@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BackendContext, ForwardBatch
+from attnmux.core import LATENT_DIM, ROPE_DIM, BackendContext, ForwardBatch
 from attnmux.nvidia.flashinfer.shared import CaptureKey, capture_key
 from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, Planned
-from attnmux.nvidia.latent import RANK, ROPE
 
 MOST_HEADS = 128
 """Rows of the largest tile, a row being a head of a token: a tile holds whole tokens."""
@@ -79,8 +78,8 @@ class Planner:
                 kv_indices=indices,
                 kv_len_arr=part.kv_lens,
                 num_heads=heads,
-                head_dim_ckv=RANK,
-                head_dim_kpe=ROPE,
+                head_dim_ckv=LATENT_DIM,
+                head_dim_kpe=ROPE_DIM,
                 page_size=1 if of_call else settings.page_size,
                 causal=step.is_causal,
                 sm_scale=group.scaling,

@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, KernelLibrary, LibraryBackend, imported, rehearse
+from attnmux.core import (
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    check_own_or_fp8,
+    imported,
+    is_writable,
+    rehearse,
+)
 from attnmux.nvidia.decode_steps import DecodeBuffers
 from attnmux.nvidia.flashinfer.shared import HINT
-from attnmux.nvidia.pools import check_own_or_fp8
-from attnmux.nvidia.rows import is_writable
 from attnmux.nvidia.trtllm import by_major, workspace
 from attnmux.nvidia.trtllm_mha.decode import GeneratedDecode, XQADecode
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, filled
+from attnmux.core import FP8, InvalidInput, aligned, filled, is_writable
 from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
-from attnmux.nvidia.pools import FP8
-from attnmux.nvidia.rows import aligned, is_writable
 from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
-    from attnmux.nvidia.page_tables import Keys
+    from attnmux.core import BackendContext, ForwardBatch, Keys, LayerSpec
 
 MOST_HEADS = 16
 """Query heads of a KV head that XQA compiles for, whatever K and V are: with 17 to 24 it stops in

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput
-from attnmux.nvidia.page_tables import KeyGroup
-from attnmux.nvidia.pools import kv_pages
+from attnmux.core import InvalidInput, KeyGroup, kv_pages
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import GraphUnsupported, InvalidInput, cu_seqlens, kv_indices, kv_indptr
-from attnmux.nvidia.page_tables import KeyGroup, PageTables
-from attnmux.nvidia.rows import aligned, is_writable
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    KeyGroup,
+    PageTables,
+    aligned,
+    cu_seqlens,
+    is_writable,
+    kv_indices,
+    kv_indptr,
+)
 from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from attnmux.core import AttnmuxError, BackendContext, InvalidInput, LayerSpec, torch_dtype
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import AttnmuxError, InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
 
 FP8 = torch.float8_e4m3fn
 """The only 8-bit float that most of the kernels read."""

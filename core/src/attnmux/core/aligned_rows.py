@@ -10,7 +10,7 @@ from typing import overload
 
 import torch
 
-from attnmux.core import InvalidInput
+from attnmux.core.errors import InvalidInput
 
 ALIGNMENT = 16
 """Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""

@@ -1,21 +1,20 @@
-"""The page tables of a step, its lengths, and where each request's queries begin."""
+"""The page tables of a step, its lengths, and where each request's queries begin: what kernels over
+paged KV take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    InvalidInput,
-    LayerSpec,
-    cu_seqlens,
-    page_table,
-    uniform_indptr,
-    verify_kv_lens,
-)
+from attnmux.core.errors import InvalidInput
+from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""
