@@ -78,6 +78,10 @@ if TYPE_CHECKING:
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
+    from attnmux.core.decode_steps import DecodeBuffers as DecodeBuffers
+    from attnmux.core.decode_steps import DecodeStep as DecodeStep
+    from attnmux.core.decode_steps import KeyLens as KeyLens
+    from attnmux.core.decode_steps import with_lens as with_lens
     from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
     from attnmux.core.draft_trees import prefix_context as prefix_context
     from attnmux.core.dtypes import dtype_name as dtype_name
@@ -278,6 +282,12 @@ _NAMES_BY_MODULE = {
         "HybridAttnBackend",
     ),
     "context": ("BackendContext",),
+    "decode_steps": (
+        "DecodeBuffers",
+        "DecodeStep",
+        "KeyLens",
+        "with_lens",
+    ),
     "draft_trees": (
         "TreeAttnBackend",
         "prefix_context",

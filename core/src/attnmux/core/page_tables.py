@@ -97,6 +97,8 @@ class PageTables:
     pool in different orders."""
     fixed: dict[KeyGroup, Keys]
     """Buffers that a graph replays with; empty for an eager step."""
+    key_tile: int = 1
+    """Rows of a table have room for a multiple of so many keys."""
     keys: dict[KeyGroup, Keys] = field(default_factory=dict)
     """Rows [B] of the tables and lengths."""
     bounds: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class PageTables:
         fixed: dict[KeyGroup, Keys],
         *,
         trees: bool = False,
+        key_tile: int = 1,
     ) -> PageTables:
         """The step's shape, from what the host knows.
 
@@ -117,6 +120,7 @@ class PageTables:
         results must not depend on the batch: the kernels choose tiles by the longest request.
 
         trees: whether the caller serves the mask of a draft tree itself.
+        key_tile: keys that the kernels look up at once, which may end after a row's last page.
         Raises InvalidInput for other custom masks and for many items, which no kernel serves.
         """
         is_verify = batch.forward_mode.is_target_verify()
@@ -148,6 +152,7 @@ class PageTables:
             is_tree=is_tree,
             has_all_keys=known and not is_tree and has_no_prefix,
             fixed=fixed,
+            key_tile=key_tile,
         )
 
     def fill(
@@ -183,13 +188,14 @@ class PageTables:
         lens = self._key_lens(batch, group, None if buffers is None else buffers.lens)
         table = tables.get((group.is_cross, group.page_size))
         if table is None:
+            longest = context.max_context_len if group.is_cross else self.max_seqlen_k
             table = tables[group.is_cross, group.page_size] = page_table(
                 context.req_to_token_pool,
                 batch.req_pool_indices,
                 lens,
                 page_size=group.page_size,
                 kv_start=None if group.is_cross else batch.encoder_lens,
-                max_len=context.max_context_len if group.is_cross else self.max_seqlen_k,
+                max_len=_rounded_up(longest, self.key_tile),
             )
         table = group.translated(table, context)
         if buffers is not None:
@@ -208,10 +214,14 @@ class PageTables:
 
 
 def fixed_buffers(
-    groups: tuple[KeyGroup, ...], max_batch_size: int, context: BackendContext
+    groups: tuple[KeyGroup, ...],
+    max_batch_size: int,
+    context: BackendContext,
+    *,
+    key_tile: int = 1,
 ) -> dict[KeyGroup, Keys]:
-    """What graphs of up to `max_batch_size` requests replay with."""
-    longest, device = context.max_context_len, context.device
+    """What graphs of up to `max_batch_size` requests replay with. key_tile: as in `PageTables`."""
+    longest, device = _rounded_up(context.max_context_len, key_tile), context.device
     return {
         group: Keys.zeros(max_batch_size, -(-longest // group.page_size), device)
         for group in groups
@@ -262,3 +272,7 @@ def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:
 
 def _largest(lens: torch.Tensor) -> int:
     return int(lens.max()) if lens.numel() else 0
+
+
+def _rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

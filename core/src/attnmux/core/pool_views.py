@@ -19,14 +19,14 @@ FP8 = torch.float8_e4m3fn
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def check_page_size(context: BackendContext, page_size: int) -> None:
-    """Raises InvalidInput for a pool of pages of another size."""
+def check_page_size(context: BackendContext, *page_sizes: int) -> None:
+    """Raises InvalidInput for a pool of pages of none of the sizes."""
     pool = context.token_to_kv_pool
-    if pool.page_size != page_size:
+    if pool.page_size not in page_sizes:
         raise InvalidInput(
             "token_to_kv_pool",
             got=f"pages of {pool.page_size} tokens",
-            expected=f"pages of {page_size}",
+            expected=f"pages of {' or '.join(map(str, page_sizes))}",
         )
 
 

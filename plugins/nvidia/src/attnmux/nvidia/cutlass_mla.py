@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
+    DecodeBuffers,
+    DecodeStep,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
@@ -31,7 +33,6 @@ from attnmux.core import (
     rehearse,
     rotary,
 )
-from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:

@@ -23,10 +23,13 @@ import torch
 from attnmux.core import (
     FP8,
     LATENT_DIM,
+    DecodeBuffers,
+    DecodeStep,
     ForwardMode,
     InvalidInput,
     KernelLibrary,
     KeyGroup,
+    KeyLens,
     Keys,
     PageTables,
     check_own_or_fp8,
@@ -39,8 +42,8 @@ from attnmux.core import (
     rehearse,
     segment_of_place,
     store_lse,
+    with_lens,
 )
-from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, KeyLens, with_lens
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:

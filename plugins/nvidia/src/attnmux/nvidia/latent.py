@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 
 from attnmux.core import (
+    DecodeBuffers,
+    DecodeStep,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
@@ -16,7 +18,6 @@ from attnmux.core import (
     LibraryBackend,
     latent_layers,
 )
-from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch

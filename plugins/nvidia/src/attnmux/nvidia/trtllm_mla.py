@@ -16,6 +16,8 @@ import torch
 from attnmux.core import (
     LATENT_DIM,
     ROPE_DIM,
+    DecodeBuffers,
+    DecodeStep,
     ForwardMode,
     InvalidInput,
     KernelLibrary,
@@ -31,8 +33,8 @@ from attnmux.core import (
     latent_pages,
     rehearse,
     segment_of_place,
+    with_lens,
 )
-from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep, with_lens
 from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.trtllm import by_major, queries_like, workspace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, multiple_of, one_of
+from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, emulated, one_of
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -13,64 +13,64 @@ def _clause(dtype: str, **more: Condition) -> Clause:
         "arch": one_of("gfx942", "gfx950"),
         "dtype": one_of(dtype),
         "kv_dtype": one_of(dtype),
-        "page_size": ANY,
-        "spec_topk": one_of(1),
-        "graph": ANY,
     }
     return Clause(**{**everywhere, **more})
 
 
-def _mha(dtype: str, **more: Condition) -> Clause:
-    return _clause(
-        dtype,
-        phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-        kind=one_of("mha"),
-        sinks=ANY,
-        logit_cap=ANY,
-        **more,
-    )
-
-
-def _mla(dtype: str, **more: Condition) -> Clause:
-    return _clause(
-        dtype,
-        phase=one_of("extend", "decode", "verify", "draft"),
-        kind=one_of("mla"),
-        head_dim=ANY,
-        num_q_heads=multiple_of(16, most=128),
-        kv_lora_rank=one_of(512),
-        qk_rope_head_dim=one_of(64),
-        **more,
+def _clauses(dtype: str) -> tuple[Clause, ...]:
+    heads = {"kind": one_of("mha"), "page_size": one_of(64, 16, 32, 128), "logit_cap": ANY}
+    return (
+        _clause(
+            dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
+            head_dim=one_of(128, 64, 256, 32, 16),
+            spec_topk=one_of(1),
+            sliding_window=ANY,
+            sinks=ANY,
+            graph=ANY,
+            **heads,
+        ),
+        _clause(dtype, phase=one_of("encoder"), head_dim=ANY, v_head_dim=ANY, **heads),
+        _clause(
+            dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
+            kind=one_of("mla"),
+            page_size=emulated(1),
+            head_dim=ANY,
+            kv_lora_rank=one_of(512),
+            qk_rope_head_dim=one_of(64),
+            spec_topk=ANY,
+            graph=ANY,
+        ),
     )
 
 
 AITER = BackendCard(
     name="aiter",
-    summary="AMD's AITER: CK and assembly kernels for MHA and MLA on MI300 and MI350",
-    status="planned",
-    # Not on PyPI, where `aiter` is an unrelated project; `amd-aiter` is the name in its setup.py.
-    requires=("torch>=2.11", "amd-aiter"),
+    summary="AMD's AITER: its Triton kernels for MHA and MLA on MI300 and MI350",
+    factory="attnmux.amd.aiter:make",
+    # `aiter` on PyPI is an unrelated project.
+    requires=("torch>=2.11", "amd-aiter>=0.1.7.post2.dev18"),
+    extra="aiter",
     sources={
-        "arch": "the assembly and CK kernels are built for CDNA 3 and 4; RDNA crashes in them",
+        "arch": "AITER's tables of launches are for MI300X and MI350X",
         "dtype": "the dtypes that SGLang 0.5.23's adapter passes on",
         "kv_dtype": "SGLang's manual: no 8-bit and no 4-bit KV",
-        "page_size": "verify runs a Triton kernel whose mask of a tree is laid out by token",
-        "head_dim": "SGLang 0.5.23's adapter: 64, 128 and 256, and 192 where V has 128",
-        "v_head_dim": "as head_dim",
-        "num_q_heads": "`mla_decode_fwd` works on tiles of 16 heads",
-        "kv_lora_rank": "`mla_decode_fwd`: rows of 576, of which 512 are the latent",
+        "page_size": (
+            "`unified_attention`: in decode a page is a tile of its matrix products; latents are "
+            "read by slot"
+        ),
+        "head_dim": (
+            "`unified_attention`: with keys split, 0.1.7 compiles for powers of two alone; an "
+            "encoder's heads are padded"
+        ),
+        "v_head_dim": "`unified_attention` takes one dim; `extend_attention_fwd`, an encoder's, two",
+        "kv_lora_rank": "`extend_attention_fwd` cuts rows of 576 into 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
-        "spec_topk": "as page_size: a tree needs pages of one token",
+        "spec_topk": "`unified_attention` takes no mask; over latents `extend_attention_fwd` does",
+        "lse": "neither function returns one",
+        "deterministic": "how keys are split depends on the batch",
     },
-    clauses=tuple(
-        clause
-        for dtype in ("bfloat16", "float16")
-        for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)})
-        for clause in (
-            _mha(dtype, head_dim=one_of(128, 64, 256), **spec),
-            _mha(dtype, head_dim=one_of(192), v_head_dim=one_of(128), **spec),
-            _mla(dtype, **spec),
-        )
-    ),
+    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     priors=(Prior(rank=10, source="SGLang 0.5.23's default on AMD"),),
 )

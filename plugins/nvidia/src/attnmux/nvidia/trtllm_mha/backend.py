@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
+    DecodeBuffers,
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
@@ -24,7 +25,6 @@ from attnmux.core import (
     is_writable,
     rehearse,
 )
-from attnmux.nvidia.decode_steps import DecodeBuffers
 from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.trtllm import by_major, workspace
 from attnmux.nvidia.trtllm_mha.decode import GeneratedDecode, XQADecode

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import FP8, InvalidInput, aligned, filled, is_writable
-from attnmux.nvidia.decode_steps import DecodeBuffers, DecodeStep
+from attnmux.core import FP8, DecodeBuffers, DecodeStep, InvalidInput, aligned, filled, is_writable
 from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 

@@ -12,8 +12,7 @@ import torch
 from attnmux.core import InvalidInput, KeyGroup, kv_pages
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
-    from attnmux.nvidia.decode_steps import DecodeBuffers
+    from attnmux.core import BackendContext, DecodeBuffers, ForwardBatch, LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

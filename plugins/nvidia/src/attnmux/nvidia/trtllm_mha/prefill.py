@@ -29,8 +29,7 @@ from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch
-    from attnmux.nvidia.decode_steps import DecodeBuffers
+    from attnmux.core import BackendContext, DecodeBuffers, ForwardBatch
 
 _TILE_COUNTER_BYTES = 1 << 20
 """One counter of tiles, cleared before a launch and left at what it came to (fmha_v2_run.cu)."""

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.core import Keys, PageTables, fixed_buffers
+from attnmux.core.page_tables import Keys, PageTables, fixed_buffers
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch, KeyGroup
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.context import BackendContext
+    from attnmux.core.page_tables import KeyGroup
 
 B = TypeVar("B", bound="DecodeBuffers")
 S = TypeVar("S", bound="DecodeStep")
@@ -63,11 +65,13 @@ class DecodeBuffers:
         groups: tuple[KeyGroup, ...],
         max_bs: int,
         context: BackendContext,
+        *,
+        key_tile: int = 1,
         **own: Any,  # noqa: ANN401  # fields of a subclass
     ) -> B:
-        """For up to max_bs requests of any length."""
+        """For up to max_bs requests of any length. key_tile: as in `PageTables`."""
         return cls(
-            keys=fixed_buffers(groups, max_bs, context),
+            keys=fixed_buffers(groups, max_bs, context, key_tile=key_tile),
             lens=KeyLens.buffers(max_bs, context.device),
             **own,
         )
@@ -88,12 +92,18 @@ class DecodeStep:
 
     @classmethod
     def of(
-        cls: type[S], batch: ForwardBatch, context: BackendContext, buffers: DecodeBuffers | None
+        cls: type[S],
+        batch: ForwardBatch,
+        context: BackendContext,
+        buffers: DecodeBuffers | None,
+        *,
+        key_tile: int = 1,
     ) -> S:
         """The step's shape, known on the host. Raises InvalidInput as `PageTables.of`."""
         known = None if buffers else batch.seq_lens_cpu
+        fixed = buffers.keys if buffers else {}
         return cls(
-            tables=PageTables.of(batch, context, buffers.keys if buffers else {}),
+            tables=PageTables.of(batch, context, fixed, key_tile=key_tile),
             buffers=buffers,
             # A draft is a key of its own.
             may_be_empty=batch.forward_mode.is_decode()

@@ -1,0 +1,1 @@
+"""AMD's kernel libraries without an AMD device."""

@@ -1,0 +1,36 @@
+"""AITER's own Triton kernels, off AMD's devices.
+
+`import aiter` builds and loads code for AMD's devices. Here its packages are imported without their
+`__init__`, and the questions that its Triton modules ask of the device are answered for an MI300X.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
+
+ARCH = "gfx942"
+COMPUTE_UNITS = 304
+"""Of an MI300X."""
+
+
+def aiter_kernels() -> AiterKernels:
+    """The functions of the installed amd-aiter. Raises ImportError without it."""
+    if "aiter" not in sys.modules:
+        spec = find_spec("aiter")
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError("amd-aiter is not installed", name="aiter")
+        folder = spec.submodule_search_locations[0]
+        for name in ("aiter", "aiter.ops", "aiter.ops.triton"):
+            module = ModuleType(name)
+            module.__path__ = [folder + name.removeprefix("aiter").replace(".", "/")]
+            sys.modules[name] = module
+        arch_info = importlib.import_module("aiter.ops.triton.utils._triton.arch_info")
+        arch_info.get_arch = lambda: ARCH  # type: ignore[attr-defined]  # the device's name
+        device_info = importlib.import_module("aiter.ops.triton.utils.device_info")
+        device_info.get_num_sms = lambda: COMPUTE_UNITS  # type: ignore[attr-defined]  # as above
+    return PROVIDERS["aiter 0.1.7"]()

@@ -1,0 +1,104 @@
+"""Kernels through Triton's interpreter, on the CPU, as torch operations that a graph can repeat."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch.library import Library
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime import interpreter
+
+FLOATS = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+launches: list[Callable[[Sequence[torch.Tensor]], None]] = []
+
+
+def _launch(tensors: Sequence[torch.Tensor], number: int) -> None:
+    launches[number](tensors)
+
+
+library = Library("attnmux_interpreted", "DEF")
+library.define("launch(Tensor(a!)[] tensors, int number) -> ()")
+library.impl("launch", _launch, "CompositeExplicitAutograd")
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """A launch is an operation, so that `RecordingGraphs` notes it; and floats are as on a device.
+
+    The interpreter keeps bfloat16 as integers and multiplies those. It cuts off what bfloat16
+    cannot hold, and of 8-bit floats it rounds ties up and loses the carry into an odd exponent.
+    """
+    call, dot = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_dot
+    patched: set[str] = set()
+
+    def launched(grid: Any, *args: Any, **options: Any) -> None:  # noqa: ANN401  # the kernel's
+        given = [*args, *options.values()]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+
+        def again(tensors: Sequence[torch.Tensor]) -> None:
+            rest = iter(tensors)
+            values = [next(rest) if isinstance(each, torch.Tensor) else each for each in given]
+            named = dict(zip(options, values[len(args) :], strict=True))
+            patched.clear()
+            with _disable_current_modes(), warnings.catch_warnings():
+                # That a number is an array of one, as the interpreter has it, goes with numpy 2.4.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                call(grid, *values[: len(args)], **named)
+
+        launches.append(again)
+        torch.ops.attnmux_interpreted.launch(tensors, len(launches) - 1)
+
+    def inlined(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the kernel's
+        # Once a launch for each module of functions, not at every call.
+        module = function.fn.__module__
+        if module not in patched:
+            patched.add(module)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **options)
+
+    def widened(value: Any) -> Any:  # noqa: ANN401  # the interpreter's
+        if value.dtype.scalar != tl.bfloat16:
+            return value
+        bits = value.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def multiplied(builder: Any, a: Any, b: Any, *rest: Any) -> Any:  # noqa: ANN401  # as above
+        return dot(builder, widened(a), widened(b), *rest)
+
+    def converted(values: Any, source: tl.dtype, target: tl.dtype, _rounding: Any) -> Any:  # noqa: ANN401  # as above
+        # To the nearest, ties to even. What is too large for e4m3 is NaN: a kernel saturates.
+        bits = torch.from_numpy(np.ascontiguousarray(values).view(f"i{values.itemsize}"))
+        floats = bits.view(FLOATS[source]).to(FLOATS[target])
+        words = floats.view(WORDS[floats.itemsize]).numpy()
+        return words.view(f"u{floats.itemsize}")
+
+    builder = interpreter.interpreter_builder
+    # Half of all additions are of indices, and each would be checked in 64 bits.
+    unchecked = replace(builder.options, sanitize_overflow=False)
+    with (
+        patch.object(interpreter.GridExecutor, "__call__", launched),
+        patch.object(interpreter, "_convert_float", converted),
+        patch.object(interpreter.InterpreterBuilder, "create_dot", multiplied),
+        patch.object(interpreter.InterpretedFunction, "__call__", inlined),
+        patch.object(builder, "options", unchecked),
+        # numpy says what infinities come to; the kernels mean them.
+        np.errstate(all="ignore"),
+    ):
+        yield
+    launches.clear()
