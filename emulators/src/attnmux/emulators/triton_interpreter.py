@@ -32,9 +32,9 @@ def _launch(tensors: Sequence[torch.Tensor], number: int) -> None:
     launches[number](tensors)
 
 
-library = Library("attnmux_interpreted", "DEF")
-library.define("launch(Tensor(a!)[] tensors, int number) -> ()")
-library.impl("launch", _launch, "CompositeExplicitAutograd")
+library = Library("attnmux_interpreted", "DEF")  # type: ignore[no-untyped-call]  # torch's
+library.define("launch(Tensor(a!)[] tensors, int number) -> ()")  # type: ignore[no-untyped-call]  # as above
+library.impl("launch", _launch, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # as above
 
 
 @contextmanager
@@ -59,6 +59,7 @@ def interpreted() -> Iterator[None]:
             with _disable_current_modes(), warnings.catch_warnings():
                 # That a number is an array of one, as the interpreter has it, goes with numpy 2.4.
                 warnings.simplefilter("ignore", DeprecationWarning)
+                warnings.simplefilter("ignore", RuntimeWarning)  # of NaN, which some cases hold
                 call(grid, *values[: len(args)], **named)
 
         launches.append(again)

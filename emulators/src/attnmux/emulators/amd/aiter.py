@@ -1,7 +1,7 @@
 """AITER's own Triton kernels, off AMD's devices.
 
 `import aiter` builds and loads code for AMD's devices. Here its packages are imported without their
-`__init__`, and the questions that its Triton modules ask of the device are answered for an MI300X.
+`__init__`, and what its Triton modules ask of the device is answered for a small MI300X.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import ModuleType
 from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
 
 ARCH = "gfx942"
-COMPUTE_UNITS = 304
-"""Of an MI300X."""
+COMPUTE_UNITS = 4
+"""An MI300X has 304. AITER splits keys into parts for so many, and the interpreter runs each."""
 
 
 def aiter_kernels() -> AiterKernels:

@@ -88,6 +88,10 @@ class LatentBuffers:
     """[max_bs + 1] int32."""
     slots: torch.Tensor
     """[max_bs * max_context_len] int32."""
+    hidden: torch.Tensor
+    """[max_bs] bool."""
+    mask_indptr: torch.Tensor
+    """[max_bs + 1] int32."""
 
 
 class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, LatentBuffers]):
@@ -121,11 +125,12 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         )
 
     def fill_step(self, step: LatentStep, batch: ForwardBatch) -> None:
-        tables = step.tables
+        tables, buffers = step.tables, step.buffers
         tables.fill(batch, (), self.context)
         step.cached = self._slot_lists(step, batch)
         if batch.forward_mode.is_decode():
-            step.hidden = (batch.seq_lens == 0).view(-1, 1, 1)
+            room = buffers.hidden[: batch.batch_size] if buffers else None
+            step.hidden = torch.eq(batch.seq_lens, 0, out=room).view(-1, 1, 1)
         elif tables.queries_each is None:
             bounds = tables.query_bounds(self.context.device)
             rows = torch.arange(batch.num_tokens, device=bounds.device)
@@ -136,13 +141,19 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
             step.mask_indptr = spec.mask_indptr
             if step.mask_indptr is None:
                 drafts = spec.draft_token_num
-                step.mask_indptr = mask_indptr(drafts, verify_kv_lens(batch.seq_lens, drafts))
+                step.mask_indptr = mask_indptr(
+                    drafts,
+                    verify_kv_lens(batch.seq_lens, drafts),
+                    out=buffers.mask_indptr if buffers else None,
+                )
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> LatentBuffers:
         device, most = self.context.device, max_bs * self.context.max_context_len
         return LatentBuffers(
             indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
             slots=torch.zeros(most, dtype=torch.int32, device=device),
+            hidden=torch.zeros(max_bs, dtype=torch.bool, device=device),
+            mask_indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
         )
 
     def attend(

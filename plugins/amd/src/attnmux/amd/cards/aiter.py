@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, emulated, one_of
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Prior,
+    Verified,
+    between,
+    emulated,
+    multiple_of,
+    one_of,
+    when,
+)
+
+_CAPS = between(20, 2**31 - 1)
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -18,7 +32,20 @@ def _clause(dtype: str, **more: Condition) -> Clause:
 
 
 def _clauses(dtype: str) -> tuple[Clause, ...]:
-    heads = {"kind": one_of("mha"), "page_size": one_of(64, 16, 32, 128), "logit_cap": ANY}
+    heads: dict[str, Any] = {
+        "kind": one_of("mha"),
+        "page_size": one_of(64, 16, 32, 128),
+        "logit_cap": _CAPS,
+    }
+    latents: dict[str, Any] = {
+        "kind": one_of("mla"),
+        "page_size": emulated(1),
+        "head_dim": ANY,
+        "kv_lora_rank": one_of(512),
+        "qk_rope_head_dim": one_of(64),
+        "spec_topk": ANY,
+        "graph": ANY,
+    }
     return (
         _clause(
             dtype,
@@ -31,17 +58,8 @@ def _clauses(dtype: str) -> tuple[Clause, ...]:
             **heads,
         ),
         _clause(dtype, phase=one_of("encoder"), head_dim=ANY, v_head_dim=ANY, **heads),
-        _clause(
-            dtype,
-            phase=one_of("extend", "decode", "verify", "draft"),
-            kind=one_of("mla"),
-            page_size=emulated(1),
-            head_dim=ANY,
-            kv_lora_rank=one_of(512),
-            qk_rope_head_dim=one_of(64),
-            spec_topk=ANY,
-            graph=ANY,
-        ),
+        _clause(dtype, phase=one_of("extend", "decode", "verify", "draft"), **latents),
+        _clause(dtype, phase=one_of("verify"), custom_mask=ANY, **latents),
     )
 
 
@@ -52,6 +70,14 @@ AITER = BackendCard(
     # `aiter` on PyPI is an unrelated project.
     requires=("torch>=2.11", "amd-aiter>=0.1.7.post2.dev18"),
     extra="aiter",
+    verified_on=(
+        Verified(
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=("torch 2.11.0+cu130", "triton 3.6.0", "amd-aiter 0.1.7.post2.dev18"),
+            date="2026-11-24",
+        ),
+    ),
     sources={
         "arch": "AITER's tables of launches are for MI300X and MI350X",
         "dtype": "the dtypes that SGLang 0.5.23's adapter passes on",
@@ -61,16 +87,24 @@ AITER = BackendCard(
             "read by slot"
         ),
         "head_dim": (
-            "`unified_attention`: with keys split, 0.1.7 compiles for powers of two alone; an "
-            "encoder's heads are padded"
+            "`unified_attention`: with keys split, 0.1.7 compiles for powers of two alone, the "
+            "same for K and V"
         ),
-        "v_head_dim": "`unified_attention` takes one dim; `extend_attention_fwd`, an encoder's, two",
+        "logit_cap": (
+            "`apply_softcap` gives NaN for a logit beyond 88 times its cap, in a padding row too"
+        ),
         "kv_lora_rank": "`extend_attention_fwd` cuts rows of 576 into 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "`unified_attention` takes no mask; over latents `extend_attention_fwd` does",
-        "lse": "neither function returns one",
-        "deterministic": "how keys are split depends on the batch",
     },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
-    priors=(Prior(rank=10, source="SGLang 0.5.23's default on AMD"),),
+    priors=(
+        Prior(rank=10, when=when(kind=one_of("mha")), source="SGLang 0.5.23's default on AMD"),
+        Prior(
+            rank=10,
+            when=when(num_q_heads=multiple_of(16, most=128)),
+            source="SGLang 0.5.23's default on AMD for MLA with 16 or 128 heads a rank",
+        ),
+        Prior(rank=60, source="SGLang 0.5.23 takes triton on AMD for other MLA"),
+    ),
 )
