@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.offer.conditions import NONE as NONE
     from attnmux.core.choosing.offer.conditions import Condition as Condition
     from attnmux.core.choosing.offer.conditions import anything_but as anything_but
+    from attnmux.core.choosing.offer.conditions import at_least as at_least
     from attnmux.core.choosing.offer.conditions import at_most as at_most
     from attnmux.core.choosing.offer.conditions import between as between
     from attnmux.core.choosing.offer.conditions import emulated as emulated
@@ -260,6 +261,7 @@ _NAMES_BY_MODULE = {
         "Condition",
         "NONE",
         "anything_but",
+        "at_least",
         "at_most",
         "between",
         "emulated",

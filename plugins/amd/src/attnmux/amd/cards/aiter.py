@@ -11,14 +11,14 @@ from attnmux.core import (
     Condition,
     Prior,
     Verified,
-    between,
+    at_least,
     emulated,
     multiple_of,
     one_of,
     when,
 )
 
-_CAPS = between(20, 2**31 - 1)
+_CAPS = at_least(20)
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
