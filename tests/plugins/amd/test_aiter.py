@@ -44,7 +44,7 @@ WORLD = AdapterWorld(
     settings={"page_size": 16},
 )
 CANDIDATE = WORLD.candidate(AITER)
-SLOW = ("128-heads", "long", "host-lens", "max-length")
+SLOW = ("128-heads", "long", "host-lens", "max-length", "window-pool-", "windows-pool", "-dim-256")
 """Parts of the names of cases for which the interpreter takes seconds."""
 
 

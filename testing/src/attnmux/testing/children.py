@@ -20,6 +20,9 @@ CONTEXT = multiprocessing.get_context("spawn")
 Trial = tuple[Case, int]
 """A case and the seed of its tensors."""
 
+STARTUP = 120.0
+"""Seconds that a child may take to import torch and the backend, before its first case counts."""
+
 
 @dataclass(kw_only=True, eq=False)
 class _Child:
@@ -27,7 +30,12 @@ class _Child:
     pipe: Connection
     case: Case | None = None
     """The running case; None while the child is idle."""
-    since: float = field(default=0.0)
+    since: float = field(default_factory=time.monotonic)
+    """When the case began, or the child, until it is ready."""
+    is_ready: bool = False
+
+    def deadline(self, timeout: float) -> float:
+        return self.since + (timeout if self.is_ready else STARTUP + timeout)
 
     def start(self, trial: Trial) -> None:
         self.case, self.since = trial[0], time.monotonic()
@@ -46,8 +54,9 @@ def run_in_children(
 ) -> Iterator[Outcome]:
     """Run `jobs` trials at a time and yield each outcome as it arrives.
 
-    A case fails if its child exits before it answers or takes longer than `timeout` seconds. A new
-    child then runs the remaining trials. The next trial is drawn when a child is free.
+    A case fails if its child exits before it answers or takes longer than `timeout` seconds, not
+    counting the imports of a new child. A new child then runs the remaining trials. The next trial
+    is drawn when a child is free.
     """
     children: list[_Child] = []
     try:
@@ -65,7 +74,7 @@ def run_in_children(
                 if outcome.status == "failed" and not child.process.is_alive():
                     children.remove(child)
             if all(child.case is not None for child in busy):
-                first = min(child.since for child in busy) + timeout - time.monotonic()
+                first = min(child.deadline(timeout) for child in busy) - time.monotonic()
                 wait([child.pipe for child in busy], timeout=max(first, 0.01))
     finally:
         for child in children:
@@ -90,13 +99,16 @@ def _start_free(
 def _answer(child: _Child, timeout: float) -> Outcome | None:
     """The outcome of the child's case; None while it runs."""
     try:
+        if not child.is_ready and child.pipe.poll():
+            child.pipe.recv()
+            child.is_ready, child.since = True, time.monotonic()
         if child.pipe.poll():
             outcome: Outcome = child.pipe.recv()
             return outcome
     except (EOFError, OSError):
         child.process.join()
         return _lost(child, f"its process ended with {_cause(child.process.exitcode)}")
-    if time.monotonic() - child.since > timeout:
+    if time.monotonic() > child.deadline(timeout):
         child.stop()
         return _lost(child, f"it took longer than {timeout:g} seconds")
     return None
@@ -123,9 +135,11 @@ def _spawn(candidate: Candidate) -> _Child:
 
 
 def _serve(candidate: Candidate, pipe: Connection) -> None:
-    """Run cases until the parent closes its end."""
+    """Say that it is ready, then run cases until the parent closes its end."""
     from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, in the child alone
 
+    with suppress(OSError):  # the parent may be gone
+        pipe.send(None)
     while True:
         try:
             case, seed = pipe.recv()

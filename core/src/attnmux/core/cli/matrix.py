@@ -24,7 +24,8 @@ What each backend serves, as its card says. `attnmux matrix --markdown` prints t
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
 under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
 "Run on" is the hardware on which a backend passed the conformance suite; "an emulator alone" is
-none of it: the vendor's functions in plain torch.
+none of it: the vendor's functions in plain torch. A device of another vendor than the machines' is
+where portable kernels ran instead.
 
 Not implemented here, though other engines list it: 4-bit KV (triton, trtllm_mha, fa4 and
 flashinfer_mla), since no pool stores it."""

@@ -14,7 +14,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, CACHED, PLATFORM, Axis, Question, meets
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.search.problem import opposed
@@ -169,15 +169,23 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        verified_on=tuple(
-            run
-            for run in offer.card.verified_on
-            if run.emulated or any(clause.vendor.admits(run.vendor) for clause in clauses)
-        ),
+        verified_on=_runs(offer.card, clauses),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,
         sources=offer.card.sources,
+    )
+
+
+def _runs(card: BackendCard, clauses: Sequence[Clause]) -> tuple[Verified, ...]:
+    """Those on the clauses' machines or an emulator of them; without any, those elsewhere."""
+    return (
+        tuple(
+            run
+            for run in card.verified_on
+            if run.emulated or any(clause.vendor.admits(run.vendor) for clause in clauses)
+        )
+        or card.verified_on
     )
 
 

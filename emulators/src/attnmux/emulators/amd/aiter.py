@@ -1,7 +1,7 @@
 """AITER's own Triton kernels, off AMD's devices.
 
 `import aiter` builds and loads code for AMD's devices. Here its packages are imported without their
-`__init__`, and what its Triton modules ask of the device is answered for a small MI300X.
+`__init__`, and what its Triton modules ask of the device is answered for an MI300X.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from types import ModuleType
 from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
 
 ARCH = "gfx942"
-COMPUTE_UNITS = 4
-"""An MI300X has 304. AITER splits keys into parts for so many, and the interpreter runs each."""
+FEW_UNITS = 4
+"""AITER splits keys into parts for so many compute units, and the interpreter runs each part."""
 
 
-def aiter_kernels() -> AiterKernels:
-    """The functions of the installed amd-aiter. Raises ImportError without it."""
+def aiter_kernels(compute_units: int = FEW_UNITS) -> AiterKernels:
+    """The functions of the installed amd-aiter. Raises ImportError without it.
+
+    compute_units: of the device; an MI300X has 304.
+    """
     if "aiter" not in sys.modules:
         spec = find_spec("aiter")
         if spec is None or not spec.submodule_search_locations:
@@ -32,5 +35,5 @@ def aiter_kernels() -> AiterKernels:
         arch_info = importlib.import_module("aiter.ops.triton.utils._triton.arch_info")
         arch_info.get_arch = lambda: ARCH  # type: ignore[attr-defined]  # the device's name
         device_info = importlib.import_module("aiter.ops.triton.utils.device_info")
-        device_info.get_num_sms = lambda: COMPUTE_UNITS  # type: ignore[attr-defined]  # as above
+        device_info.get_num_sms = lambda: compute_units  # type: ignore[attr-defined]  # as above
     return PROVIDERS["aiter 0.1.7"]()
