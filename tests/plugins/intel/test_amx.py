@@ -84,6 +84,7 @@ def test_a_long_request_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         {"logit_cap": 30.0},
         {"attention_chunk": 16},
         {"dtype": "float32", "kv_dtype": "float32"},
+        {"dtype": "float16", "kv_dtype": "float16"},
     ],
 )
 def test_what_the_kernels_do_not_serve_is_refused(settings: dict[str, Any]) -> None:

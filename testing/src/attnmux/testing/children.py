@@ -91,7 +91,7 @@ def _start_free(
         if trial is None:
             return
         if not free:
-            free.append(_spawn(candidate))
+            free.append(_spawn(candidate, jobs))
             children.append(free[-1])
         free.pop().start(trial)
 
@@ -126,18 +126,24 @@ def _cause(code: int | None) -> str:
     return f"exit status {code}"
 
 
-def _spawn(candidate: Candidate) -> _Child:
+def _spawn(candidate: Candidate, jobs: int) -> _Child:
     ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_serve, args=(candidate, theirs), daemon=True)
+    process = CONTEXT.Process(target=_serve, args=(candidate, theirs, jobs), daemon=True)
     process.start()
     theirs.close()
     return _Child(process=process, pipe=ours)
 
 
-def _serve(candidate: Candidate, pipe: Connection) -> None:
-    """Say that it is ready, then run cases until the parent closes its end."""
-    from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, in the child alone
+def _serve(candidate: Candidate, pipe: Connection, jobs: int) -> None:
+    """Say that it is ready, then run cases until the parent closes its end.
 
+    `jobs` children share the threads: with all of them each, threads of one wait for another's.
+    """
+    import torch  # noqa: PLC0415  # in the child alone
+
+    from attnmux.testing.runner import run_case  # noqa: PLC0415  # as above
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     with suppress(OSError):  # the parent may be gone
         pipe.send(None)
     while True:

@@ -1,7 +1,7 @@
 """SGLang's attention kernels for CPUs with AMX, from vLLM's build for CPUs.
 
-`decode_attention_cpu` and `extend_attention_cpu` take a table of slots, 16-bit Q, K and V of one
-dtype, and latents as K and V in one memory. They return no LSE. Causality counts from the end of a
+`decode_attention_cpu` and `extend_attention_cpu` take a table of slots, Q, K and V in bfloat16, and
+latents as K and V in one memory. They return no LSE. Causality counts from the end of a
 request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
 window hides keeps the weights of an earlier row: neither is offered.
 """
@@ -21,12 +21,10 @@ from attnmux.core import (
     KeyGroup,
     LibraryBackend,
     PageTables,
-    check_sixteen_bits,
     filled,
     joined,
     not_in_pool,
     rehearse,
-    torch_dtype,
 )
 from attnmux.intel.amx_library import AMXKernels, load_kernels
 
@@ -46,7 +44,7 @@ class AMXLayer:
     """What no step changes."""
 
     sinks: torch.Tensor | None
-    """[Hq], in the dtype of Q."""
+    """[Hq] bfloat16: the kernels read no other dtype than that of Q."""
     group: KeyGroup | None = None
     """None for a layer that the pool does not store."""
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -81,12 +79,12 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
 
     def prepare_layer(self, layer: LayerSpec) -> AMXLayer:
         _check_layer(layer)
-        pool, asked = self.context.token_to_kv_pool, self.context.request.dtype
-        dtype = torch_dtype(asked) if asked is not None else pool.dtype
-        sinks = None if layer.sinks is None else layer.sinks.to(dtype)
+        pool = self.context.token_to_kv_pool
+        sinks = None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
         if layer.layer_id not in pool.layer_ids:
             return AMXLayer(sinks=sinks)
-        check_sixteen_bits(self.context)
+        if pool.dtype != torch.bfloat16:
+            raise InvalidInput("token_to_kv_pool", got=pool.dtype, expected="torch.bfloat16")
         group = KeyGroup(
             is_cross=False,
             page_size=1,

@@ -36,7 +36,7 @@ def load_kernels() -> AMXKernels:
     path = Path(spec.submodule_search_locations[0]) / LIBRARY
     if not path.is_file():
         raise ImportError(f"{path.parent} has no {LIBRARY}: it is vLLM's build for another device")
-    torch.ops.load_library(str(path))
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # torch's
     ops = torch.ops._C
     return AMXKernels(
         decode_attention_cpu=ops.decode_attention_cpu, extend_attention_cpu=ops.extend_attention_cpu
