@@ -1026,7 +1026,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 1500), (SPANS[3], 1500)])
+@pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
 def test_soak(span, num, overlap):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     rng = random.Random(11)
