@@ -93,6 +93,11 @@ def test_what_the_kernels_do_not_serve_is_refused(settings: dict[str, Any]) -> N
         WORLD.backend(world.context)
 
 
+def test_float16_of_a_layer_outside_the_pool_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"^q: .*float16"):
+        check_layers_outside_the_pool(WORLD, extend((0, 5)), dtype="float16")
+
+
 def test_drafts_are_refused() -> None:
     with pytest.raises(InvalidInput, match="no drafts"):
         WORLD.prepared(verify(3, 9))

@@ -175,6 +175,12 @@ class PageTables:
             )
         return self.bounds["queries"]
 
+    def unowned_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, 1, 1] bool: tokens after those of all requests, which no kernel writes."""
+        bounds = self.query_bounds(batch.out_cache_loc.device)
+        rows = torch.arange(batch.num_tokens, device=bounds.device)
+        return (rows >= bounds[-1]).view(-1, 1, 1)
+
     def encoder_bounds(self, batch: ForwardBatch) -> torch.Tensor:
         """[B + 1] int32: where each request's encoder tokens begin in the call's K and V."""
         if "encoder" not in self.bounds:

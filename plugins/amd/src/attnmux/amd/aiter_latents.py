@@ -132,9 +132,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
             room = buffers.hidden[: batch.batch_size] if buffers else None
             step.hidden = torch.eq(batch.seq_lens, 0, out=room).view(-1, 1, 1)
         elif tables.queries_each is None:
-            bounds = tables.query_bounds(self.context.device)
-            rows = torch.arange(batch.num_tokens, device=bounds.device)
-            step.hidden = (rows >= bounds[-1]).view(-1, 1, 1)
+            step.hidden = tables.unowned_rows(batch)
         spec = batch.spec_info
         if tables.is_tree and spec is not None:
             step.mask = spec.custom_mask

@@ -98,9 +98,7 @@ class AiterPagesBackend(LibraryBackend[AiterKernels, AiterLayer, AiterStep, Deco
     def fill_step(self, step: AiterStep, batch: ForwardBatch) -> None:
         step.fill(batch, self._groups, self.context)
         if step.tables.queries_each is None:
-            bounds = step.tables.query_bounds(self.context.device)
-            rows = torch.arange(batch.num_tokens, device=bounds.device)
-            step.unowned = (rows >= bounds[-1]).view(-1, 1, 1)
+            step.unowned = step.tables.unowned_rows(batch)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
         return DecodeBuffers.of(self._groups, max_bs, self.context, key_tile=KEY_TILE)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
+    ROPE_DIM,
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
@@ -31,8 +32,6 @@ from attnmux.intel.amx_library import AMXKernels, load_kernels
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
-ROPE_DIM = 64
-"""A latent's K has so many dims more than its V."""
 DIM_STEP = 32
 """`extend_attention_cpu` transposes 512 bits at a time."""
 KEYS_PER_SPLIT = 512
@@ -115,9 +114,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             step.hidden = (batch.seq_lens == 0).view(-1, 1, 1)
             return
         step.new_lens = batch.extend_seq_lens
-        bounds = tables.query_bounds(batch.seq_lens.device)
-        places = torch.arange(batch.num_tokens, device=bounds.device)
-        step.hidden = (places >= bounds[-1]).view(-1, 1, 1)
+        step.hidden = tables.unowned_rows(batch)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("CPUs have no device graphs")
@@ -126,6 +123,8 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         self, call: AttentionCall, layer: AMXLayer, step: AMXStep, batch: ForwardBatch
     ) -> torch.Tensor:
         spec = call.layer
+        if call.q.dtype != torch.bfloat16:
+            raise InvalidInput("q", got=call.q.dtype, expected="torch.bfloat16")
         q = joined(call.q, call.q_rope) if spec.kind == "mla" else call.q
         out = call.out
         if out is None or not out.is_contiguous():
@@ -135,7 +134,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         else:
             self._extend(call, q, out, layer, step, batch)
         out.masked_fill_(filled(step.hidden), 0)
-        return out if call.out is None else call.out.copy_(out) if call.out is not out else out
+        return out if call.out is None or call.out is out else call.out.copy_(out)
 
     def _decode(
         self,

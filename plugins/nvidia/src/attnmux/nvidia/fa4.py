@@ -143,9 +143,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
     def fill_step(self, step: FA4Step, batch: ForwardBatch) -> None:
         step.tables.fill(batch, self._groups, self.context)
         if step.may_pad:
-            bounds = step.tables.query_bounds(self.context.device)
-            rows = torch.arange(batch.num_tokens, device=bounds.device)
-            step.unowned = (rows >= bounds[-1]).view(-1, 1, 1)
+            step.unowned = step.tables.unowned_rows(batch)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("fa4 serves prefill, which is not captured in a graph")
