@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,16 +57,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             whole = _from_parts(func, args, kwargs)
         if whole is not NotImplemented:
             return whole
-        given = tensors((args, kwargs))
+        leaves, nesting = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if given and all(identity(tensor) in self._on_host for tensor in given):
             results = func(*args, **kwargs)
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
         self._refuse(func, args, kwargs, given)
         # Before the call, which may change an argument's shape
-        frozen_args, frozen_kwargs = pytree.tree_map_only(
-            torch.Tensor, self._freeze, (args, kwargs)
-        )
+        frozen = [self._freeze(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         known = {identity(tensor) for tensor in given}
         results = func(*args, **kwargs)
         if func is aten.lift_fresh.default:
@@ -75,18 +75,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func in UNINITIALISED:
             self._scribble(results)
         elif _changes_values(func) or any(result is not None for result in kept):
-            self._note(func, frozen_args, frozen_kwargs, kept)
+            self._note(func, frozen, nesting, kept)
         return results
 
     def _note(
         self,
         func: OpOverload[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        leaves: Sequence[Any],
+        nesting: pytree.TreeSpec,
         kept: tuple[torch.Tensor | None, ...],
     ) -> None:
         operation = Operation(
-            method=self._method, name=str(func), func=func, args=args, kwargs=kwargs, results=kept
+            method=self._method,
+            name=str(func),
+            func=func,
+            leaves=tuple(leaves),
+            nesting=nesting,
+            results=kept,
         )
         self._tape.operations.append(operation)
 
@@ -107,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
             place = self._tape.freeze(result)
-            self._note(aten.fill_.Scalar, (place, torch.nan), {}, (None,))
+            self._note(aten.fill_.Scalar, *pytree.tree_flatten(((place, torch.nan), {})), (None,))
 
     def _refuse(
         self,
@@ -146,6 +151,7 @@ def _from_parts(
     return func.decompose(*args, **kwargs)
 
 
+@cache
 def _changes_values(func: OpOverload[..., Any]) -> bool:
     writes = any(
         argument.alias_info is not None and argument.alias_info.is_write

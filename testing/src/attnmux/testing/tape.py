@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,13 +58,16 @@ class Operation:
     """The part of the step that called it."""
     name: str
     func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    leaves: tuple[Any, ...]
+    """Its arguments, nested ones one by one; tensors as a `Place`."""
+    nesting: pytree.TreeSpec
+    """How (args, kwargs) are made of the leaves."""
     results: tuple[torch.Tensor | None, ...]
     """The tensors of new results; None for results that are views or arguments."""
 
     def run(self) -> None:
-        args, kwargs = pytree.tree_map_only(Place, self._now, (self.args, self.kwargs))
+        leaves = [self._now(each) if isinstance(each, Place) else each for each in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.nesting)
         results = self.func(*args, **kwargs)
         for kept, new in zip(self.results, tensors(results), strict=True):
             if kept is not None:
@@ -113,7 +116,7 @@ class Tape:
         """Memory that the step allocated and that is used outside of the tape, with its maker."""
         with_one_user = torch.empty(1)
         uncounted = torch._C._storage_Use_Count(identity(with_one_user)) - 1
-        arguments = [(operation.args, operation.kwargs) for operation in self.operations]
+        arguments = [operation.leaves for operation in self.operations]
         # Arguments that are views, and torch's copy of the result of a factory function, are
         # tensors of their own
         own = {id(tensor): tensor for tensor in (*self.made.values(), *tensors(arguments))}
