@@ -129,6 +129,9 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         tables.fill(batch, (), self.context)
         step.cached = self._slot_lists(step, batch)
         if batch.forward_mode.is_decode():
+            known = None if buffers else batch.seq_lens_cpu
+            if known is not None and bool(known.all()):
+                return
             room = buffers.hidden[: batch.batch_size] if buffers else None
             step.hidden = torch.eq(batch.seq_lens, 0, out=room).view(-1, 1, 1)
         elif tables.queries_each is None:

@@ -172,7 +172,6 @@ def _check_layer(layer: LayerSpec) -> None:
         f"kind {layer.kind}": layer.kind != "mha",
         "is_cross_attention": layer.is_cross_attention,
         "attention_chunk_size": layer.attention_chunk_size > 0,
-        "a window without causality": not layer.is_causal and layer.sliding_window_size >= 0,
     }
     got = [name for name, is_set in unserved.items() if is_set]
     if got:
