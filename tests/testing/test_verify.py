@@ -17,6 +17,7 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.testing import (
     Candidate,
     FakeBackend,
+    children,
     fake_card,
     fake_platform,
     graph_card,
@@ -189,6 +190,15 @@ def test_a_crash_and_a_hang_are_failed_cases(monkeypatch) -> None:
     assert outcomes[names[0]].message == "its process ended with SIGABRT"
     assert outcomes[names[1]].message == "it took longer than 3 seconds"
     assert outcomes[names[2]].status == "passed"
+
+
+def test_a_child_that_does_not_start_is_a_failed_case(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.setattr(children, "STARTUP", 0.05)
+    candidate = Candidate(card=fake_card(), platform=fake_platform(), factory=Crashing)
+    trials = iter([(standard_cases((16,))[0], 0)])
+    (outcome,) = run_in_children(candidate, trials, jobs=1, timeout=0.05)
+    assert outcome.message == "its process did not start within 0.1 seconds"
 
 
 class Leaving(FakeBackend):

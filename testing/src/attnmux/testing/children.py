@@ -110,6 +110,8 @@ def _answer(child: _Child, timeout: float) -> Outcome | None:
         return _lost(child, f"its process ended with {_cause(child.process.exitcode)}")
     if time.monotonic() > child.deadline(timeout):
         child.stop()
+        if not child.is_ready:
+            return _lost(child, f"its process did not start within {STARTUP + timeout:g} seconds")
         return _lost(child, f"it took longer than {timeout:g} seconds")
     return None
 
