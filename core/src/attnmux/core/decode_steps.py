@@ -1,4 +1,4 @@
-"""Steps in which every request has the same number of queries, and the buffers of their graphs."""
+"""Steps of kernels that need a key for every request, and the buffers of their graphs."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 HEADS = 16
 """Heads of a program in decode."""
 PROGRAMS = 512
-"""Programs that decode is split into, at most twice as many: about two for each of the compute
-units of an MI300X (304) or MI350X (256)."""
+"""Programs that splitting the keys of decode may lead to: about two for each of the compute units
+of an MI300X (304) or MI350X (256)."""
 MOST_SPLITS = 32
 INT32 = torch.iinfo(torch.int32).max
 
