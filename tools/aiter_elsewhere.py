@@ -26,7 +26,8 @@ from attnmux.amd.aiter import make
 from attnmux.amd.cards.aiter import AITER
 from attnmux.core import AttentionBackend, BackendContext, Platform
 from attnmux.emulators.amd.aiter import aiter_kernels
-from attnmux.testing import Candidate, Case, Sampler, run_case
+from attnmux.testing import Candidate, Sampler, run_case
+from attnmux.testing.linear_cases import AnyCase
 
 AMD_ONLY = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
 """Options of AMD's compiler, which others refuse."""
@@ -44,7 +45,9 @@ def strip_options() -> None:
     JITFunction.run = stripped
 
 
-def tally(candidate: Candidate, cases: Iterable[Case], *, seed: int, budget: float) -> Counter[str]:
+def tally(
+    candidate: Candidate, cases: Iterable[AnyCase], *, seed: int, budget: float
+) -> Counter[str]:
     """Outcomes by execution and status. Failed cases are printed."""
     counts: Counter[str] = Counter()
     end = time.monotonic() + budget

@@ -180,7 +180,7 @@ def _decide_alone(
     asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
     if in_graph:
         asked = asked.replace(graph=True)
-    unnamed = dict.fromkeys(("backend", *NAMED_FOR.values(), "mm_backend"))
+    unnamed = dict.fromkeys(("backend", *NAMED_FOR.values(), "mm_backend", "linear_backend"))
     named = {**unnamed, NAMED_FOR[phase]: offer.address}
     alone = replace(policy, **named, allow_coercion=False)  # type: ignore[arg-type]  # names by field
     try:

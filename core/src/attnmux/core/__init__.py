@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
     from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
     from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
+    from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
     from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
     from attnmux.core.kv.pool import KVPool as KVPool
@@ -158,6 +159,12 @@ if TYPE_CHECKING:
     from attnmux.core.library import filled as filled
     from attnmux.core.library import imported as imported
     from attnmux.core.library import trying as trying
+    from attnmux.core.linear.backend import LinearAttentionBackend as LinearAttentionBackend
+    from attnmux.core.linear.call import ConvCall as ConvCall
+    from attnmux.core.linear.call import LinearCall as LinearCall
+    from attnmux.core.linear.hybrid import HybridLinearAttnBackend as HybridLinearAttnBackend
+    from attnmux.core.linear_layer import LinearKind as LinearKind
+    from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
     from attnmux.core.ngram import NgramIndex as NgramIndex
     from attnmux.core.op import attention_with_output as attention_with_output
     from attnmux.core.op import current_forward_context as current_forward_context
@@ -378,6 +385,7 @@ _NAMES_BY_MODULE = {
         "ReqToTokenPool",
         "RequestTable",
     ),
+    "kv.linear_states": ("LinearStatePool",),
     "kv.swa": ("SWAKVPool",),
     "kv.token_pools": (
         "MHATokenToKVPool",
@@ -386,6 +394,16 @@ _NAMES_BY_MODULE = {
     "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
+    "linear.backend": ("LinearAttentionBackend",),
+    "linear.call": (
+        "ConvCall",
+        "LinearCall",
+    ),
+    "linear.hybrid": ("HybridLinearAttnBackend",),
+    "linear_layer": (
+        "LinearKind",
+        "LinearLayerSpec",
+    ),
     "latent_rows": (
         "LATENT_DIM",
         "ROPE_DIM",

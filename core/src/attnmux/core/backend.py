@@ -11,7 +11,7 @@ token's heads are contiguous, except that `q` and `q_rope` may be parts of one [
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
@@ -23,7 +23,8 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.debug import check_batch, check_picks, check_tensors
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.errors import InvalidInput
+from attnmux.core.steps import StepBackend
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -34,13 +35,10 @@ if TYPE_CHECKING:
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(StepBackend):
     """Attention for every layer of one model on one device.
 
-    A step prepares its metadata once and then runs each layer. Preparation has two halves, one on
-    each side of a device graph: `..._out_graph` runs before capture and before each replay, and
-    `..._in_graph` is captured and replayed. An eager step runs both. One instance has one step in
-    flight.
+    A step prepares its metadata once, see `StepBackend`, and then runs each layer.
     """
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
@@ -54,30 +52,11 @@ class AttentionBackend(ABC):
         check_fields(batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
-        self.init_forward_metadata_out_graph(batch)
-        self.init_forward_metadata_in_graph(batch)
-
-    @abstractmethod
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        """Prepare on the host: dynamic shapes, a library's `plan()`. It may synchronise."""
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Prepare on the device with static shapes. It must not synchronise or keep allocations."""
+        super().init_forward_metadata(batch)
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backend that serves steps of that mode. Composites return a child."""
         return self
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the buffers that graphs of steps up to this size read.
-
-        Each graph runner calls it before it captures. Captured graphs keep reading earlier buffers,
-        so that a call which needs more room must add buffers and not move any. Larger steps run
-        eagerly. Raises GraphUnsupported unless the backend overrides it.
-        """
-        raise GraphUnsupported(f"{type(self).__name__} cannot be captured in a device graph")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The `seq_lens` of a padding row in a graph."""

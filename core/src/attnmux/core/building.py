@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, TypeVar
-
-import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.common.frozen import FrozenMapping
@@ -23,8 +20,10 @@ from attnmux.core.chunked_prefix import (
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
 from attnmux.core.draft_trees import TreeAttnBackend, prefix_context
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import AttnmuxError, BackendFailed, InvalidInput, PluginError, in_brief
+from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.factories import make_backend
 from attnmux.core.installed import load_plugins
+from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import with_shared_kernels
 from attnmux.core.two_batches import TboAttnBackend
@@ -49,6 +48,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
+    A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.
@@ -76,13 +76,13 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         return TreeAttnBackend(
             context,
             child=_assemble(decision, plain, serving),
-            prefixes=_make(decision.trees, prefix_context(context)),
+            prefixes=make_backend(decision.trees, prefix_context(context)),
         )
 
     made = assembled()
-    if not decision.request.two_batches:
-        return made
-    return TboAttnBackend(made, (assembled(), assembled()))
+    if decision.request.two_batches:
+        made = TboAttnBackend(made, (assembled(), assembled()))
+    return with_linear_layers(made, decision, context)
 
 
 def _assemble(
@@ -93,7 +93,7 @@ def _assemble(
 
     def leaf(choice: Choice) -> AttentionBackend:
         if choice.address not in leaves:
-            leaves[choice.address] = _make(choice, context)
+            leaves[choice.address] = make_backend(choice, context)
         return leaves[choice.address]
 
     by_phase = {phase: leaf(choice) for phase, choice in serving.items()}
@@ -108,7 +108,7 @@ def _assemble(
     if decision.expanded is None or "extend" not in serving:
         return made
     of_prompts = expanded_context(context)
-    lanes = [_make(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
+    lanes = [make_backend(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
     addresses = decision.expanded.address, serving["extend"].address
     crossing = measured_crossing(*addresses, context)
     return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
@@ -140,23 +140,6 @@ def _by_batch_size(
         usual=usual,
         sizes=[Sizes(least=each.least, most=each.most, backend=leaf) for each, leaf in sizes],
     )
-
-
-def _make(choice: Choice, context: BackendContext) -> AttentionBackend:
-    name = choice.address
-    if choice.factory is None:
-        raise PluginError(f"{name} is planned: it has a card and no implementation yet")
-    try:
-        backend = pkgutil.resolve_name(choice.factory)(context, choice.options)
-    except BackendFailed as failure:
-        raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
-    except (AttnmuxError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # libraries and compilers raise anything
-        raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
-    if not isinstance(backend, AttentionBackend):
-        raise PluginError(f"{name}: {choice.factory} made a {type(backend).__name__}")
-    return backend
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:

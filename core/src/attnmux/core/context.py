@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.measured.launches import TunedLaunch
     from attnmux.core.kv import KVPool, RequestTable
+    from attnmux.core.kv.linear_states import LinearStatePool
     from attnmux.core.kv.writer import KVWriter
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
@@ -40,6 +41,8 @@ class BackendContext:
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
     plugin's for the device."""
+    linear_states: LinearStatePool | None = None
+    """The states of the model's linear layers, in rows of the request table. None without any."""
     debug: bool = False
     """Run the checks that cost a device synchronisation."""
     _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)

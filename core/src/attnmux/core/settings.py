@@ -43,6 +43,7 @@ class Settings:
     prefill_backend: str | None = None
     decode_backend: str | None = None
     mm_backend: str | None = None
+    linear_backend: str | None = None
     allow_backends: tuple[str, ...] | None = None
     deny_backends: tuple[str, ...] = ()
     prefer_backends: tuple[str, ...] = ()

@@ -20,14 +20,14 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.choosing.ask.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.offer.named import complete, offers_named, read_options
-from attnmux.testing.cases import Case
+from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionBackend, BackendContext
+    from attnmux.core import AttentionBackend, BackendContext, LinearAttentionBackend
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 
@@ -113,16 +113,23 @@ class Candidate:
         )
         return tuple(reason for verdict in verdicts for reason in verdict.reasons)
 
-    def admits(self, case: Case) -> bool:
+    def admits(self, case: AnyCase) -> bool:
         """Whether the selector would choose the backend for the case's request."""
         return not self.refusals(case.request)
 
-    def cases(self, page_sizes: Collection[int] = ()) -> tuple[Case, ...]:
-        """The standard cases, in the usual page sizes and those that the card names.
+    def cases(self, page_sizes: Collection[int] = ()) -> tuple[AnyCase, ...]:
+        """The standard cases of the card's kinds, in the usual page sizes and those that it names.
 
         page_sizes: use these sizes instead.
         If the card declares graphs, cases with a step that a graph can serve are listed twice.
         """
+        with_graphs = any(clause.graph.admits(True) for clause in self.card.clauses)
+        linear: tuple[AnyCase, ...] = ()
+        if self._serves(LINEAR_KINDS):
+            fixed = linear_cases()
+            linear = fixed + (linear_in_graphs(fixed) if with_graphs else ())
+        if linear and not self._serves(ATTENTION_KINDS):
+            return linear
         named = {
             size
             for clause in self.card.clauses
@@ -133,18 +140,26 @@ class Candidate:
         cases = standard_cases(sizes)
         if page_sizes:
             cases = tuple(case for case in cases if case.page_size in page_sizes)
-        if any(clause.graph.admits(True) for clause in self.card.clauses):
+        if with_graphs:
             cases += in_graphs(cases)
-        return cases
+        return cases + linear
+
+    def _serves(self, kinds: Collection[str]) -> bool:
+        return any(clause.kind.admits(kind) for clause in self.card.clauses for kind in kinds)
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
         from attnmux.core import with_shared_kernels  # noqa: PLC0415  # imports torch
 
-        factory = self.factory
-        if factory is None:
-            factory = cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
-        return factory(with_shared_kernels(context), complete(self.card, self.options))
+        return self._factory()(with_shared_kernels(context), complete(self.card, self.options))
+
+    def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
+        """Make a backend of linear layers as an engine would."""
+        made = self._factory()(context, complete(self.card, self.options))
+        return cast("LinearAttentionBackend", made)
+
+    def _factory(self) -> Factory:
+        return self.factory or cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
 
 
 def find_candidate(

@@ -12,6 +12,7 @@ from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, Axis, Question
 from attnmux.core.choosing.offer.conditions import Value
 from attnmux.testing.candidate import Candidate, Outcome
+from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.standard import in_graphs, standard_cases
 
 ELSEWHERE: Mapping[str, Any] = {
@@ -128,10 +129,11 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
 
 def _provable(platform: Platform) -> frozenset[tuple[str, Value]]:
     """The values that the suite's cases ask for, each with the name of its axis."""
-    cases = standard_cases((1,))
+    standard, linear = standard_cases((1,)), linear_cases()
+    cases: tuple[AnyCase, ...] = (*standard, *in_graphs(standard))
     return frozenset(
         (axis.name, value)
-        for case in (*cases, *in_graphs(cases))
+        for case in (*cases, *linear, *linear_in_graphs(linear))
         for phase in case.phases
         for axis, value in Question(request=case.request, platform=platform, phase=phase).demands
     )

@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from attnmux.testing.candidate import Candidate, Outcome
-from attnmux.testing.cases import Case
+from attnmux.testing.linear_cases import AnyCase
 
 CONTEXT = multiprocessing.get_context("spawn")
 """A forked child cannot use a device that its parent has initialised."""
 
-Trial = tuple[Case, int]
+Trial = tuple[AnyCase, int]
 """A case and the seed of its tensors."""
 
 STARTUP = 120.0
@@ -28,7 +28,7 @@ STARTUP = 120.0
 class _Child:
     process: SpawnProcess
     pipe: Connection
-    case: Case | None = None
+    case: AnyCase | None = None
     """The running case; None while the child is idle."""
     since: float = field(default_factory=time.monotonic)
     """When the case began, or the child, until it is ready."""

@@ -20,9 +20,9 @@ from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.card_limits import outside_points, try_point
-from attnmux.testing.cases import Case
 from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.kept_run import KeptRun
+from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.sampling import Sampler
 from attnmux.testing.verify_report import report
 
@@ -155,8 +155,8 @@ def verify(
 class _Plan:
     """The fixed cases, then sampled ones until the budget is spent."""
 
-    fixed: Sequence[Case]
-    sampled: Iterator[Case]
+    fixed: Sequence[AnyCase]
+    sampled: Iterator[AnyCase]
     budget: float
     seed: int
     kept: KeptRun | None
@@ -173,7 +173,7 @@ class _Plan:
             else:
                 yield case, self.seed
 
-    def _cases(self) -> Iterator[Case]:
+    def _cases(self) -> Iterator[AnyCase]:
         yield from self.fixed
         end = time.monotonic() + self.budget
         # An unlimited source that is not asked once the time is over
@@ -189,7 +189,7 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise InvalidInput("-k", got=text, expected=f"a regular expression: {error}") from None
 
 
-def _admitted(candidate: Candidate, page_sizes: tuple[int, ...], execution: str) -> list[Case]:
+def _admitted(candidate: Candidate, page_sizes: tuple[int, ...], execution: str) -> list[AnyCase]:
     """The fixed cases of an execution; InvalidInput if the card has none."""
     cases = [
         case for case in candidate.cases(set(page_sizes)) if execution in (case.execution, "all")

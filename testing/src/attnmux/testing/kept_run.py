@@ -18,7 +18,7 @@ from attnmux.testing.candidate import Outcome, StepFigures
 if TYPE_CHECKING:
     from attnmux.core import BackendCard
     from attnmux.testing.candidate import Candidate
-    from attnmux.testing.cases import Case
+    from attnmux.testing.linear_cases import AnyCase
 
 MOST_BYTES = 256_000_000
 Execution = Literal["eager", "graph"]
@@ -72,7 +72,7 @@ class KeptRun:
         path.write_text(json.dumps({"subject": subject, "seed": seed}) + "\n")
         return cls(path=path, subject=subject, seed=seed)
 
-    def has(self, case: Case) -> bool:
+    def has(self, case: AnyCase) -> bool:
         """Whether the case passed in the earlier run."""
         return (case.name, case.execution) in self.passed
 

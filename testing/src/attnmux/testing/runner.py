@@ -20,6 +20,8 @@ from attnmux.testing.comparison import (
     output_tolerance,
 )
 from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
+from attnmux.testing.linear_cases import AnyCase, LinearCase
+from attnmux.testing.linear_runner import run_linear
 from attnmux.testing.placement import buffers, fill_reserved_page, put, slots_of
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 
@@ -27,7 +29,7 @@ MOST_LOGITS = 1 << 21
 """Of the reference in a layer of a step: 16 MiB in float64."""
 
 
-def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
+def run_case(candidate: Candidate, case: AnyCase, *, seed: int = 0) -> Outcome:
     """Run the case if the selector admits it. Otherwise the outcome is "refused", with the reasons.
 
     All steps run on one backend instance, eagerly or, if the case says so, from graphs. After each
@@ -40,8 +42,9 @@ def run_case(candidate: Candidate, case: Case, *, seed: int = 0) -> Outcome:
     if reasons:
         return replace(outcome, status="refused", reasons=reasons)
     try:
+        run = run_linear if isinstance(case, LinearCase) else _run
         with torch.no_grad():
-            max_error, steps = _run(candidate, case, seed)
+            max_error, steps = run(candidate, case, seed)  # type: ignore[arg-type]  # of its type
         return replace(outcome, max_error=max_error, steps=steps)
     except Exception as error:  # a backend may raise anything
         message = str(error)

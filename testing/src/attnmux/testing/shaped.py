@@ -9,6 +9,7 @@ from typing import Any
 from attnmux.core import Request
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
+from attnmux.testing.linear_cases import LinearCase
 
 DEFAULT_DTYPE = "bfloat16"
 """The dtype of cases that do not test a dtype."""
@@ -42,6 +43,8 @@ def cases_in_shape(
     shapes = _shapes(request)
     seen: set[Case] = set()
     for case in candidate.cases({page_size}):
+        if isinstance(case, LinearCase):
+            continue
         needed = case.request
         if (
             case.kind not in KINDS

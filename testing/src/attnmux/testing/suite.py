@@ -13,8 +13,8 @@ from attnmux.core import InvalidInput
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
-from attnmux.testing.cases import Case
 from attnmux.testing.execution import EXECUTIONS
+from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.runner import run_case
 from attnmux.testing.sampling import Sampler
 
@@ -45,7 +45,7 @@ class AttentionBackendTests:
     """Cases to sample from the card in each run, with a seed that a failure names. `attnmux verify`
     samples until its budget ends."""
 
-    def wants(self, case: Case) -> bool:
+    def wants(self, case: AnyCase) -> bool:
         """Whether to run the case. Override it to save time; `attnmux verify` runs all cases."""
         return True
 
@@ -71,11 +71,11 @@ class AttentionBackendTests:
             return self.backend
         return find_candidate(self.backend, device=self.device, options=self.options)
 
-    def _cases(self, candidate: Candidate) -> list[Case]:
+    def _cases(self, candidate: Candidate) -> list[AnyCase]:
         cases = candidate.cases(self.page_sizes)
         return [case for case in cases if case.execution in self.executions and self.wants(case)]
 
-    def test_agrees_with_reference(self, candidate: Candidate, admitted: Case) -> None:
+    def test_agrees_with_reference(self, candidate: Candidate, admitted: AnyCase) -> None:
         outcome = run_case(candidate, admitted)
         if outcome.status != "passed":
             raise AssertionError(outcome.message) from outcome.error

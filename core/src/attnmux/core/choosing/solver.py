@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import PHASES, OptionValue
+from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
@@ -58,6 +58,8 @@ def solve(
             return _with_trees(request, platform, policy, again)
         except NoBackend:
             raise refused from None
+    if request.linear_layers:
+        decision = _with_linear(decision, policy, again)
     if not request.chunked_prefix or "extend" not in decision.phases:
         return decision
     by_address = {offer.address: offer for offer in offers}
@@ -135,6 +137,27 @@ def _with_expanded(
     return replace(decision, expanded=found.phases["extend"])
 
 
+def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decision]) -> Decision:
+    """The decision, with the backends of the linear layers of each kind that somebody serves.
+
+    again: solves for another request. Raises NoBackend where the named backend serves none of them.
+    """
+    request, named = decision.request, policy.linear_backend
+    asked = replace(_unnamed(policy), backend=named)
+    found = {}
+    for kind, _ in request.linear_layers:
+        if kind not in LINEAR_KINDS:
+            continue
+        try:
+            one = again(request.of_linear(kind), decision.platform, policy=asked)
+        except NoBackend:
+            if named is not None:
+                raise
+            continue
+        found[kind] = one.phases
+    return replace(decision, linear=FrozenMapping(found))
+
+
 def _unnamed(policy: Policy) -> Policy:
     """The policy for a further backend, which the names of the others do not concern."""
     return replace(
@@ -143,6 +166,7 @@ def _unnamed(policy: Policy) -> Policy:
         prefill_backend=None,
         decode_backend=None,
         mm_backend=None,
+        linear_backend=None,
         origins=FrozenMapping(),
     )
 

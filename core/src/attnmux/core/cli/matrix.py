@@ -35,7 +35,11 @@ TITLES = {
     "mla": "MLA",
     "nsa": "Sparse MLA (NSA)",
     "dual_chunk": "Dual chunk attention",
-    "linear": "Linear attention",
+    "gdn": "Gated delta rule",
+    "kda": "Kimi delta attention",
+    "mamba2": "Mamba-2",
+    "lightning": "Lightning attention",
+    "conv": "Short convolution",
 }
 
 LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "run on")

@@ -95,7 +95,7 @@ def select(
             run.echo_json({**plain, "explanation": explanation.to_dict()})
         else:
             _print_one(answer, explanation, request, line, in_full=in_full, every=every)
-    _raise_refusals(request, [each for _, _, each in asked])
+    _raise_refusals([each for _, _, each in asked])
 
 
 def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | None) -> None:
@@ -125,14 +125,14 @@ def _print_one(
         raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
 
 
-def _raise_refusals(request: Request, answers: Iterable[Decision | NoBackend]) -> None:
+def _raise_refusals(answers: Iterable[Decision | NoBackend]) -> None:
     """After printing: the first refusal ends the command, and so do layers without a backend."""
     for answer in answers:
         if isinstance(answer, NoBackend):
             raise answer
-    if request.unserved_layers:
-        said = ", ".join(f"{count} of {kind}" for kind, count in request.unserved_layers)
-        raise NoBackend(f"no backend serves these layers of the model: {said}")
+        if answer.unserved_layers:
+            said = ", ".join(f"{count} of {kind}" for kind, count in answer.unserved_layers)
+            raise NoBackend(f"no backend serves these layers of the model: {said}")
 
 
 def _launch_line(
@@ -219,6 +219,8 @@ def _answered(answer: Decision | NoBackend, request: Request, device: Platform) 
         "phases": {},
         "decode_sizes": [],
         "expanded": None,
+        "trees": None,
+        "linear": {},
         "coercions": [],
         "notes": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],

@@ -42,6 +42,7 @@ OPTIONS = (
     Option("--prefill-backend", "The backend for extend."),
     Option("--decode-backend", "The backend for decode."),
     Option("--mm-backend", "The backend for a multimodal encoder."),
+    Option("--linear-backend", "The backend for layers without softmax attention."),
     Option("--speculative-attention-mode", "Which of the two verifies and drafts.", words=MODES),
     Option("--set", SET, "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE"),
     Option("--without", "Count a library as not installed.", multiple=True, metavar="DIST"),

@@ -163,6 +163,45 @@ NATIVE = BackendCard(
 )
 
 
+TORCH_LINEAR = BackendCard(
+    name="torch_linear",
+    summary="recurrent and convolutional layers in plain torch operations, on any device",
+    factory="attnmux.cpu.torch_linear:TorchLinearBackend",
+    requires=("torch>=2.11",),
+    extra="torch",
+    verified_on=(
+        Verified(
+            on="AMD EPYC with AVX2",
+            platform="cpu:x86_64",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-25",
+        ),
+    ),
+    sources={
+        "dtype": "states and products are float32, whatever the dtype of the call",
+        "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
+    },
+    clauses=tuple(
+        Clause(
+            vendor=ANY,
+            phase=one_of("extend", "decode"),
+            kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
+            dtype=one_of(dtype),
+            kv_dtype=one_of(dtype),
+            page_size=ANY,
+            head_dim=ANY,
+            v_head_dim=ANY,
+            graph=ANY,
+        )
+        for dtype in _UNSCALED
+    ),
+    priors=(
+        Prior(rank=50, when=when(vendor=one_of("cpu")), source="the only one made for a CPU"),
+        Prior(rank=LAST_RESORT, source="reads the state of a chunk from memory for each product"),
+    ),
+)
+
+
 def _flex(dtype: str, **more: Condition) -> Clause:
     """The clause of flex_attention for one dtype. K and V must be stored in it."""
     everywhere: dict[str, Condition] = {
@@ -251,4 +290,4 @@ FLEX_ATTENTION = BackendCard(
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return [TORCH_NATIVE, NATIVE, FLEX_ATTENTION]
+    return [TORCH_NATIVE, NATIVE, FLEX_ATTENTION, TORCH_LINEAR]

@@ -9,22 +9,30 @@ from typing import Any
 
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
+    BESIDE,
     CHUNKED,
     INDEXED,
+    LINEAR,
     NO_MIXING,
-    UNSERVED,
     WINDOWED,
     differing_shapes,
     layer_types,
-    unserved_layers,
+    linear_layers,
 )
 from attnmux.core.choosing.ask.model_types import DEFAULTS, ENCODERS, NAMES, SINKS, UNSAYABLE
+from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 
 MOST_BYTES = 2**24
 """Of a configuration. The largest that are published have some 100 kB."""
 LONGEST_NAME = 200
+LINEAR_K_DIMS = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size")
+LINEAR_V_DIMS = (
+    *("linear_value_head_dim", "linear_head_dim"),
+    *("mamba_d_head", "mamba_head_dim", "mamba_headdim"),
+)
+"""Names of the dims of a recurrent layer's heads, in the models that have them."""
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
 
@@ -52,7 +60,8 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     values["layer_types"] = types = layer_types(values, source)
     _check_sayable(values, source, latent)
     return {
-        "unserved_layers": unserved_layers(types),
+        "linear_layers": linear_layers(types, model_type),
+        **_linear_dims(values, types),
         **(_latent_heads if latent else _heads)(values, source, tp),
         **_layers(values, source),
         "dtype": _dtype(text) or _dtype(config),
@@ -94,9 +103,9 @@ def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None
 def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, str]]:
     """Yield each part that a request cannot express, and what it can."""
     types = frozenset(values["layer_types"])
-    known = ATTENTION - (frozenset() if latent else INDEXED) | UNSERVED | NO_MIXING
+    known = ATTENTION - (frozenset() if latent else INDEXED) | LINEAR | NO_MIXING
     if types and types.isdisjoint(ATTENTION) and types <= known:
-        counts = unserved_layers(values["layer_types"])
+        counts = linear_layers(values["layer_types"], values["model_type"])
         said = " and ".join(f"{count} {kind}" for kind, count in counts)
         yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
     bias = UNSAYABLE.get(values["model_type"], "")
@@ -178,6 +187,24 @@ def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, 
         "kv_lora_rank": _whole(values, "kv_lora_rank", source),
         "qk_rope_head_dim": rope,
     }
+
+
+def _linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+    """K and V dims of the recurrent states, where config.json states them."""
+    if LINEAR.isdisjoint(BESIDE.get(each, each) for each in types):
+        return {}
+    nested = values.get("linear_attn_config")
+    known = (
+        {**values, "linear_head_dim": nested.get("head_dim")}
+        if isinstance(nested, dict)
+        else values
+    )
+    found = (
+        next((known[name] for name in names if is_whole(known.get(name), 1)), None)
+        for names in (LINEAR_K_DIMS, LINEAR_V_DIMS)
+    )
+    k_dim, v_dim = found
+    return {"linear_head_dim": k_dim, "linear_v_head_dim": None if v_dim == k_dim else v_dim}
 
 
 def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:

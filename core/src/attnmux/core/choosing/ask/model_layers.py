@@ -16,9 +16,21 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
 ATTENTION = WINDOWED | CHUNKED | INDEXED | UNRESTRICTED
 
-UNSERVED = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv"})
-"""Kinds that mix tokens without softmax attention: the engine needs kernels for them, and no
-backend has any."""
+RECURRENT = frozenset({"linear_attention", "mamba", "mamba2"})
+LINEAR = RECURRENT | {"recurrent", "conv"}
+"""Types of layers that mix tokens without softmax attention."""
+
+KIND_OF: Mapping[str, str] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "olmo_hybrid"), "gdn"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), "gdn"),
+    **dict.fromkeys(("kimi_linear", "glm5_next", "glm5_next_text", "bailing_hybrid"), "kda"),
+    **dict.fromkeys(("minimax", "minimax_text_01"), "lightning"),
+    **dict.fromkeys(("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "mamba2"),
+    **dict.fromkeys(("zamba2", "mamba2"), "mamba2"),
+    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), "mamba"),
+}
+"""The kind of a model type's recurrent layers, which its config.json calls "linear_attention" or
+"mamba". Source: the functions that the models of transformers 5.23 call."""
 
 NO_MIXING = frozenset({"moe", "mlp"})
 
@@ -122,10 +134,13 @@ def _count(values: Mapping[str, Any], source: str) -> int:
     return count
 
 
-def unserved_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
-    """(kind, how many) of the layers that no attention backend serves, by name."""
-    counts = Counter(BESIDE.get(each, each) for each in types)
-    return tuple(sorted((kind, count) for kind, count in counts.items() if kind in UNSERVED))
+def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], ...]:
+    """(kind, how many) of the layers without softmax attention, by name. What a model type does not
+    tell more precisely keeps the name of its config.json."""
+    named = [name for each in types if (name := BESIDE.get(each, each)) in LINEAR]
+    own = KIND_OF.get(model_type)
+    counts = Counter(own if own and name in RECURRENT else name for name in named)
+    return tuple(sorted(counts.items()))
 
 
 def differing_shapes(values: Mapping[str, Any]) -> set[str]:

@@ -17,7 +17,10 @@ FIELDS = {
 }
 """Which fields name the backend of a leading phase; the first that is set counts."""
 
-NAMING = tuple(dict.fromkeys(name for fields in FIELDS.values() for name in fields))
+NAMING = (
+    *dict.fromkeys(name for fields in FIELDS.values() for name in fields),
+    "linear_backend",
+)
 
 SOURCES = {"env": "the environment", "config": "the configuration file"}
 """Origins that an error mentions: the user may have forgotten these."""
@@ -62,6 +65,8 @@ class Policy:
     decode_backend: str | None = None
     mm_backend: str | None = None
     """For the encoder of a multimodal model."""
+    linear_backend: str | None = None
+    """For the layers without softmax attention, of whatever kind."""
     options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=FrozenMapping)
     """By backend; text is read as the option's type."""
     allow: tuple[str, ...] | None = None

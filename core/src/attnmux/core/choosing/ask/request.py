@@ -30,8 +30,9 @@ class Request:
     """
 
     kind: str = "mha"
-    """"mha", "mla", "nsa" (sparse MLA), "linear" or "dual_chunk" (Qwen2.5-1M: its weights expect
-    positions remapped by chunk, so that other attention gives wrong answers)."""
+    """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
+    remapped by chunk, so that other attention gives wrong answers); or a kind of linear layers:
+    "gdn", "kda", "mamba2", "lightning" and "conv" (see `LinearLayerSpec`)."""
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -76,9 +77,14 @@ class Request:
     strided_kv: bool = False
     """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
     of a slot side by side."""
-    unserved_layers: tuple[tuple[str, int], ...] = ()
-    """(kind, how many) of the model's layers that no attention backend serves: linear attention,
-    Mamba, convolutions. They ask nothing of a backend."""
+    linear_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
+    convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
+    one for attention. A kind that is not one of `kind`'s words is served by nobody."""
+    linear_head_dim: int | None = None
+    """K dim of their recurrent states."""
+    linear_v_head_dim: int | None = None
+    """V dim of their recurrent states; None: as `linear_head_dim`."""
     max_error: float | None = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     accuracy: str | None = None
@@ -218,10 +224,28 @@ class Request:
             two_batches=False,
         )
 
+    def of_linear(self, kind: str) -> Request:
+        """What the model's linear layers of one kind ask for."""
+        is_recurrent = kind != "conv"
+        return Request().replace(
+            origin="model",
+            kind=kind,
+            head_dim=self.linear_head_dim if is_recurrent else None,
+            v_head_dim=self.linear_v_head_dim if is_recurrent else None,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            page_size=1,
+            phases=tuple(phase for phase in self.phases if phase != "encoder"),
+            spec_topk=self.spec_topk,
+            spec_draft_tokens=self.spec_draft_tokens,
+            deterministic=self.deterministic,
+            graph=self.graph,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        layers = dict(self.unserved_layers)
-        plain = {"phases": list(self.phases), "unserved_layers": layers}
+        layers = dict(self.linear_layers)
+        plain = {"phases": list(self.phases), "linear_layers": layers}
         return {**data, **plain, "origins": dict(self.origins)}
 
     @classmethod

@@ -9,7 +9,9 @@ from typing import Any
 from attnmux.core.choosing.common.checks import UNSET, read_flag
 from attnmux.core.errors import InvalidInput
 
-KINDS = ("mha", "mla", "nsa", "linear", "dual_chunk")
+ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
+LINEAR_KINDS = ("gdn", "kda", "mamba2", "lightning", "conv")
+KINDS = (*ATTENTION_KINDS, *LINEAR_KINDS)
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
 DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 
@@ -152,7 +154,9 @@ READERS: Mapping[str, Reader] = {
     "graph": _flag,
     "lse": _flag,
     "strided_kv": _flag,
-    "unserved_layers": _layers,
+    "linear_layers": _layers,
+    "linear_head_dim": _positive,
+    "linear_v_head_dim": _positive,
     "max_error": partial(_number, float, "a positive number, or none"),
     "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
 }

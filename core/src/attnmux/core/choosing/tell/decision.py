@@ -39,6 +39,9 @@ class Decision:
     trees: Choice | None = None
     """Where no backend takes the masks of the request's draft trees: the backend that attends to
     the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
+    linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
+    """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
+    attention. A kind that nobody serves is absent, see `unserved_layers`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -63,12 +66,18 @@ class Decision:
         )
 
     @property
+    def unserved_layers(self) -> tuple[tuple[str, int], ...]:
+        """(kind, how many) of the model's linear layers that no backend serves."""
+        layers = self.request.linear_layers
+        return tuple((kind, count) for kind, count in layers if kind not in self.linear)
+
+    @property
     def hash(self) -> str:
         """SHA-256 of the decision: processes with the same hash run the same backends.
 
         It covers the kind of device, the request's values, page size, KV dtype, and every backend
-        of `phases`, `decode_sizes`, `expanded` and `trees` with its options and its plugin's
-        version. It leaves out the origins of values, the product's name, and the losers.
+        that the decision names, with its options and its plugin's version. It leaves out the
+        origins of values, the product's name, and the losers.
         """
         asked = self.request.to_dict()
         del asked["origins"]
@@ -87,6 +96,11 @@ class Decision:
             decided["expanded"] = self.expanded.identity()
         if self.trees is not None:
             decided["trees"] = self.trees.identity()
+        if self.linear:
+            decided["linear"] = {
+                kind: {phase: choice.identity() for phase, choice in served.items()}
+                for kind, served in self.linear.items()
+            }
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -114,6 +128,8 @@ class Decision:
             found += disagreements([("extend", self.expanded)], prompts, *here)
         if self.trees is not None:
             found += disagreements([("decode", self.trees)], self.request.of_prefixes(), *here)
+        for kind, each in self.linear.items():
+            found += disagreements(each.items(), self.request.of_linear(kind), *here)
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
@@ -130,6 +146,10 @@ class Decision:
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "expanded": None if self.expanded is None else self.expanded.to_dict(),
             "trees": None if self.trees is None else self.trees.to_dict(),
+            "linear": {
+                kind: {phase: choice.to_dict() for phase, choice in served.items()}
+                for kind, served in self.linear.items()
+            },
             "coercions": [each.to_dict() for each in self.coercions],
             "notes": list(self.notes),
             "candidates": [verdict.to_dict() for verdict in self.candidates],
@@ -155,12 +175,13 @@ class Decision:
                 request=Request.from_dict(data["request"]),
                 page_size=data["page_size"],
                 kv_dtype=data["kv_dtype"],
-                phases=FrozenMapping(
-                    {phase: Choice.from_dict(choice) for phase, choice in data["phases"].items()}
-                ),
+                phases=_choices(data["phases"]),
                 decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
                 expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
                 trees=data["trees"] and Choice.from_dict(data["trees"]),
+                linear=FrozenMapping(
+                    {kind: _choices(served) for kind, served in data["linear"].items()}
+                ),
                 coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
                 notes=tuple(data["notes"]),
                 candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
@@ -206,6 +227,12 @@ class Decision:
                 f"draft trees are verified in two parts, merged by LSE: {self.trees.backend} "
                 f"({self.trees.plugin}) reads the prefixes, and attnmux-core the drafts"
             )
+        said += [
+            f"{_linear_backends(self.linear[kind])} serves {count} {kind} layers"
+            if kind in self.linear
+            else f"nobody serves {count} {kind} layers"
+            for kind, count in self.request.linear_layers
+        ]
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
         noted = "".join(f"; note: {note}" for note in self.notes)
@@ -225,6 +252,19 @@ class Decision:
         better = sum((v.rank or 0) < (own.rank or 0) for v in fitting)
         place = f"behind {better}" if better else "the best"
         return f"{rank}, {place} of {len(fitting)} that fit"
+
+
+def _choices(data: Mapping[str, Any]) -> Mapping[str, Choice]:
+    return FrozenMapping({phase: Choice.from_dict(choice) for phase, choice in data.items()})
+
+
+def _linear_backends(served: Mapping[str, Choice]) -> str:
+    """One name, or that of each phase."""
+    names = {choice.backend: phase for phase, choice in served.items()}
+    if len(names) == 1:
+        (choice, *_) = served.values()
+        return f"{choice.backend} ({choice.plugin})"
+    return " and ".join(f"{name} ({phase})" for name, phase in names.items())
 
 
 def _listed(words: list[str]) -> str:

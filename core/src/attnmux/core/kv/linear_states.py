@@ -1,0 +1,117 @@
+"""The states of linear layers: one row for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnmux.core.arguments import check_positive
+from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.memory import allocate_zeroed
+from attnmux.core.linear_layer import LinearLayerSpec
+
+
+class LinearStatePool:
+    """Recurrent and convolution states of all linear layers, by row of the request table.
+
+    Row 0 belongs to padding. A request without cached tokens starts from zeros, whatever its row
+    holds, so that nobody has to clear a row. A backend reads the state before the step's tokens and
+    leaves the state after them.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        layers: Sequence[LinearLayerSpec],
+        conv_dtype: torch.dtype,
+        device: torch.device | str,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Rows for `size` requests.
+
+        Raises InvalidInput for a size below 1 and for two layers with one id, and PoolExhausted
+        when memory does not suffice.
+        """
+        check_positive("size", size)
+        ids = [layer.layer_id for layer in layers]
+        if len(set(ids)) != len(ids):
+            raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
+        self.size: int = size
+        """Rows for requests, without padding's."""
+        self.layers = tuple(layers)
+        self.device = torch.device(device)
+        self.conv_dtype = conv_dtype
+        self.state_dtype = state_dtype
+        self._states: dict[int, torch.Tensor] = {}
+        self._convs: dict[tuple[int, int], torch.Tensor] = {}
+        rows = size + 1
+        for layer in self.layers:
+            if layer.has_state:
+                state = rows, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+                self._states[layer.layer_id] = self._allocated(state_dtype, *state)
+            for index, dim in enumerate(layer.conv_dims):
+                conv = self._allocated(conv_dtype, rows, layer.conv_size - 1, dim)
+                self._convs[layer.layer_id, index] = conv
+
+    def _allocated(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        (buffer,) = allocate_zeroed(
+            [shape],
+            dtype=dtype,
+            device=self.device,
+            what=f"linear states of {self.size} requests",
+            hint="lower the number of requests",
+        )
+        return buffer
+
+    @staticmethod
+    def bytes_per_request(
+        layers: Sequence[LinearLayerSpec],
+        *,
+        conv_dtype: torch.dtype,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> int:
+        """Bytes of one row in all layers."""
+        states = sum(each.num_v_heads * each.head_k_dim * each.head_v_dim for each in layers)
+        convs = sum(sum(each.conv_dims) * max(each.conv_size - 1, 0) for each in layers)
+        return states * state_dtype.itemsize + convs * conv_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding's row included."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Every buffer; the first dim of each is the rows."""
+        return (*self._states.values(), *self._convs.values())
+
+    def state(self, layer_id: int) -> torch.Tensor:
+        """[size + 1, Hv, K, V] of a layer. Raises InvalidInput for a layer without one."""
+        return self._found(self._states, layer_id, "a layer with a recurrent state")
+
+    def conv(self, layer_id: int, index: int = 0) -> torch.Tensor:
+        """[size + 1, W - 1, C] of a layer's convolution: its last inputs, oldest first.
+
+        Raises InvalidInput for a convolution that the layer does not have.
+        """
+        return self._found(self._convs, (layer_id, index), "a convolution of a layer")
+
+    def copy(self, source: int, target: int) -> None:
+        """Give row `target` the states of row `source`, as for a fork of a request.
+
+        Raises InvalidInput for rows that are not requests'.
+        """
+        for name, row in (("source", source), ("target", target)):
+            if not 1 <= row <= self.size:
+                raise InvalidInput(name, got=row, expected=f"a row from 1 to {self.size}")
+        for buffer in self.buffers:
+            buffer[target].copy_(buffer[source])
+
+    def _found(self, buffers: dict, key: object, expected: str) -> torch.Tensor:  # type: ignore[type-arg]  # of either dict
+        try:
+            found: torch.Tensor = buffers[key]
+        except KeyError:
+            raise InvalidInput("layer_id", got=key, expected=expected) from None
+        return found

@@ -1,0 +1,1 @@
+"""Recurrent and convolutional layers: their contract, and hybrids with attention."""

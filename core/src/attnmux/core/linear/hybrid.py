@@ -1,0 +1,98 @@
+"""Attention and linear layers of one model: every step is prepared once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.composites import DispatchingBackend
+from attnmux.core.errors import InvalidInput
+from attnmux.core.linear.backend import LinearAttentionBackend
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.linear.call import ConvCall, LinearCall
+
+
+class LinearByPhase(LinearAttentionBackend):
+    """Sends decode steps to one backend and all others to another, over the same states."""
+
+    def __init__(self, *, extend: LinearAttentionBackend, decode: LinearAttentionBackend) -> None:
+        super().__init__(decode.context, decode.options)
+        self.extend = extend
+        self.decode = decode
+
+    def _serving(self, batch: ForwardBatch) -> LinearAttentionBackend:
+        return self.decode if batch.forward_mode.is_decode_or_idle() else self.extend
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self._serving(batch).init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        self._serving(batch).init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self.decode.forward_decode(call, batch)
+
+    def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self.extend.forward_extend(call, batch)
+
+    def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        self._serving(batch).forward_conv(call, batch)
+
+
+class HybridLinearAttnBackend(DispatchingBackend):
+    """A model's attention backend, which also prepares the backends of its linear layers.
+
+    Attention layers call it as any backend. Linear layers call `linear[kind]` with the same batch.
+    """
+
+    def __init__(
+        self, full: AttentionBackend, linear: Mapping[str, LinearAttentionBackend]
+    ) -> None:
+        """linear: by kind. Raises InvalidInput without one."""
+        if not linear:
+            raise InvalidInput("linear", got="none", expected="a backend for each kind of layer")
+        super().__init__(full.context)
+        self.full = full
+        self.linear: Mapping[str, LinearAttentionBackend] = FrozenMapping(linear)
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        child = self.full.select(mode)
+        return self if child is self.full else HybridLinearAttnBackend(child, self.linear)
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.full
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        for each in self.linear.values():
+            each.init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        for each in self.linear.values():
+            each.init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        for each in self.linear.values():
+            each.init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.full.init_cuda_graph_state(max_bs, max_num_tokens)
+        for each in self.linear.values():
+            each.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.full.get_cuda_graph_seq_len_fill_value()
