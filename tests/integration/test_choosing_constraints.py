@@ -29,6 +29,7 @@ class Row:
     prefill_backend: str | None = None
     decode_backend: str | None = None
     mm_backend: str | None = None
+    linear_backend: str | None = None
     both: str | None = None
     """The backend that serves extend and decode."""
     extend: str | None = None
@@ -81,7 +82,7 @@ MODELS = {
     "mla": f"kind=mla,{LATENT}",
     "mla-by-decode": f"kind=mla,{LATENT},{BY_DECODE}",
     "nsa": f"kind=nsa,{LATENT}",
-    "linear": "kind=linear,dtype=bf16",
+    "linear": "kind=gdn,dtype=bf16",
     "falcon_h1": "dtype=bf16,head_dim=128,num_q_heads=12,num_kv_heads=2",
 }
 """The requests of models, by name."""

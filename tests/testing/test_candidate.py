@@ -75,7 +75,6 @@ def test_what_another_clause_serves_is_no_outside_point() -> None:
 @pytest.mark.parametrize(
     ("axis", "condition", "unproven"),
     [
-        ("kind", one_of("mha", "linear"), "kind=linear"),
         ("dtype", one_of("bfloat16", "fp8_e4m3"), "dtype=fp8_e4m3"),
         ("kv_dtype", ANY, "kv_dtype=fp4_e2m1"),
     ],

@@ -49,6 +49,7 @@ def test_json_form(call) -> None:
         "decode_sizes",
         "expanded",
         "trees",
+        "linear",
         "coercions",
         "notes",
         "candidates",
@@ -67,15 +68,15 @@ def test_json_form(call) -> None:
 
 
 def test_nothing_fits(call) -> None:
-    result = call("--platform", HERE, "--request", "kind=linear", "--json")
+    result = call("--platform", HERE, "--request", "kind=nsa,deterministic=true", "--json")
     assert result.exit_code == 3
     data = answer(result)
     assert (data["phases"], data["hash"], data["page_size"]) == ({}, None, None)
     assert {candidate["verdict"] for candidate in data["candidates"]} == {"rejected"}
     reasons = [reason for c in data["candidates"] for reason in c["reasons"]]
     assert all(set(reason) == {"code", "axis", "wanted", "offered", "hint"} for reason in reasons)
-    assert "KIND" in {reason["code"] for reason in reasons}
-    assert "torch_native (cpu) for extend, decode: kind: wanted linear" in result.stderr
+    assert "DETERMINISTIC" in {reason["code"] for reason in reasons}
+    assert "torch_native (cpu) for extend, decode: deterministic: wanted yes" in result.stderr
     assert "Traceback" not in result.output
 
 
@@ -132,20 +133,45 @@ def test_a_model_on_another_machine(call) -> None:
 
 
 def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
-    values = {"model_type": "qwen3_next", "num_attention_heads": 16, "head_dim": 256}
+    values = {"layer_types": [*["mamba"] * 3, "full_attention"] * 12}
+    values |= {"num_attention_heads": 16, "head_dim": 256}
     values |= {"num_key_value_heads": 2, "num_hidden_layers": 48, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     args = ["--platform", HERE, "--model", str(tmp_path)]
     result = call(*args, "--json")
     assert result.exit_code == 3
     data = json.loads(result.stdout)
-    assert data["request"]["unserved_layers"] == {"linear_attention": 36}
+    assert data["request"]["linear_layers"] == {"mamba": 36}
     assert data["phases"]["decode"]["backend"]
-    said = "no backend serves these layers of the model: 36 of linear_attention"
+    said = "no backend serves these layers of the model: 36 of mamba"
     assert said in result.stderr
     result = call(*args, "--explain")
     assert (result.exit_code, said in result.stderr) == (3, True)
-    assert "linear_attention 36" in result.stdout
+    assert "mamba 36" in result.stdout
+    assert "nobody serves 36 mamba layers" in " ".join(result.stdout.split())
+
+
+def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
+    values = {"model_type": "qwen3_next", "num_attention_heads": 16, "head_dim": 256}
+    values |= {"num_key_value_heads": 2, "num_hidden_layers": 48, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    args = ["--platform", HERE, "--model", str(tmp_path)]
+    data = answer(call(*args, "--json"))
+    served = {phase: choice["backend"] for phase, choice in data["linear"]["gdn"].items()}
+    assert served == {"extend": "torch_linear", "decode": "torch_linear"}
+    assert Decision.from_json(json.dumps(data)).hash == data["hash"]
+    result = call(*args, "--explain")
+    assert result.exit_code == 0
+    assert "torch_linear (cpu) serves 36 gdn layers" in " ".join(result.stdout.split())
+    result = call(*args, "--linear-backend", "torch_native")
+    assert (result.exit_code, "torch_native" in result.stderr) == (3, True)
+
+
+def test_no_linear_layer_verifies_drafts(call, tmp_path) -> None:
+    fields = "linear_layers=gdn:3,linear_head_dim=128,dtype=bf16,spec_topk=1"
+    result = call("--platform", HERE, "--request", fields, "--json")
+    assert result.exit_code == 3
+    assert "3 of gdn" in result.stderr
 
 
 def test_a_max_error_that_no_card_promises_is_refused(call) -> None:
@@ -219,7 +245,7 @@ def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, mon
     assert warning_of_doubt.startswith("cpu/torch_native was chosen, and never run on acme:m1, ")
     on_a_machine(monkeypatch, platforms=(SM90, CPU))
     assert answer(call("--json"))["warnings"] == []
-    refused = answer(call("--json", "--request", "kind=linear"))
+    refused = answer(call("--json", "--request", "kv_dtype=fp4_e2m1"))
     assert refused["warnings"] == [warning]
 
 

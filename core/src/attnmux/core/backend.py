@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
+    from attnmux.core.linear.backend import LinearAttentionBackend
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
@@ -57,6 +58,13 @@ class AttentionBackend(StepBackend):
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backend that serves steps of that mode. Composites return a child."""
         return self
+
+    def linear(self, kind: str) -> LinearAttentionBackend:
+        """The backend of the model's linear layers of that kind, prepared together with this one.
+
+        Raises InvalidInput for a kind that the decision's model does not have.
+        """
+        raise InvalidInput("kind", got=kind, expected="attention: this model has no linear layers")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The `seq_lens` of a padding row in a graph."""

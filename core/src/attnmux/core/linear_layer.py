@@ -8,10 +8,13 @@ from typing import Literal
 from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
 
-LinearKind = Literal["gdn", "kda", "mamba2", "lightning", "conv"]
+LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
 
 DELTA_KINDS = frozenset({"gdn", "kda"})
 """Kinds that subtract what the state already holds for a key before they add its value."""
+
+CHANNEL_KINDS = frozenset({"kda", "mamba1"})
+"""Kinds whose decay is a number for each K channel of a head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,9 +28,10 @@ class LinearLayerSpec:
         S = S + k u^T
         o = scaling * S^T q
 
-    g is a number for each V head, and for each of its K channels in "kda". V head h uses the Q and
-    K of head h // (num_v_heads / num_k_heads). In "mamba2", q, k, v, beta and g are C, B, x, dt and
-    A * dt; the model adds D * x itself. "lightning" has a constant g and no beta.
+    g is a number for each V head; in "kda" and "mamba1" for each of its K channels. V head h uses
+    the Q and K of head h // (num_v_heads / num_k_heads). In "mamba1" and "mamba2", q, k, v, beta
+    and g are C, B, x, dt and A * dt, and the model adds D * x itself; in "mamba1" every channel of
+    x is a head of its own, with a V of one dim. "lightning" has a constant g and no beta.
 
     `conv_dims` describes the layer's short causal convolutions, each over its own channels. They
     are all that a layer of kind "conv" has.
@@ -75,6 +79,6 @@ class LinearLayerSpec:
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of a token's g: [Hv], in "kda" [Hv, K]."""
+        """Shape of a token's g: [Hv], in `CHANNEL_KINDS` [Hv, K]."""
         heads = (self.num_v_heads,)
-        return (*heads, self.head_k_dim) if self.kind == "kda" else heads
+        return (*heads, self.head_k_dim) if self.kind in CHANNEL_KINDS else heads

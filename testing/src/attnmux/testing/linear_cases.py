@@ -12,6 +12,14 @@ from attnmux.testing.cases import PHASES, Case, Step, decode, extend
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {"num_k_heads": 2, "num_v_heads": 4, "qk_l2norm": True, "conv_dims": (96,)},
     "kda": {"num_k_heads": 4, "num_v_heads": 4, "qk_l2norm": True, "conv_dims": (64, 32)},
+    "mamba1": {
+        "num_k_heads": 1,
+        "num_v_heads": 24,
+        "head_k_dim": 16,
+        "head_v_dim": 1,
+        "conv_dims": (24,),
+        "conv_bias": True,
+    },
     "mamba2": {"num_k_heads": 1, "num_v_heads": 4, "conv_dims": (96,), "conv_bias": True},
     "lightning": {"num_k_heads": 4, "num_v_heads": 4, "conv_size": 0},
     "conv": {"head_k_dim": 0, "head_v_dim": 0, "conv_dims": (96,), "conv_size": 3},
@@ -28,7 +36,7 @@ class LinearCase:
 
     name: str
     steps: tuple[Step, ...]
-    kind: Literal["gdn", "kda", "mamba2", "lightning", "conv"]
+    kind: Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
     num_k_heads: int = 0
     num_v_heads: int = 0
     head_k_dim: int = 64
@@ -122,10 +130,13 @@ def _of_kind(kind: str) -> Iterator[LinearCase]:
         settings |= {
             "strong-decay": {"strong_decay": True},
             "no-norm": {"qk_l2norm": False},
+            "one-head": {"num_k_heads": 1, "num_v_heads": 1},
+        }
+    if kind not in ("mamba1", "conv"):
+        settings |= {
             "dims-128": {"head_k_dim": 128, "head_v_dim": 128},
             "dims-128-64": {"head_k_dim": 128},
             "dims-64-128": {"head_v_dim": 128},
-            "one-head": {"num_k_heads": 1, "num_v_heads": 1},
             "8-heads-over-2": {"num_k_heads": 2, "num_v_heads": 8},
         }
     for name, given in settings.items():

@@ -244,7 +244,7 @@ def _inputs(setup: LinearSetup, layer: LinearLayerSpec, count: int) -> LinearInp
     beta = None
     if layer.kind != "lightning":
         beta = setup.random(count, layer.num_v_heads).sigmoid()
-        beta = beta if layer.kind == "mamba2" else beta.to(q.dtype)
+        beta = beta if layer.kind.startswith("mamba") else beta.to(q.dtype)
     convs = []
     for dim in layer.conv_dims:
         x = setup.tensor(count, dim + 8)[:, :dim]

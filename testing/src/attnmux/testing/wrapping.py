@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode
+from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode, LinearAttentionBackend
 from attnmux.core.composites import DispatchingBackend
 
 
@@ -26,6 +26,9 @@ class WrappingBackend(DispatchingBackend):
         wrapped = copy.copy(self)
         wrapped.backend = child
         return wrapped
+
+    def linear(self, kind: str) -> LinearAttentionBackend:
+        return self.backend.linear(kind)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.backend.init_cuda_graph_state(max_bs, max_num_tokens)

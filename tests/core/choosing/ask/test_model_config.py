@@ -192,29 +192,37 @@ def test_other_values_of_heads_and_layers(tmp_path, changes, asked) -> None:
 HYBRIDS = {
     "qwen3-next": (
         {"model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4},
-        {"linear_attention": 36},
+        {"gdn": 36},
     ),
     "qwen3-next-by-default": (
         {"model_type": "qwen3_next", "num_hidden_layers": 8},
-        {"linear_attention": 6},
+        {"gdn": 6},
     ),
     "jamba": (
         {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4},
-        {"mamba": 28},
+        {"mamba1": 28},
     ),
-    "granite-4": ({"layer_types": [*["mamba"] * 9, "attention"] * 4}, {"mamba": 36}),
+    "unnamed": ({"layer_types": [*["mamba"] * 9, "attention"] * 4}, {"mamba": 36}),
+    "granite-4": (
+        {"model_type": "granitemoehybrid", "layer_types": [*["mamba"] * 9, "attention"] * 4},
+        {"mamba2": 36},
+    ),
+    "minimax-by-name": (
+        {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]},
+        {"lightning": 1},
+    ),
     "lfm2": ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, {"conv": 10}),
-    "falcon-h1": ({"model_type": "falcon_h1", "num_hidden_layers": 24}, {"mamba": 24}),
-    "nemotron-h": ({"hybrid_override_pattern": "M-M-M*-ME"}, {"mamba": 4}),
-    "minimax": ({"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 2}, {"linear_attention": 14}),
+    "falcon-h1": ({"model_type": "falcon_h1", "num_hidden_layers": 24}, {"mamba2": 24}),
+    "nemotron-h": ({"hybrid_override_pattern": "M-M-M*-ME"}, {"mamba2": 4}),
+    "minimax": ({"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 2}, {"lightning": 14}),
     "kimi-linear": (
         {
             "num_hidden_layers": 8,
             "linear_attn_config": {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]},
         },
-        {"linear_attention": 6},
+        {"kda": 6},
     ),
-    "bamba": ({"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}, {"mamba": 29}),
+    "bamba": ({"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}, {"mamba2": 29}),
     "zamba2": ({"layers_block_type": ["mamba", "mamba", "hybrid"]}, {"mamba": 3}),
     "recurrent-gemma": (
         {
@@ -231,10 +239,10 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_layers_that_no_backend_serves_are_counted(tmp_path, name) -> None:
+def test_linear_layers_are_counted_by_kind(tmp_path, name) -> None:
     changes, counted = HYBRIDS[name]
     request = from_config(tmp_path, {**SMALL, **changes})
-    assert dict(request.unserved_layers) == counted
+    assert dict(request.linear_layers) == counted
     assert (request.num_q_heads, request.head_dim) == (8, 64)
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
     assert request.sliding_window == (2047 if name == "recurrent-gemma" else None)
@@ -257,17 +265,36 @@ def test_random_hybrids_are_counted_or_refused(tmp_path_factory, types, heads, n
             from_config(folder, content)
         return
     counts = Counter(each for each in types if each in ("mamba", "conv", "linear_attention"))
-    assert dict(from_config(folder, content).unserved_layers) == counts
+    assert dict(from_config(folder, content).linear_layers) == counts
 
 
-def test_unserved_layers_are_read_from_text() -> None:
-    request = Request.parse("unserved_layers=mamba:36+conv:2")
-    assert request.unserved_layers == (("conv", 2), ("mamba", 36))
-    assert Request.parse("unserved_layers=none").unserved_layers == ()
-    assert Request(unserved_layers={"conv": 2}).unserved_layers == (("conv", 2),)
+@pytest.mark.parametrize(
+    ("stated", "dims"),
+    [
+        ({"linear_key_head_dim": 128, "linear_value_head_dim": 128}, (128, None)),
+        ({"linear_key_head_dim": 96, "linear_value_head_dim": 192}, (96, 192)),
+        ({"linear_attn_config": {"head_dim": 64, "full_attn_layers": [1]}}, (64, None)),
+        ({"mamba_d_state": 256, "mamba_d_head": 64}, (256, 64)),
+        ({"mamba_d_state": 256, "mamba_d_head": "auto"}, (256, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_the_dims_of_recurrent_states_are_read(tmp_path, stated, dims) -> None:
+    changes = {"layer_types": ["mamba", "full_attention"], **stated}
+    request = from_config(tmp_path, {**SMALL, **changes})
+    assert (request.linear_head_dim, request.linear_v_head_dim) == dims
+    dense = from_config(tmp_path, {**SMALL, **stated, "layer_types": ["full_attention"]})
+    assert dense.linear_head_dim is None
+
+
+def test_linear_layers_are_read_from_text() -> None:
+    request = Request.parse("linear_layers=mamba:36+conv:2")
+    assert request.linear_layers == (("conv", 2), ("mamba", 36))
+    assert Request.parse("linear_layers=none").linear_layers == ()
+    assert Request(linear_layers={"conv": 2}).linear_layers == (("conv", 2),)
     for wrong in ("mamba", "mamba:x", "mamba:1:2"):
-        with pytest.raises(InvalidInput, match="unserved_layers"):
-            Request.parse(f"unserved_layers={wrong}")
+        with pytest.raises(InvalidInput, match="linear_layers"):
+            Request.parse(f"linear_layers={wrong}")
 
 
 TOWER = {"num_attention_heads": 12, "hidden_size": 768}

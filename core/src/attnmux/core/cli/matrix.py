@@ -37,6 +37,7 @@ TITLES = {
     "dual_chunk": "Dual chunk attention",
     "gdn": "Gated delta rule",
     "kda": "Kimi delta attention",
+    "mamba1": "Mamba",
     "mamba2": "Mamba-2",
     "lightning": "Lightning attention",
     "conv": "Short convolution",

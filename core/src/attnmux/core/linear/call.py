@@ -20,7 +20,7 @@ class LinearCall(msgspec.Struct, frozen=True, eq=False):
     v: torch.Tensor
     """[T, Hv, V]"""
     g: torch.Tensor
-    """[T, Hv] float32, in kind "kda" [T, Hv, K]: the logarithm of the decay, at most 0."""
+    """[T, Hv] float32, in kinds "kda" and "mamba1" [T, Hv, K]: the logarithm of the decay, at most 0."""
     beta: torch.Tensor | None
     """[T, Hv]; None is 1."""
     layer: LinearLayerSpec

@@ -52,7 +52,7 @@ class LinearByPhase(LinearAttentionBackend):
 class HybridLinearAttnBackend(DispatchingBackend):
     """A model's attention backend, which also prepares the backends of its linear layers.
 
-    Attention layers call it as any backend. Linear layers call `linear[kind]` with the same batch.
+    Attention layers call it as any backend. Linear layers call `linear(kind)` with the same batch.
     """
 
     def __init__(
@@ -63,35 +63,42 @@ class HybridLinearAttnBackend(DispatchingBackend):
             raise InvalidInput("linear", got="none", expected="a backend for each kind of layer")
         super().__init__(full.context)
         self.full = full
-        self.linear: Mapping[str, LinearAttentionBackend] = FrozenMapping(linear)
+        self._linear: Mapping[str, LinearAttentionBackend] = FrozenMapping(linear)
+
+    def linear(self, kind: str) -> LinearAttentionBackend:
+        try:
+            return self._linear[kind]
+        except KeyError:
+            expected = f"one of {', '.join(self._linear)}"
+            raise InvalidInput("kind", got=kind, expected=expected) from None
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         child = self.full.select(mode)
-        return self if child is self.full else HybridLinearAttnBackend(child, self.linear)
+        return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         return self.full
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        for each in self.linear.values():
+        for each in self._linear.values():
             each.init_forward_metadata(batch)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
-        for each in self.linear.values():
+        for each in self._linear.values():
             each.init_forward_metadata_out_graph(batch, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
-        for each in self.linear.values():
+        for each in self._linear.values():
             each.init_forward_metadata_in_graph(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.full.init_cuda_graph_state(max_bs, max_num_tokens)
-        for each in self.linear.values():
+        for each in self._linear.values():
             each.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

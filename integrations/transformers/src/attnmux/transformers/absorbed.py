@@ -35,6 +35,7 @@ from attnmux.transformers.attention import (
     refuse_mask,
     traced_layer_id,
 )
+from attnmux.transformers.mixers import Mixer
 from attnmux.transformers.probe import Probe, Recorder
 
 ABSORBED = "attnmux_absorbed"
@@ -53,7 +54,7 @@ def latent_of(call: ModelCall, projection: UpProjection) -> tuple[torch.Tensor, 
 
 @torch.inference_mode()
 def absorbed_layers(
-    model: PreTrainedModel, layers: Sequence[LayerSpec]
+    model: PreTrainedModel, layers: Sequence[LayerSpec], *, mixers: Sequence[Mixer] = ()
 ) -> tuple[LayerSpec, ...] | None:
     """The layers of `record_layers` as MLA layers; None if the model cannot run absorbed.
 
@@ -64,7 +65,7 @@ def absorbed_layers(
     if any(not _divides(by_layer.get(layer.layer_id), layer) for layer in layers):
         return None
     projections = {layer.layer_id: _of_layer(by_layer[layer.layer_id], layer) for layer in layers}
-    probe = Probe.of(model)
+    probe = Probe.of(model, mixers)
     expanded = _calls(probe)
     absorb(model, layers)
     try:

@@ -42,6 +42,7 @@ class StepBuilder(RequestMemory):
         window_tree: WindowPrefixTree | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
+        has_linear_states: bool = False,
     ) -> None:
         """token_to_kv_pool: holds the slots' K and V; None without any to zero.
 
@@ -50,6 +51,7 @@ class StepBuilder(RequestMemory):
         max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
+        has_linear_states: the model's linear layers have states in the rows of the table.
 
         `prefix_tree` starts empty and is for the caller. It owns slots of the allocator and lives
         as long as that.
@@ -61,6 +63,7 @@ class StepBuilder(RequestMemory):
         """The prefix tree, if the model has a window pool."""
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
+        self.has_linear_states = has_linear_states
 
     def reset(self) -> None:
         """Free all rows and pages, empty the prefix tree and zero the KV pool. Requests that held

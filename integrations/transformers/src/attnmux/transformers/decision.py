@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from attnmux.core import (
     Decision,
     InvalidInput,
     LayerSpec,
+    LinearLayerSpec,
     Measurement,
     NoBackend,
     Offer,
@@ -83,11 +85,14 @@ class RunnerOptions:
     """Called with the backend that was made; the runner uses what it returns, such as a canary."""
 
 
-def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
+def request_of(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, linear: Sequence[LinearLayerSpec] = ()
+) -> Request:
     """What the layers need, every value with the origin "model".
 
     Where windows or chunks differ between layers, the largest is asked for.
-    Raises InvalidInput where heads or dims differ: one KV pool holds all layers.
+    Raises InvalidInput where heads or dims differ: one KV pool holds all layers, and one backend
+    serves all linear layers of a kind.
     """
     first = alike(layers, "tp_q_head_num")
     windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
@@ -103,8 +108,22 @@ def request_of(layers: Sequence[LayerSpec], dtype: torch.dtype) -> Request:
         "logit_cap": max(layer.logit_cap for layer in layers) or None,
         "sinks": any(layer.sinks is not None for layer in layers),
         "cross_attention": any(layer.is_cross_attention for layer in layers),
+        **_linear_needs(linear),
     }
     return Request().replace(origin="model", **given)
+
+
+def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
+    dims = {(layer.head_k_dim, layer.head_v_dim) for layer in linear if layer.has_state}
+    if len(dims) > 1:
+        got = f"dims {sorted(dims)} of K and V"
+        raise InvalidInput("linear layers", got=got, expected="the same in all of them")
+    k_dim, v_dim = next(iter(dims), (None, None))
+    return {
+        "linear_layers": Counter(layer.kind for layer in linear),
+        "linear_head_dim": k_dim,
+        "linear_v_head_dim": None if v_dim == k_dim else v_dim,
+    }
 
 
 def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
@@ -200,9 +219,13 @@ def decide(
             spec_topk=options.draft_topk,
             spec_draft_tokens=options.draft_tokens,
         )
-    return solve_measured(
+    decision = solve_measured(
         request, platform, offers, options.policy, measurements=options.measurements
     )
+    if decision.unserved_layers:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
+        raise NoBackend(f"no backend serves these layers of the model: {kinds}")
+    return decision
 
 
 def _check_windows(request: Request, options: RunnerOptions) -> None:

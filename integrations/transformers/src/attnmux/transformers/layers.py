@@ -7,12 +7,14 @@ transformers passes to each layer. Nothing is known about any model by its name.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
+from attnmux.transformers.mixers import Mixer, has_mixers
 from attnmux.transformers.probe import Probe, Reach
 
 POSITION_TOLERANCE = 0.02
@@ -21,39 +23,63 @@ one position."""
 
 
 @torch.inference_mode()
-def record_layers(model: PreTrainedModel, *, max_context_len: int) -> tuple[LayerSpec, ...]:
+def record_layers(
+    model: PreTrainedModel, *, max_context_len: int, mixers: Sequence[Mixer] = ()
+) -> tuple[LayerSpec, ...]:
     """The attention layers of a decoder model, recorded while it runs.
 
-    Windows and chunks are valid for sequences of up to `max_context_len` tokens.
-    Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
+    Windows and chunks are valid for sequences of up to `max_context_len` tokens. mixers: those of
+    the model, bound; their layers are recorded too.
+    Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
-    probe = Probe.of(model)
+    probe = Probe.of(model, mixers)
     logits, recorder = probe.run([0], [0])
-    expected = model.config.get_text_config(decoder=True).num_hidden_layers
     counts = Counter(call.layer_id for call in recorder.calls)
+    if mixers:
+        _check_hybrid(probe, counts)
+    else:
+        _check_every_layer(probe, counts)
+    check_independence(probe, logits, recorder.calls)
+    for mixer in mixers:
+        mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
+    calls = sorted(recorder.calls, key=lambda call: call.layer_id)
+    return tuple(layer_of(call, recorder.reach_of(call, max_context_len)) for call in calls)
+
+
+def _check_hybrid(probe: Probe, counts: Counter[int]) -> None:
+    """Whatever else mixes tokens shows when requests share a row."""
+    twice = [layer_id for layer_id, count in counts.items() if count > 1]
+    if twice or not counts:
+        got = f"layers {twice} that attend twice" if twice else "no attention in any layer"
+        expected = "attention once in at least one layer: a KV cache counts a request's tokens"
+        raise InvalidInput(probe.name, got=got, expected=expected)
+
+
+def _check_every_layer(probe: Probe, counts: Counter[int]) -> None:
+    expected = probe.model.config.get_text_config(decoder=True).num_hidden_layers
     if expected < 1:
         raise InvalidInput(probe.name, got="none", expected="at least one layer")
-    if len(counts) != expected or len(recorder.calls) != expected:
+    if len(counts) != expected or counts.total() != expected:
         raise InvalidInput(
             probe.name,
-            got=f"{len(recorder.calls)} attention calls in layers {sorted(counts)}",
+            got=f"{counts.total()} attention calls in layers {sorted(counts)}",
             expected=f"one in each of {expected} layers: a layer that mixes tokens in another "
             "way, or that attends twice, cannot be served",
         )
-    check_independence(probe, logits, recorder.calls)
-    calls = sorted(recorder.calls, key=lambda call: call.layer_id)
-    return tuple(layer_of(call, recorder.reach_of(call, max_context_len)) for call in calls)
 
 
 def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     """Refuse models whose attention does not pass through transformers' attention interface.
 
-    Raises InvalidInput with the reason.
+    A model with mixers has recurrent states that can be served; what else it does, the probe finds
+    out. Raises InvalidInput with the reason.
     """
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
+    if has_mixers(model_class):
+        return
     if model_class._is_stateful:
         raise InvalidInput(
             name,

@@ -13,6 +13,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     LayerSpec,
+    LinearLayerSpec,
     Offer,
     Platform,
     dtype_name,
@@ -35,6 +36,7 @@ from attnmux.transformers.decision import (
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.layers import record_layers
+from attnmux.transformers.mixers import mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
@@ -85,11 +87,17 @@ def _load_decoder(
         decide_first(stated_ways(known, options), platform, offers, options)
     device = torch.device(options.device or platform.device_type)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
-    layers = record_layers(model, max_context_len=options.max_context_len)
-    request = request_of(layers, dtype)
+    mixers = mixers_of(model)
+    for mixer in mixers:
+        mixer.bind()
+    layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
+    linear = serve(mixers)
+    request = request_of(layers, dtype, linear)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
-    latent = None if options.mla == "expanded" else absorbed_layers(model, layers)
+    latent = None
+    if options.mla != "expanded":
+        latent = absorbed_layers(model, layers, mixers=mixers)
     ways = [] if latent is None else [latent_request(request, latent)]
     if options.mla == "absorbed" and latent is None:
         raise InvalidInput(
@@ -103,10 +111,10 @@ def _load_decoder(
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
             model.set_attn_implementation(SERVED)
-            return _make(model, layers, decision, options)
+            return _make(model, layers, decision, options, linear=linear)
         absorb(model, layers)
         try:
-            return _make(model, latent, decision, options)
+            return _make(model, latent, decision, options, linear=linear)
         except BaseException:
             expand(model, layers)
             raise
@@ -184,6 +192,7 @@ def _make(
     decision: Decision,
     options: RunnerOptions,
     max_encoder_len: int = 0,
+    linear: Sequence[LinearLayerSpec] = (),
 ) -> ModelRunner:
     if options.check is not None:
         options.check(decision)
@@ -191,6 +200,7 @@ def _make(
         model,
         layers,
         decision,
+        linear=linear,
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,

@@ -14,6 +14,8 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     LayerSpec,
+    LinearLayerSpec,
+    LinearStatePool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     PagedAllocator,
@@ -171,6 +173,22 @@ def pool_sizes(
     if swa >= full or one_pool >= full:
         return sizes
     return PoolSizes(full=full, swa=swa, one_pool=one_pool)
+
+
+def make_states(
+    linear: Sequence[LinearLayerSpec],
+    decision: Decision,
+    max_batch_size: int,
+    device: torch.device,
+) -> LinearStatePool | None:
+    """The states of a model's linear layers, for so many requests; None without such layers.
+
+    Raises PoolExhausted when memory does not suffice.
+    """
+    if not linear:
+        return None
+    dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
+    return LinearStatePool(size=max_batch_size, layers=linear, conv_dtype=dtype, device=device)
 
 
 def make_pools(

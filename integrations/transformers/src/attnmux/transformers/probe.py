@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.attention import ModelCall, no_mask, read_call
+from attnmux.transformers.mixers import Mixer, MixerRecorder
+from attnmux.transformers.mixers import recording as recording_mixers
 
 MaskFunction = Callable[..., torch.Tensor]
 """As in transformers: whether (batch, head, query position, key position) is visible."""
@@ -93,6 +95,7 @@ class Recorder:
 
     calls: list[ModelCall] = field(default_factory=list)
     masks: list[MaskFunction] = field(default_factory=list)
+    mixers: MixerRecorder = field(default_factory=MixerRecorder)
     reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
     """The reaches of the masks, many of which are shared by layers."""
 
@@ -155,11 +158,13 @@ class Probe:
     embeddings: torch.nn.Module
     """The input embedding."""
     recorder: Callable[[], Recorder] = Recorder
+    mixers: Sequence[Mixer] = ()
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Probe:
-        """The probed model of a decoder model."""
-        return cls(model=model, call=model, embeddings=model.get_input_embeddings())
+    def of(cls, model: PreTrainedModel, mixers: Sequence[Mixer] = ()) -> Probe:
+        """The probed model of a decoder model, with its bound mixers."""
+        embeddings = model.get_input_embeddings()
+        return cls(model=model, call=model, embeddings=embeddings, mixers=mixers)
 
     @property
     def name(self) -> str:
@@ -174,7 +179,7 @@ class Probe:
         """
         device, recorder = self.model.device, self.recorder()
         positions = None if position_ids is None else torch.tensor([position_ids], device=device)
-        with recording(self.model, recorder):
+        with recording(self.model, recorder), recording_mixers(self.mixers) as recorder.mixers:
             logits = self.call(
                 input_ids=torch.tensor([token_ids], device=device),
                 position_ids=positions,

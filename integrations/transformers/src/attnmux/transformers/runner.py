@@ -22,6 +22,7 @@ from attnmux.core import (
     GraphRunner,
     InvalidInput,
     LayerSpec,
+    LinearLayerSpec,
     ModelInput,
     ReqToTokenPool,
     TunedLaunch,
@@ -34,7 +35,7 @@ from attnmux.core import (
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.pools import MemoryBudget, make_pools, pool_sizes
+from attnmux.transformers.pools import MemoryBudget, make_pools, make_states, pool_sizes
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
@@ -56,6 +57,7 @@ class ModelRunner:
         layers: Sequence[LayerSpec],
         decision: Decision,
         *,
+        linear: Sequence[LinearLayerSpec] = (),
         max_batch_size: int,
         max_context_len: int,
         max_total_tokens: int | None = None,
@@ -70,12 +72,13 @@ class ModelRunner:
 
         model: loaded with attn_implementation="attnmux", on the decision's device; an
         encoder-decoder model as a `PackedDecoder`. layers: from `record_layers` or
-        `record_decoder`. max_total_tokens: tokens of all requests together; they fit even if the
-        last page of each request is partly filled. memory: the memory of the KV pool. If both are
-        given, the smaller one counts. max_encoder_len: encoder tokens of a request, in addition to
-        its `max_context_len`; 0 for a decoder-only model. window_step_tokens: the prompt tokens of
-        a step, at least, for which a window pool has room (see `pool_sizes`); None puts all layers
-        into one pool. Callers then `slide` requests before each step, as the engine does.
+        `record_decoder`. linear: the layers of the model's mixers. max_total_tokens: tokens of all
+        requests together; they fit even if the last page of each request is partly filled. memory:
+        the memory of the KV pool and the linear states. If both are given, the smaller one counts.
+        max_encoder_len: encoder tokens of a request, in addition to its `max_context_len`; 0 for a
+        decoder-only model. window_step_tokens: the prompt tokens of a step, at least, for which a
+        window pool has room (see `pool_sizes`); None puts all layers into one pool. Callers then
+        `slide` requests before each step, as the engine does.
         launches: as `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
@@ -83,6 +86,7 @@ class ModelRunner:
         self.decision = decision
         device = model.device
         page_size = decision.page_size
+        self.linear_states = make_states(linear, decision, max_batch_size, device)
         most = None
         if max_total_tokens is not None:
             part_filled = max_batch_size if page_size > 1 else 0
@@ -93,7 +97,7 @@ class ModelRunner:
             layers,
             decision,
             max_tokens=most,
-            nbytes=None if memory is None else memory.resolve(device),
+            nbytes=self._kv_bytes(memory),
             max_batch_size=max_batch_size,
             window_step_tokens=None if max_encoder_len else window_step_tokens,
         )
@@ -107,6 +111,7 @@ class ModelRunner:
             layers=tuple(layers),
             req_to_token_pool=table,
             token_to_kv_pool=pool,
+            linear_states=self.linear_states,
             workspace=Workspace(device),
             max_batch_size=max_batch_size,
             max_context_len=columns,
@@ -123,6 +128,7 @@ class ModelRunner:
             window_tree=window_tree,
             max_step_tokens=fixed_row_len(model.config),
             max_encoder_len=max_encoder_len,
+            has_linear_states=self.linear_states is not None,
         )
         self.graphs: GraphRunner | None = None
         """Of decode steps."""
@@ -131,6 +137,15 @@ class ModelRunner:
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def _kv_bytes(self, memory: MemoryBudget | None) -> int | None:
+        """What the budget leaves to the KV pool. A share is one of the memory after the states."""
+        if memory is None:
+            return None
+        states = (
+            0 if self.linear_states is None or memory.nbytes is None else self.linear_states.nbytes
+        )
+        return max(memory.resolve(self.model.device) - states, 0)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.
@@ -143,6 +158,9 @@ class ModelRunner:
         self.graphs = self.verify_graphs = None
         # By name: the import loads a compiler, which takes seconds.
         compiled = pkgutil.resolve_name("attnmux.transformers.compiled")
+        if self.linear_states is not None:
+            expected = "attention in every layer: a compiler would cut the model at each other one"
+            raise InvalidInput("compile", got="a model with linear layers", expected=expected)
         if isinstance(self.model, PackedDecoder) or not compiled.compile_layers(
             self.model, backend
         ):

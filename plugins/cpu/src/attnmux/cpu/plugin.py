@@ -171,7 +171,7 @@ TORCH_LINEAR = BackendCard(
     extra="torch",
     verified_on=(
         Verified(
-            on="AMD EPYC with AVX2",
+            on="Intel Xeon with AVX-512",
             platform="cpu:x86_64",
             libraries=("torch 2.13.0+cpu",),
             date="2026-11-25",
@@ -185,7 +185,7 @@ TORCH_LINEAR = BackendCard(
         Clause(
             vendor=ANY,
             phase=one_of("extend", "decode"),
-            kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
+            kind=one_of("gdn", "kda", "mamba1", "mamba2", "lightning", "conv"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
             page_size=ANY,
@@ -196,7 +196,7 @@ TORCH_LINEAR = BackendCard(
         for dtype in _UNSCALED
     ),
     priors=(
-        Prior(rank=50, when=when(vendor=one_of("cpu")), source="the only one made for a CPU"),
+        Prior(rank=50, when=when(vendor=one_of("cpu")), source="no other serves a CPU"),
         Prior(rank=LAST_RESORT, source="reads the state of a chunk from memory for each product"),
     ),
 )

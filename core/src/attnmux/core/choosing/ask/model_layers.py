@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.errors import InvalidInput
 
@@ -16,8 +17,10 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
 ATTENTION = WINDOWED | CHUNKED | INDEXED | UNRESTRICTED
 
-RECURRENT = frozenset({"linear_attention", "mamba", "mamba2"})
-LINEAR = RECURRENT | {"recurrent", "conv"}
+UNNAMED = frozenset({"linear_attention", "mamba"})
+"""Words for recurrent layers whose kind the model type tells."""
+
+LINEAR = UNNAMED | {"recurrent", *LINEAR_KINDS}
 """Types of layers that mix tokens without softmax attention."""
 
 KIND_OF: Mapping[str, str] = {
@@ -27,7 +30,7 @@ KIND_OF: Mapping[str, str] = {
     **dict.fromkeys(("minimax", "minimax_text_01"), "lightning"),
     **dict.fromkeys(("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "mamba2"),
     **dict.fromkeys(("zamba2", "mamba2"), "mamba2"),
-    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), "mamba"),
+    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), "mamba1"),
 }
 """The kind of a model type's recurrent layers, which its config.json calls "linear_attention" or
 "mamba". Source: the functions that the models of transformers 5.23 call."""
@@ -44,7 +47,7 @@ UNIFORM = {
 }
 """Model types all of whose layers are of one kind that their config.json does not state."""
 
-PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's pattern."""
 
 MOST_LAYERS = 10_000
@@ -95,21 +98,19 @@ def _derived(values: Mapping[str, Any], source: str) -> list[str]:
         return list(islice(cycle(known), _count(values, source)))
     if is_whole(period := values.get("attn_layer_period"), 1):  # Jamba
         offset = values.get("attn_layer_offset") or 0
-        return _placed(values, source, lambda place: place % period == offset, "mamba")
+        return _placed(values, source, lambda place: place % period == offset, "mamba1")
     if (places := _list(values, "full_attn_idxs")) is not None:
         return _placed(values, source, lambda place: place in places, "conv")  # LFM2
     if (places := _list(values, "attn_layer_indices")) is not None:
-        return _placed(values, source, lambda place: place in places, "mamba")  # Bamba
+        return _placed(values, source, lambda place: place in places, "mamba2")  # Bamba
     if kinds := _list(values, "attn_type_list"):  # MiniMax-Text-01
-        return ["attention" if kind == 1 else "linear_attention" for kind in kinds]
+        return ["attention" if kind == 1 else "lightning" for kind in kinds]
     if isinstance(linear := values.get("linear_attn_config"), dict):  # Kimi-Linear counts from 1
         places = linear.get("full_attn_layers") or []
-        return _placed(values, source, lambda place: place + 1 in places, "linear_attention")
+        return _placed(values, source, lambda place: place + 1 in places, "kda")
     interval = values.get("full_attention_interval") or (4 if model_type == "qwen3_next" else None)
     if is_whole(interval, 1):
-        return _placed(
-            values, source, lambda place: (place + 1) % interval == 0, "linear_attention"
-        )
+        return _placed(values, source, lambda place: (place + 1) % interval == 0, "gdn")
     if model_type in UNIFORM:
         return [UNIFORM[model_type]] * _count(values, source)
     return []
@@ -139,7 +140,7 @@ def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], .
     tell more precisely keeps the name of its config.json."""
     named = [name for each in types if (name := BESIDE.get(each, each)) in LINEAR]
     own = KIND_OF.get(model_type)
-    counts = Counter(own if own and name in RECURRENT else name for name in named)
+    counts = Counter(own if own and name in UNNAMED else name for name in named)
     return tuple(sorted(counts.items()))
 
 

@@ -32,7 +32,7 @@ class Request:
     kind: str = "mha"
     """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
     remapped by chunk, so that other attention gives wrong answers); or a kind of linear layers:
-    "gdn", "kda", "mamba2", "lightning" and "conv" (see `LinearLayerSpec`)."""
+    "gdn", "kda", "mamba1", "mamba2", "lightning" and "conv" (see `LinearLayerSpec`)."""
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None

@@ -10,7 +10,7 @@ from attnmux.core.choosing.common.checks import UNSET, read_flag
 from attnmux.core.errors import InvalidInput
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
-LINEAR_KINDS = ("gdn", "kda", "mamba2", "lightning", "conv")
+LINEAR_KINDS = ("gdn", "kda", "mamba1", "mamba2", "lightning", "conv")
 KINDS = (*ATTENTION_KINDS, *LINEAR_KINDS)
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
 DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")

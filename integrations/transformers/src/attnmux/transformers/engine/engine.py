@@ -90,7 +90,8 @@ class Engine:
 
         max_running: the most requests in memory; None means one for each row of the runner.
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
-        prefix_cache: keep K and V for later prompts that begin with the same tokens.
+        prefix_cache: keep K and V for later prompts that begin with the same tokens. A model with
+        linear layers has no cached prefixes, since its states are those of the last token.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.

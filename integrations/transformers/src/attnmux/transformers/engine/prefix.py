@@ -34,7 +34,8 @@ class PrefixCache:
     """
 
     def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
-        self.enabled = enabled
+        # States are those of the last token: a prefix could not be run on from
+        self.enabled = enabled and not steps.has_linear_states
         self.steps = steps
         self.allocator = steps.allocator
         self.page_size = steps.allocator.page_size
