@@ -55,6 +55,66 @@ TINY_VISION = {
 }
 
 
+MIXED = {**BASE, "num_hidden_layers": 4}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+EXPERTS = {"num_experts": 4, **MOE}
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **MIXED, **EXPERTS, **GDN, head_dim=16, shared_expert_intermediate_size=16
+    ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**MIXED, **GDN, head_dim=16),
+    "olmo-hybrid": lambda: transformers.OlmoHybridConfig(**MIXED, **GDN),
+    "kimi-linear": lambda: transformers.KimiLinearConfig(
+        **{**MIXED, "num_key_value_heads": 4},
+        **LATENT,
+        **EXPERTS,
+        linear_head_dim=16,
+        linear_num_heads=2,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+    ),
+    "bamba": lambda: transformers.BambaConfig(
+        **MIXED, **MAMBA2, attn_layer_indices=[1], mamba_expand=2, mamba_chunk_size=16
+    ),
+    "falcon-h1": lambda: transformers.FalconH1Config(
+        **MIXED, **MAMBA2, mamba_d_ssm=64, mamba_chunk_size=16
+    ),
+    "nemotron-h": lambda: transformers.NemotronHConfig(
+        **{name: value for name, value in BASE.items() if name != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=16,
+        head_dim=16,
+    ),
+    "granite-4": lambda: transformers.GraniteMoeHybridConfig(
+        **MIXED,
+        **MAMBA2,
+        layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2],
+        mamba_expand=2,
+        mamba_chunk_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+    ),
+    "jamba": lambda: transformers.JambaConfig(
+        **MIXED, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **MIXED, layer_types=["conv", "conv", "full_attention", "conv"]
+    ),
+}
+"""Models with layers that have no softmax attention."""
+
+
 def config(name: str) -> PreTrainedConfig:
     """The tiny config of an architecture; windows are shorter than the tests' sequences."""
     makers: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -101,7 +161,7 @@ def config(name: str) -> PreTrainedConfig:
             eos_token_id=None,
         ),
     }
-    return makers[name]()
+    return {**makers, **HYBRIDS}[name]()
 
 
 def randomise(model: PreTrainedModel) -> PreTrainedModel:

@@ -20,6 +20,8 @@ from attnmux.core.choosing.judge.axes import AXES, Question
 from attnmux.core.choosing.offer.conditions import Condition, Value
 from attnmux.testing.candidate import MACHINE_AXES, Candidate
 from attnmux.testing.cases import Case, Step, decode, extend, verify
+from attnmux.testing.linear_cases import AnyCase
+from attnmux.testing.linear_sampling import linear_samples
 
 Point = dict[str, Any]
 Pair = tuple[str, Value | None, str, Value | None]
@@ -89,6 +91,8 @@ class Coverage:
     total: int
 
     def __str__(self) -> str:
+        if not self.total:
+            return "no pairs of values are counted"
         percent = 100 * self.covered // max(self.total, 1)
         return f"{percent} % of {self.total} pairs of values"
 
@@ -125,8 +129,13 @@ class Sampler:
     def coverage(self) -> Coverage:
         return Coverage(covered=self._covered, total=self._covered + len(self._open))
 
-    def cases(self) -> Iterator[Case]:
-        """Yield extremes of all axes in each mode, then all pairs of values, then random points."""
+    def cases(self) -> Iterator[AnyCase]:
+        """Yield extremes of all axes in each mode, then all pairs of values, then random points.
+
+        Cases of linear layers are random from the first.
+        """
+        if not self._levels:
+            yield from linear_samples(self.candidate, self.seed, most_cost=self.most_cost)
         number = 0
         for pins in self._goals():
             found = self._case(pins, number)

@@ -20,7 +20,8 @@ class LinearCall(msgspec.Struct, frozen=True, eq=False):
     v: torch.Tensor
     """[T, Hv, V]"""
     g: torch.Tensor
-    """[T, Hv] float32, in kinds "kda" and "mamba1" [T, Hv, K]: the logarithm of the decay, at most 0."""
+    """The logarithm of the decay, at most 0: [T, Hv] float32, in kinds "kda" and "mamba1"
+    [T, Hv, K]."""
     beta: torch.Tensor | None
     """[T, Hv]; None is 1."""
     layer: LinearLayerSpec

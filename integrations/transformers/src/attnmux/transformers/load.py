@@ -36,7 +36,7 @@ from attnmux.transformers.decision import (
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.layers import record_layers
-from attnmux.transformers.mixers import mixers_of, serve
+from attnmux.transformers.mixers import Mixer, mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
@@ -95,16 +95,8 @@ def _load_decoder(
     request = request_of(layers, dtype, linear)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
-    latent = None
-    if options.mla != "expanded":
-        latent = absorbed_layers(model, layers, mixers=mixers)
+    latent = _latent_layers(model, layers, mixers, options)
     ways = [] if latent is None else [latent_request(request, latent)]
-    if options.mla == "absorbed" and latent is None:
-        raise InvalidInput(
-            "mla",
-            got=f"absorbed, for {type(model).__name__}",
-            expected="expanded: its K and V are not made by a plain linear kv_b_proj",
-        )
     if options.mla != "absorbed":
         ways.append(request)
 
@@ -127,6 +119,25 @@ def _load_decoder(
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
     return runner
+
+
+def _latent_layers(
+    model: PreTrainedModel,
+    layers: Sequence[LayerSpec],
+    mixers: Sequence[Mixer],
+    options: RunnerOptions,
+) -> tuple[LayerSpec, ...] | None:
+    """The layers as they run absorbed; None where they cannot, or shall not."""
+    if options.mla == "expanded":
+        return None
+    latent = absorbed_layers(model, layers, mixers=mixers)
+    if options.mla == "absorbed" and latent is None:
+        raise InvalidInput(
+            "mla",
+            got=f"absorbed, for {type(model).__name__}",
+            expected="expanded: its K and V are not made by a plain linear kv_b_proj",
+        )
+    return latent
 
 
 def _load_encoder_decoder(

@@ -88,13 +88,14 @@ def run_chunks(
     """
     decay = g.cumsum(-2)
     last = decay[..., -1:, :]
-    grown, left = decay.exp(), (last - decay).exp() * k
-    among = _products(q, k, decay).tril()
+    later = torch.cat([g[..., 1:, :], torch.zeros_like(last)], dim=-2).flip(-2).cumsum(-2).flip(-2)
+    grown, left = decay.exp(), later.exp() * k
+    among = _products(q, k, g).tril()
     values = v if beta is None else beta * v
     known = grown * k
     if has_delta_rule:
         assert beta is not None
-        held = beta * _products(k, k, decay)
+        held = beta * _products(k, k, g)
         both = torch.cat([values, beta * known], dim=-1)
         solved = torch.linalg.solve_triangular(held, both, upper=False, unitriangular=True)
         values, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
@@ -109,13 +110,18 @@ def run_chunks(
     return out
 
 
-def _products(left: torch.Tensor, right: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """[N, H, C, C]: left_i . exp(G_i - G_j) right_j for j <= i; undefined elsewhere."""
-    if decay.shape[-1] == 1:
-        apart = (decay - decay.transpose(-1, -2)).tril()
-        return (left @ right.transpose(-1, -2)) * apart.exp()
-    columns = [
-        ((decay - decay[..., j : j + 1, :]).clamp(max=0).exp() * left * right[..., j : j + 1, :])
-        for j in range(decay.shape[-2])
-    ]
-    return torch.stack([column.sum(-1) for column in columns], dim=-1)
+def _products(left: torch.Tensor, right: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """[N, H, C, C]: left_i . exp(G_i - G_j) right_j for j <= i; undefined elsewhere.
+
+    G_i - G_j is summed over the tokens in between: the difference of two long sums would be
+    inexact after a token that forgets everything.
+    """
+    if g.shape[-1] == 1:
+        between = g.expand(*g.shape[:-1], g.shape[-2]).tril(-1).cumsum(-2)
+        return (left @ right.transpose(-1, -2)) * between.exp()
+    columns = []
+    for j in range(g.shape[-2]):
+        between = torch.cat([torch.zeros_like(g[..., : j + 1, :]), g[..., j + 1 :, :]], dim=-2)
+        column = between.cumsum(-2).exp() * left * right[..., j : j + 1, :]
+        columns.append(column.sum(-1))
+    return torch.stack(columns, dim=-1)
