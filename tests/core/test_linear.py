@@ -1,0 +1,328 @@
+"""Linear layers: their description, states, calls, and hybrids with attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import (
+    ForwardMode,
+    GraphUnsupported,
+    HybridLinearAttnBackend,
+    InvalidInput,
+    LayerSpec,
+    LinearAttentionBackend,
+    LinearLayerSpec,
+    LinearStatePool,
+    NoBackend,
+    Offer,
+    PluginError,
+    Policy,
+    Request,
+    build,
+    load_plugins,
+    one_of,
+    solve,
+)
+from attnmux.core.choosing.common.facts import replace as replace_fact
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.linear.hybrid import LinearByPhase
+from attnmux.cpu.plugin import TORCH_LINEAR
+from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.testing import decode, extend, fake_platform
+from attnmux.testing.fakes import FakeBackend
+from attnmux.testing.linear_cases import LinearCase, linear_cases
+from attnmux.testing.linear_runner import make_linear_setup, prepare_linear
+
+GDN = {"kind": "gdn", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 16}
+
+
+def spec(**changes) -> LinearLayerSpec:
+    return LinearLayerSpec(**{"layer_id": 0, **GDN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"num_k_heads": 3}, "num_v_heads"),
+        ({"head_v_dim": 0}, "layer"),
+        ({"kind": "conv", "conv_dims": (8,), "conv_size": 3}, "layer"),
+        ({"conv_dims": (0,), "conv_size": 3}, "conv_dims"),
+        ({"conv_dims": (8,)}, "conv_size"),
+    ],
+)
+def test_a_layer_that_contradicts_itself(changes, argument) -> None:
+    with pytest.raises(InvalidInput, match=argument):
+        spec(**changes)
+    with pytest.raises(InvalidInput, match="conv_dims"):
+        LinearLayerSpec(layer_id=0, kind="conv")
+
+
+def test_states_of_requests() -> None:
+    layers = (spec(), spec(layer_id=7, conv_dims=(6, 10), conv_size=4))
+    pool = LinearStatePool(size=3, layers=layers, conv_dtype=torch.bfloat16, device="cpu")
+    assert pool.state(0).shape == (4, 4, 8, 16)
+    assert pool.state(0).dtype is torch.float32
+    assert [pool.conv(7, index).shape for index in (0, 1)] == [(4, 3, 6), (4, 3, 10)]
+    each = LinearStatePool.bytes_per_request(layers, conv_dtype=torch.bfloat16)
+    assert pool.nbytes == 4 * each
+    for buffer in pool.buffers:
+        buffer.copy_(torch.arange(4).view(-1, *[1] * (buffer.dim() - 1)).expand(buffer.shape))
+    pool.copy(2, 1)
+    assert [buffer.flatten(1)[:, 0].tolist() for buffer in pool.buffers] == [[0, 2, 2, 3]] * 4
+    for rows in ((0, 1), (1, 0), (1, 4)):
+        with pytest.raises(InvalidInput, match="a row from 1 to 3"):
+            pool.copy(*rows)
+    for wrong in (lambda: pool.state(3), lambda: pool.conv(0), lambda: pool.conv(7, 2)):
+        with pytest.raises(InvalidInput, match="layer_id"):
+            wrong()
+    with pytest.raises(InvalidInput, match="a different id"):
+        LinearStatePool(size=1, layers=(spec(), spec()), conv_dtype=torch.float32, device="cpu")
+    with pytest.raises(InvalidInput, match="size"):
+        LinearStatePool(size=0, layers=layers, conv_dtype=torch.float32, device="cpu")
+
+
+CASE = next(case for case in linear_cases() if case.name == "gdn-extend-prefix")
+
+
+@pytest.fixture
+def setup():
+    return make_linear_setup(CASE, fake_platform(), "cpu")
+
+
+def prepared(setup, lengths):
+    step = prepare_linear(setup, lengths, host_lens=False)
+    given = step.inputs[0]
+    call = {"q": given.q, "k": given.k, "v": given.v, "g": given.g, "beta": given.beta}
+    return step.batch, given, call
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", lambda t: t[1:]),
+        ("k", lambda t: t.float()),
+        ("v", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)),
+        ("v", lambda t: t[:, :2]),
+        ("g", lambda t: t.bfloat16()),
+        ("g", lambda t: t.unsqueeze(-1)),
+        ("beta", lambda t: None),
+        ("beta", lambda t: t[:, :1]),
+        ("g", lambda t: t.to("meta")),
+    ],
+)
+def test_bad_calls_leave_the_states_alone(setup, name, change) -> None:
+    batch, given, call = prepared(setup, extend((0, 5), (9, 3)))
+    backend = TorchLinearBackend(setup.context)
+    backend.init_forward_metadata(batch)
+    before = [buffer.clone() for buffer in setup.states.buffers]
+    with pytest.raises(InvalidInput, match=name):
+        backend.forward(layer=given.layer, batch=batch, **{**call, name: change(call[name])})
+    after = setup.states.buffers
+    assert all(
+        torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("x", {"x": torch.zeros(8, 95, dtype=torch.bfloat16)}),
+        ("x", {"x": torch.zeros(96, 8, dtype=torch.bfloat16).t()}),
+        ("weight", {"weight": torch.zeros(96, 3, dtype=torch.bfloat16)}),
+        ("bias", {"bias": torch.zeros(95, dtype=torch.bfloat16)}),
+        ("index", {"index": 1}),
+    ],
+)
+def test_bad_convolutions(setup, name, changes) -> None:
+    batch, given, _ = prepared(setup, extend((0, 5), (9, 3)))
+    backend = TorchLinearBackend(setup.context)
+    backend.init_forward_metadata(batch)
+    x, weight, _ = given.convs[0]
+    with pytest.raises(InvalidInput, match=name):
+        backend.convolve(layer=given.layer, batch=batch, **{"x": x, "weight": weight, **changes})
+
+
+def test_results_go_to_the_given_tensor(setup) -> None:
+    batch, given, call = prepared(setup, decode(5, 9))
+    backend = TorchLinearBackend(setup.context)
+    backend.init_forward_metadata(batch)
+    out = torch.full_like(call["v"], torch.nan)
+    assert backend.forward(layer=given.layer, batch=batch, out=out, **call) is out
+    assert out.isfinite().all()
+
+
+def test_steps_of_drafts_are_refused(setup) -> None:
+    batch, _, _ = prepared(setup, extend((4, 2)))
+    backend = TorchLinearBackend(setup.context)
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+        with pytest.raises(InvalidInput, match="no step of drafts"):
+            backend.init_forward_metadata(replace(batch, forward_mode=mode))
+    with pytest.raises(InvalidInput, match="extend_seq_lens"):
+        backend.init_forward_metadata(replace(batch, extend_seq_lens=None))
+    with pytest.raises(InvalidInput, match="linear_states"):
+        TorchLinearBackend(replace(setup.context, linear_states=None))
+
+
+class Noted(LinearAttentionBackend):
+    """Writes down what it is asked to do."""
+
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        self.said: list[str] = []
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False) -> None:
+        self.said.append("prepare")
+
+    def init_forward_metadata_in_graph(self, batch) -> None:
+        self.said.append("in graph")
+
+    def forward_decode(self, call, batch) -> None:
+        self.said.append("decode")
+
+    def forward_extend(self, call, batch) -> None:
+        self.said.append("extend")
+
+    def forward_conv(self, call, batch) -> None:
+        self.said.append("conv")
+
+
+def test_a_backend_for_each_phase(setup) -> None:
+    first, second = Noted(setup.context), Noted(setup.context)
+    both = LinearByPhase(extend=first, decode=second)
+    for lengths in (extend((0, 5), (9, 3)), decode(5, 9)):
+        batch, given, call = prepared(setup, lengths)
+        both.init_forward_metadata(batch)
+        both.forward(layer=given.layer, batch=batch, **call)
+        x, weight, _ = given.convs[0]
+        both.convolve(x, weight, given.layer, batch)
+    assert first.said == ["prepare", "in graph", "extend", "conv"]
+    assert second.said == ["prepare", "in graph", "decode", "conv"]
+    with pytest.raises(GraphUnsupported, match="Noted"):
+        both.init_cuda_graph_state(2, 2)
+
+
+def test_a_hybrid_prepares_all_of_its_backends(setup) -> None:
+    full, linear = FakeBackend(setup.context), Noted(setup.context)
+    hybrid = HybridLinearAttnBackend(full, {"gdn": linear})
+    batch, _, _ = prepared(setup, decode(1, 1))
+    hybrid.init_forward_metadata(batch)
+    hybrid.init_forward_metadata_out_graph(batch)
+    hybrid.init_forward_metadata_in_graph(batch)
+    assert linear.said == ["prepare", "in graph"] * 2
+    assert hybrid.linear("gdn") is linear
+    assert hybrid.select(ForwardMode.DECODE) is hybrid
+    with pytest.raises(InvalidInput, match="one of gdn"):
+        hybrid.linear("kda")
+    with pytest.raises(InvalidInput, match="no linear layers"):
+        full.linear("gdn")
+    with pytest.raises(InvalidInput, match="a backend for each kind"):
+        HybridLinearAttnBackend(full, {})
+
+
+CPU = probe_cpu()
+NEEDS = {"dtype": "bfloat16", "page_size": 1, "num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+
+
+def decided(**changes):
+    needs = {**NEEDS, "linear_layers": {"gdn": 2}, "linear_head_dim": 64, **changes}
+    return solve(Request(**needs), CPU, load_plugins().offers())
+
+
+def context_of(setup, decision):
+    layer = LayerSpec(
+        layer_id=0,
+        tp_q_head_num=1,
+        tp_k_head_num=1,
+        tp_v_head_num=1,
+        qk_head_dim=8,
+        v_head_dim=8,
+        scaling=1.0,
+    )
+    return replace(setup.context, request=decision.request, platform=CPU, layers=(layer,))
+
+
+def test_a_decision_becomes_a_hybrid(setup) -> None:
+    decision = decided()
+    assert {choice.backend for choice in decision.linear["gdn"].values()} == {"torch_linear"}
+    assert decision.unserved_layers == ()
+    assert "torch_linear (cpu) serves 2 gdn layers" in decision.summary()
+    context = context_of(setup, decision)
+    made = build(decision, context)
+    assert isinstance(made.linear("gdn"), TorchLinearBackend)
+    assert decided(linear_layers={}).hash != decision.hash
+    with pytest.raises(InvalidInput, match="a LinearStatePool for the model's gdn layers"):
+        build(decision, replace(context, linear_states=None))
+    for wrong, said in (
+        ({"linear_layers": {"kda": 2}}, "a kind that the decision serves: kda"),
+        ({"linear_layers": {}}, "serves: none"),
+        ({"linear_head_dim": 32}, "32, as decided"),
+        ({"linear_v_head_dim": 128}, "128, as decided"),
+    ):
+        other = decided(**wrong)
+        with pytest.raises(InvalidInput, match=said):
+            build(other, context_of(setup, other))
+
+
+def test_a_factory_that_makes_something_else(setup) -> None:
+    decision = decided()
+    choice = replace_choice(decision, "attnmux.testing.fakes:FakeBackend")
+    with pytest.raises(PluginError, match="made a FakeBackend"):
+        build(choice, context_of(setup, decision))
+
+
+def replace_choice(decision, factory):
+    served = {
+        phase: replace_fact(choice, factory=factory)
+        for phase, choice in decision.linear["gdn"].items()
+    }
+    return replace_fact(decision, linear={"gdn": served})
+
+
+def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
+    request = Request(**NEEDS, linear_layers={"gdn": 2}, linear_head_dim=64)
+    offers = load_plugins().offers()
+    named = solve(request, CPU, offers, Policy(linear_backend="torch_linear"))
+    assert named.linear["gdn"]["decode"].origin == "user"
+    with pytest.raises(NoBackend, match="torch_native"):
+        solve(request, CPU, offers, Policy(linear_backend="torch_native"))
+    without = [offer for offer in offers if offer.card.name != "torch_linear"]
+    left = solve(request, CPU, without)
+    assert left.unserved_layers == (("gdn", 2),)
+    assert "nobody serves 2 gdn layers" in left.summary()
+
+
+def test_a_loaded_decision_is_checked_here() -> None:
+    decision = type(decided()).from_json(decided().to_json())
+    offers = load_plugins().offers()
+    decision.check(CPU, offers)
+    without = [offer for offer in offers if offer.card.name != "torch_linear"]
+    with pytest.raises(InvalidInput, match="torch_linear for extend and decode is offered by no"):
+        decision.check(CPU, without)
+
+
+def test_phases_may_have_backends_of_their_own() -> None:
+    decoder = replace(
+        TORCH_LINEAR,
+        name="decoder",
+        priors=(),
+        clauses=tuple(replace(each, phase=one_of("decode")) for each in TORCH_LINEAR.clauses),
+    )
+    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    prefill = replace(
+        TORCH_LINEAR,
+        clauses=tuple(replace(each, phase=one_of("extend")) for each in TORCH_LINEAR.clauses),
+    )
+    offers += [Offer(card=card, plugin="x", distribution="x") for card in (decoder, prefill)]
+    request = Request(**NEEDS, linear_layers={"gdn": 2}, linear_head_dim=64)
+    decision = solve(request, CPU, offers)
+    assert "torch_linear (extend) and decoder (decode) serves" in decision.summary()
+
+
+@pytest.mark.parametrize("case", [CASE], ids=lambda case: case.name)
+def test_cases_are_plain_data(case) -> None:
+    assert isinstance(case, LinearCase)
+    assert (case.phases, case.execution) == (("extend",), "eager")
