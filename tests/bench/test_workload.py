@@ -120,7 +120,7 @@ def test_default_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kind=linear", "kind=nsa", "cross_attention=yes", "custom_mask=yes", "multi_item=yes"]
+    "text", ["kind=gdn", "kind=nsa", "cross_attention=yes", "custom_mask=yes", "multi_item=yes"]
 )
 def test_untimed_features_are_refused(text) -> None:
     with pytest.raises(InvalidInput, match="request"):

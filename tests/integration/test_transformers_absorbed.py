@@ -306,7 +306,7 @@ def test_where_no_backend_serves_it_the_model_runs_expanded_and_says_so(made):
     with pytest.raises(NoBackend, match="kind"):
         load(folder, offer_for("mha"), mla="absorbed")
     with pytest.raises(NoBackend, match="kind"):
-        load(folder, offer_for("linear"))
+        load(folder, offer_for("gdn"))
 
 
 def test_a_last_resort_for_the_latent_is_not_preferred_to_a_kernel_for_heads(made):

@@ -230,6 +230,8 @@ def completed(request: Request) -> Request:
             expected = "none of " + ", ".join(UNTIMED) + ": no workload has them"
             raise InvalidInput("request", got=f"{name}=yes", expected=expected)
     unset = {name: value for name, value in _shapes(request) if getattr(request, name) is None}
+    if request.linear_layers:  # attention alone is timed
+        unset["linear_layers"] = ()
     return request.replace(origin="default", **unset) if unset else request
 
 

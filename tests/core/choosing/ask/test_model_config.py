@@ -368,7 +368,7 @@ def test_tp_must_divide(name, tp) -> None:
             "mpt without num_attention_heads",
         ),
         ({"model_type": "modernbert", **SMALL}, "windows in both directions"),
-        ({"model_type": "mamba", "num_hidden_layers": 64}, "64 mamba layers and no attention"),
+        ({"model_type": "mamba", "num_hidden_layers": 64}, "64 mamba1 layers and no attention"),
         ({"model_type": "rwkv", "n_layer": 12}, "12 recurrent layers and no attention"),
         ({**SMALL, "attn_layer_period": 8}, "num_hidden_layers=None"),
         ({**SMALL, "attn_layer_period": 8, "num_hidden_layers": 10**12}, "10,000 at most"),

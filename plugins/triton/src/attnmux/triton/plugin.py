@@ -156,6 +156,35 @@ TRITON = BackendCard(
     ),
 )
 
+TRITON_LINEAR = BackendCard(
+    name="triton_linear",
+    summary="portable Triton kernels of recurrent and convolutional layers, also in graphs",
+    factory="attnmux.triton.linear:TritonLinearBackend",
+    requires=REQUIRES,
+    extra="triton",
+    sources={
+        "kind": "not mamba1, whose heads have a V of one dim: a tile would be a column",
+        "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
+        "head_dim": "a chunk's K is one tile; no model has more",
+        "v_head_dim": "as the suite samples",
+    },
+    clauses=tuple(
+        Clause(
+            vendor=anything_but("cpu", "ascend", "apple"),
+            phase=one_of("extend", "decode"),
+            kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
+            dtype=one_of(dtype),
+            kv_dtype=one_of(dtype),
+            page_size=ANY,
+            head_dim=multiple_of(1, most=256),
+            v_head_dim=multiple_of(1, most=256),
+            graph=ANY,
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+    priors=(Prior(rank=25, source="no other serves a GPU but torch_linear, a last resort"),),
+)
+
 DOUBLE_SPARSITY = BackendCard(
     name="double_sparsity",
     summary="an approximation: decode reads a request's heaviest tokens, found by a few channels",
@@ -223,4 +252,4 @@ and `stage2` of double_sparsity_attention.py, and its server's arguments `--ds-â
 
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
-    return [TRITON, DOUBLE_SPARSITY]
+    return [TRITON, TRITON_LINEAR, DOUBLE_SPARSITY]

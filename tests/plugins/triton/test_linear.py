@@ -1,0 +1,96 @@
+"""The kernels of linear layers, interpreted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import InvalidInput, Platform
+from attnmux.testing import AttentionBackendTests, Candidate, extend
+from attnmux.testing.linear_cases import linear_cases
+from attnmux.testing.linear_runner import make_linear_setup, prepare_linear
+from attnmux.triton.plugin import TRITON_LINEAR
+
+pytest.importorskip("triton")
+
+from attnmux.triton.linear import CHUNK, LinearStep, TritonLinearBackend
+
+CANDIDATE = Candidate(
+    card=replace(TRITON_LINEAR, requires=()),
+    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    device="cpu",
+)
+FEW = ("decode-padding", "decode-first-token", "extend-prefix", "mixed", "extend-float32")
+ENOUGH = {
+    "kda": FEW,
+    "mamba2": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
+    "lightning": (*FEW, "extend-chunk-edges"),
+}
+"""Kinds of which a few cases run: gdn runs in all, and these share its kernels."""
+SLOW = {"extend-long", "extend-dims-128", "extend-dims-128-64", "extend-dims-64-128"}
+
+
+class TestTritonLinear(AttentionBackendTests):
+    backend = CANDIDATE
+    executions = ("eager",)
+
+    def wants(self, case) -> bool:
+        name = case.name.removeprefix(f"{case.kind}-")
+        return name in ENOUGH[case.kind] if case.kind in ENOUGH else name not in SLOW
+
+
+class TestTritonLinearInGraphs(AttentionBackendTests):
+    backend = CANDIDATE
+    executions = ("graph",)
+
+    def wants(self, case) -> bool:
+        return "changing-batch" in case.name or "padding" in case.name
+
+
+def test_chunks_of_a_step() -> None:
+    case = next(case for case in linear_cases() if case.name == "gdn-extend")
+    setup = make_linear_setup(case, CANDIDATE.platform, "cpu")
+    lengths = extend((0, 0), (7, 150), (0, 64), (3, 1), trailing=2)
+    for host_lens in (True, False):
+        step = LinearStep.of(prepare_linear(setup, lengths, host_lens=host_lens).batch)
+        assert step.starts.tolist() == [0, 0, 150, 214, 215]
+        assert step.chunk_indptr.tolist() == [0, 0, 3, 4, 5]
+        assert step.chunk_first.tolist() == [0, 64, 128, 150, 214]
+        assert step.chunk_count.tolist() == [64, 64, 22, 64, 1]
+        assert (step.num_tokens, step.longest) == (215, 150)
+        assert step.request_of.tolist() == [1] * 150 + [2] * 64 + [3] + [-1] * 2
+        assert int(step.chunk_count.max()) == CHUNK
+
+
+def test_steps_without_lengths_are_refused() -> None:
+    case = next(case for case in linear_cases() if case.name == "gdn-extend")
+    setup = make_linear_setup(case, CANDIDATE.platform, "cpu")
+    batch = prepare_linear(setup, extend((0, 5)), host_lens=False).batch
+    backend = TritonLinearBackend(setup.context)
+    with pytest.raises(InvalidInput, match="extend_seq_lens"):
+        backend.init_forward_metadata(replace(batch, extend_prefix_lens=None))
+
+
+def test_scattered_gates_are_read_too() -> None:
+    """g and beta may be parts of wider rows, as after one projection."""
+    case = next(case for case in linear_cases() if case.name == "gdn-extend")
+    setup = make_linear_setup(case, CANDIDATE.platform, "cpu")
+    step = prepare_linear(setup, extend((0, 20), (5, 3)), host_lens=True)
+    given = step.inputs[0]
+    assert given.beta is not None
+    backend = TritonLinearBackend(setup.context)
+    backend.init_forward_metadata(step.batch)
+    before = [buffer.clone() for buffer in setup.states.buffers]
+    results = []
+    for wide in (False, True):
+        for buffer, held in zip(setup.states.buffers, before, strict=True):
+            buffer.copy_(held)
+        g, beta = given.g, given.beta
+        if wide:
+            g, beta = (torch.cat([part, part + 1], dim=1)[:, : part.shape[1]] for part in (g, beta))
+            assert not g.is_contiguous()
+        qkv = given.q, given.k, given.v
+        results.append(backend.forward(*qkv, given.layer, step.batch, g=g, beta=beta))
+    assert torch.equal(*results)
