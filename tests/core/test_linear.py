@@ -28,7 +28,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.common.facts import replace as replace_fact
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.linear.hybrid import LinearByPhase
+from attnmux.core.linear_hybrid import LinearByPhase
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import decode, extend, fake_platform

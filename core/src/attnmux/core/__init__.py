@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attnmux.core.arguments import check_positive as check_positive
     from attnmux.core.arguments import check_table as check_table
     from attnmux.core.arguments import front as front
-    from attnmux.core.backend import NO_OPTIONS as NO_OPTIONS
     from attnmux.core.backend import AttentionBackend as AttentionBackend
     from attnmux.core.batch import ForwardBatch as ForwardBatch
     from attnmux.core.batch import ForwardMode as ForwardMode
@@ -159,10 +158,10 @@ if TYPE_CHECKING:
     from attnmux.core.library import filled as filled
     from attnmux.core.library import imported as imported
     from attnmux.core.library import trying as trying
-    from attnmux.core.linear.backend import LinearAttentionBackend as LinearAttentionBackend
-    from attnmux.core.linear.call import ConvCall as ConvCall
-    from attnmux.core.linear.call import LinearCall as LinearCall
-    from attnmux.core.linear.hybrid import HybridLinearAttnBackend as HybridLinearAttnBackend
+    from attnmux.core.linear_backend import LinearAttentionBackend as LinearAttentionBackend
+    from attnmux.core.linear_call import ConvCall as ConvCall
+    from attnmux.core.linear_call import LinearCall as LinearCall
+    from attnmux.core.linear_hybrid import HybridLinearAttnBackend as HybridLinearAttnBackend
     from attnmux.core.linear_layer import LinearKind as LinearKind
     from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
     from attnmux.core.ngram import NgramIndex as NgramIndex
@@ -193,6 +192,7 @@ if TYPE_CHECKING:
     from attnmux.core.speculation import DraftTree as DraftTree
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
+    from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
     from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
     from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
@@ -205,10 +205,7 @@ _NAMES_BY_MODULE = {
         "check_table",
         "front",
     ),
-    "backend": (
-        "AttentionBackend",
-        "NO_OPTIONS",
-    ),
+    "backend": ("AttentionBackend",),
     "batch": (
         "ForwardBatch",
         "ForwardMode",
@@ -394,12 +391,12 @@ _NAMES_BY_MODULE = {
     "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
-    "linear.backend": ("LinearAttentionBackend",),
-    "linear.call": (
+    "linear_backend": ("LinearAttentionBackend",),
+    "linear_call": (
         "ConvCall",
         "LinearCall",
     ),
-    "linear.hybrid": ("HybridLinearAttnBackend",),
+    "linear_hybrid": ("HybridLinearAttnBackend",),
     "linear_layer": (
         "LinearKind",
         "LinearLayerSpec",
@@ -470,6 +467,7 @@ _NAMES_BY_MODULE = {
         "organize_draft_results",
         "verify_tree_greedy",
     ),
+    "steps": ("NO_OPTIONS",),
     "two_batches": (
         "TboAttnBackend",
         "with_halves",

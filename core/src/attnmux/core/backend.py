@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -24,16 +23,14 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.debug import check_batch, check_picks, check_tensors
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
-from attnmux.core.steps import StepBackend
+from attnmux.core.steps import NO_OPTIONS, StepBackend
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.context import BackendContext
     from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
-    from attnmux.core.linear.backend import LinearAttentionBackend
-
-NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
+    from attnmux.core.linear_backend import LinearAttentionBackend
 
 
 class AttentionBackend(StepBackend):

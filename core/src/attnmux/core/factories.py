@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
-from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear_backend import LinearAttentionBackend
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from attnmux.core.backend import NO_OPTIONS, AttentionBackend
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
 from attnmux.core.errors import (
     AttnmuxError,
@@ -25,6 +25,7 @@ from attnmux.core.errors import (
     InvalidInput,
     in_brief,
 )
+from attnmux.core.steps import NO_OPTIONS
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.factories import make_linear
-from attnmux.core.linear.hybrid import HybridLinearAttnBackend, LinearByPhase
+from attnmux.core.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 
 if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice
     from attnmux.core.choosing.tell.decision import Decision
     from attnmux.core.context import BackendContext
-    from attnmux.core.linear.backend import LinearAttentionBackend
+    from attnmux.core.linear_backend import LinearAttentionBackend
     from attnmux.core.linear_layer import LinearLayerSpec
 
 

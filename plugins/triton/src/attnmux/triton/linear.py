@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 CHUNK = 64
 FEW_TOKENS = 16
 """Steps whose requests have no more new tokens than this run token by token."""
+LEAST_BLOCK = 64
+"""Columns of a product whose left side is another product. With 32, Triton 3.6 gives wrong rows for
+all but the first of four warps on SM90."""
+STATE_BLOCK = 32
+"""Columns of a state that one program passes from chunk to chunk: fewer would be more programs, and
+more would be fewer passes over W."""
 BLOCK_C = 256
 BLOCK_T = 16
 
@@ -163,17 +169,17 @@ class TritonLinearBackend(LinearAttentionBackend):
             "K": k_dim,
             "V": v_dim,
             "BLOCK_T": CHUNK,
-            "BLOCK_K": max(16, triton.next_power_of_2(k_dim)),
+            "BLOCK_K": max(LEAST_BLOCK, triton.next_power_of_2(k_dim)),
             "NORMED": layer.qk_l2norm,
             "PRECISION": self._precisions[dtype is torch.float32],
         }
-        whole_v = max(16, triton.next_power_of_2(v_dim))
         g = call.g.contiguous()
         beta = None if call.beta is None else call.beta.contiguous()
         new = torch.empty_like(call.v, memory_format=torch.contiguous_format)
-        w = None
+        w = left = last = None
         if layer.has_delta_rule:
-            w = call.v.new_empty((call.v.shape[0], heads, k_dim))
+            w, left = call.v.new_empty((2, call.v.shape[0], heads, k_dim)).unbind()
+            last = call.g.new_empty((num_chunks, heads))
             solve_chunks[(num_chunks, heads)](
                 *_strided(call.k),
                 *_strided(call.v),
@@ -181,20 +187,23 @@ class TritonLinearBackend(LinearAttentionBackend):
                 beta,
                 w,
                 new,
+                left,
+                last,
                 step.chunk_first,
                 step.chunk_count,
-                BLOCK_V=min(64, whole_v),
+                BLOCK_V=LEAST_BLOCK,
                 num_warps=4,
                 **shape,
             )
         kept = call.v.new_empty((num_chunks, heads, k_dim, v_dim))
-        block_v = min(32, whole_v)
-        pass_states[(triton.cdiv(v_dim, block_v), heads, batch.batch_size)](
+        pass_states[(triton.cdiv(v_dim, STATE_BLOCK), heads, batch.batch_size)](
             *_strided(call.k),
             *_strided(call.v),
             g,
             beta,
             w,
+            left,
+            last,
             new,
             kept,
             self.states.state(layer.layer_id),
@@ -203,15 +212,14 @@ class TritonLinearBackend(LinearAttentionBackend):
             step.chunk_indptr,
             step.chunk_first,
             step.chunk_count,
-            BLOCK_V=block_v,
+            BLOCK_V=STATE_BLOCK,
             HAS_DELTA_RULE=layer.has_delta_rule,
             HAS_BETA=beta is not None,
             num_warps=4,
             num_stages=2,
             **shape,
         )
-        block_v = min(64, whole_v)
-        chunk_outputs[(triton.cdiv(v_dim, block_v), heads, num_chunks)](
+        chunk_outputs[(triton.cdiv(v_dim, LEAST_BLOCK), heads, num_chunks)](
             *_strided(call.q),
             *_strided(call.k),
             g,
@@ -221,7 +229,7 @@ class TritonLinearBackend(LinearAttentionBackend):
             step.chunk_first,
             step.chunk_count,
             layer.scaling,
-            BLOCK_V=block_v,
+            BLOCK_V=LEAST_BLOCK,
             num_warps=4,
             **shape,
         )

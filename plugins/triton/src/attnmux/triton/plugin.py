@@ -163,11 +163,12 @@ TRITON_LINEAR = BackendCard(
     requires=REQUIRES,
     extra="triton",
     sources={
-        "kind": "not mamba1, whose heads have a V of one dim: a tile would be a column",
+        "dtype": "states are float32; products of float32 calls are not rounded to TF32",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
-        "head_dim": "a chunk's K is one tile; no model has more",
-        "v_head_dim": "as the suite samples",
+        "head_dim": "the K of a chunk is one tile",
+        "v_head_dim": "as head_dim",
     },
+    # Not mamba1, whose heads have a V of one dim: a tile would be a column.
     clauses=tuple(
         Clause(
             vendor=anything_but("cpu", "ascend", "apple"),

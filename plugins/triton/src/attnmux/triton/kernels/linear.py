@@ -103,7 +103,7 @@ def convolve(
     if HAS_BIAS:
         result += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(W):
-        back: tl.constexpr = W - 1 - tap
+        back = W - 1 - tap
         is_new = is_token & (place >= back)
         values = tl.load(
             x + (token - back).to(tl.int64)[:, None] * x_stride + column[None, :],

@@ -50,12 +50,13 @@ def load_rows(x, stride, token, is_token, head, column, D: tl.constexpr):
 
 @triton.jit
 def solve_chunks(
-    k, k_stride, v, v_stride, g, beta, w, u, chunk_first, chunk_count,
+    k, k_stride, v, v_stride, g, beta, w, u, left, last, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv).
+    """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv). Also what `pass_states` can
+    read sooner than make: `left` [T, Hv, K], exp(G_last - G) K, and `last` [N, Hv] float32, G_last.
 
     The inverse of a unit lower triangle grows from blocks of 1 to blocks of T: with M the inverse
     of its diagonal blocks of s rows and A the part that joins them in pairs, that of blocks of 2 s
@@ -78,8 +79,8 @@ def solve_chunks(
     joined = (row // 2 == column // 2) & (row != column)
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(joined, met, 0.0)
     for level in tl.static_range(5):
-        block: tl.constexpr = 2 << level
-        joined = (row // (2 * block) == column // (2 * block)) & (row // block != column // block)
+        joined = (row >> (level + 2)) == (column >> (level + 2))
+        joined &= (row >> (level + 1)) != (column >> (level + 1))
         part = tl.where(joined, met, 0.0)
         part = tl.dot(inverse, part, input_precision=PRECISION)
         inverse -= tl.dot(part, inverse, input_precision=PRECISION)
@@ -89,6 +90,10 @@ def solve_chunks(
     is_there = is_token[:, None] & (channel < K)[None, :]
     solved = tl.dot(inverse, grown, input_precision=PRECISION)
     tl.store(place_w, solved.to(kind), mask=is_there)
+    end = tl.min(decay, axis=0)
+    tl.store(last + chunk * HV + head, end)
+    kept = (keys.to(tl.float32) * tl.exp(end - decay)[:, None]).to(kind)
+    tl.store(left + (token * HV + head)[:, None] * K + channel[None, :], kept, mask=is_there)
     for start in tl.static_range(0, V, BLOCK_V):
         column_v = start + tl.arange(0, BLOCK_V)
         values = load_rows(v, v_stride, token, is_token, head, column_v, V)
@@ -103,8 +108,8 @@ def solve_chunks(
 
 @triton.jit
 def pass_states(
-    k, k_stride, v, v_stride, g, beta, w, new, kept, states, rows, known, chunk_indptr,
-    chunk_first, chunk_count,
+    k, k_stride, v, v_stride, g, beta, w, left, last, new, kept, states, rows, known,
+    chunk_indptr, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_DELTA_RULE: tl.constexpr, HAS_BETA: tl.constexpr, NORMED: tl.constexpr,
@@ -133,26 +138,29 @@ def pass_states(
         tl.store(kept + (chunk.to(tl.int64) * HV + head) * (K * V) + within, before, mask=is_there)
         is_token = place < tl.load(chunk_count + chunk)
         token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-        decay = running_decay(g, token, is_token, head, HV)
-        last = tl.min(decay, axis=0)
         of_new = (token * HV + head)[:, None] * V + column[None, :]
         is_new = is_token[:, None] & (column < V)[None, :]
         if HAS_DELTA_RULE:
             added = tl.load(new + of_new, mask=is_new, other=0.0).to(tl.float32)
             known_keys = load_rows(w, HV * K, token, is_token, head, channel, K)
             added -= tl.dot(known_keys, before, input_precision=PRECISION)
+            keys = load_rows(left, HV * K, token, is_token, head, channel, K)
+            end = tl.load(last + chunk * HV + head)
         else:
+            decay = running_decay(g, token, is_token, head, HV)
+            end = tl.min(decay, axis=0)
+            keys = load_rows(k, k_stride, token, is_token, head // GROUP, channel, K)
+            keys = keys.to(tl.float32)
+            if NORMED:
+                keys = normed(keys)
+            keys = (keys * tl.exp(end - decay)[:, None]).to(kind)
             added = load_rows(v, v_stride, token, is_token, head, column, V).to(tl.float32)
             if HAS_BETA:
                 rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0)
                 added *= rate.to(tl.float32)[:, None]
         added = added.to(kind)
         tl.store(new + of_new, added, mask=is_new)
-        keys = load_rows(k, k_stride, token, is_token, head // GROUP, channel, K).to(tl.float32)
-        if NORMED:
-            keys = normed(keys)
-        left = (keys * tl.exp(last - decay)[:, None]).to(kind)
-        state = state * tl.exp(last) + tl.dot(tl.trans(left), added, input_precision=PRECISION)
+        state = state * tl.exp(end) + tl.dot(tl.trans(keys), added, input_precision=PRECISION)
     tl.store(places, state.to(states.dtype.element_ty), mask=is_there)
 
 

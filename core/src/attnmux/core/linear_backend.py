@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from attnmux.core.arguments import check_fields
-from attnmux.core.backend import NO_OPTIONS
 from attnmux.core.batch import ForwardMode
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput
-from attnmux.core.linear.call import ConvCall, LinearCall, check_conv, check_linear
-from attnmux.core.steps import StepBackend
+from attnmux.core.linear_call import ConvCall, LinearCall, check_conv, check_linear
+from attnmux.core.steps import NO_OPTIONS, StepBackend
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch

@@ -9,12 +9,12 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
-from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear_backend import LinearAttentionBackend
 
 if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.linear.call import ConvCall, LinearCall
+    from attnmux.core.linear_call import ConvCall, LinearCall
 
 
 class LinearByPhase(LinearAttentionBackend):

@@ -1,1 +1,0 @@
-"""Recurrent and convolutional layers: their contract, and hybrids with attention."""
