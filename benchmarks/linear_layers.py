@@ -3,8 +3,8 @@
     python -m benchmarks.linear_layers [--kinds gdn,mamba2] [--heads 16x32,2x4] [--json FILE]
     python -m benchmarks.linear_layers --dry-run     on a CPU: tiny sizes, torch_linear alone
 
-A figure is device time of one layer's recurrence in microseconds, replayed from a graph where the
-call can be captured. `triton` is `triton_linear`, which reads and writes the states in the rows of
+A figure is device time of one layer's recurrence in microseconds, replayed from a graph. `eager`
+names the sides that cannot be captured: their figures contain the host's work. `triton` is `triton_linear`, which reads and writes the states in the rows of
 a pool. `fla` is flash-linear-attention's function for the same, on states that lie in order: what
 an engine does to bring them there is not counted. `torch` is `torch_linear`. `ratio` is triton over
 fla. An error is the largest difference from torch_linear in float32, over its largest value.
@@ -55,7 +55,7 @@ MOST_BY_TORCH = 8192
 COLUMNS = {
     **{"kind": "", "heads": "", "step": ""},
     **{"triton": ",.1f", "fla": ",.1f", "torch": ",.1f", "ratio": ".2f"},
-    **{"error": ".4f", "error of fla": ".4f"},
+    **{"error": ".4f", "error of fla": ".4f", "eager": ""},
 }
 
 
@@ -100,7 +100,9 @@ def measure(
     sides = sides_of(case_of(kind, shape, lengths), device)
     exact = sides.answers.pop("exact")
     graphs = graphs_of(device)
-    meters = {side: device_meter(captured(run, graphs), device) for side, run in sides.runs.items()}
+    runs = {side: captured(run, graphs) for side, run in sides.runs.items()}
+    eager = ", ".join(side for side in runs if runs[side] is sides.runs[side])
+    meters = {side: device_meter(run, device) for side, run in runs.items()}
     times = interleave(meters, rounds, warm_up=1)
     us = {side: times.median(side) for side in meters}
     error = {
@@ -109,7 +111,8 @@ def measure(
     }
     ratio = times.ratio("triton", "fla") if {"triton", "fla"} <= us.keys() else None
     by_way = (us.get("triton"), us.get("fla"), us.get("torch"))
-    report.add(kind, shape, name, *by_way, ratio, error.get("triton"), error.get("fla"))
+    errors = error.get("triton"), error.get("fla")
+    report.add(kind, shape, name, *by_way, ratio, *errors, eager)
 
 
 def case_of(kind: str, heads: str, lengths: Step) -> LinearCase:

@@ -28,8 +28,8 @@ CHUNK = 64
 FEW_TOKENS = 16
 """Steps whose requests have no more new tokens than this run token by token."""
 LEAST_BLOCK = 64
-"""Columns of a product whose left side is another product. With 32, Triton 3.6 gives wrong rows for
-all but the first of four warps on SM90."""
+"""Columns of a product whose left side is another product. With 32 and four warps, Triton 3.6 gives
+wrong rows for all but the first warp on SM90."""
 STATE_BLOCK = 32
 """Columns of a state that one program passes from chunk to chunk: fewer would be more programs, and
 more would be fewer passes over W."""
