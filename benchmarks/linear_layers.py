@@ -4,10 +4,11 @@
     python -m benchmarks.linear_layers --dry-run     on a CPU: tiny sizes, torch_linear alone
 
 A figure is device time of one layer's recurrence in microseconds, replayed from a graph. `eager`
-names the sides that cannot be captured: their figures contain the host's work. `triton` is `triton_linear`, which reads and writes the states in the rows of
-a pool. `fla` is flash-linear-attention's function for the same, on states that lie in order: what
-an engine does to bring them there is not counted. `torch` is `torch_linear`. `ratio` is triton over
-fla. An error is the largest difference from torch_linear in float32, over its largest value.
+names the sides that cannot be captured: their figures contain the host's work. `triton` is
+`triton_linear`, which reads and writes the states in the rows of a pool. `fla` is
+flash-linear-attention's function for the same, on states that lie in order: what an engine does to
+bring them there is not counted. `torch` is `torch_linear`. `ratio` is triton over fla. An error is
+the largest difference from torch_linear in float32, over its largest value.
 """
 
 from __future__ import annotations
