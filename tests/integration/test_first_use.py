@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core import Offer, Request, load_plugins, solve
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.measured.unverified import unverified
 from attnmux.core.cli.verbs import verbs
+from attnmux.cpu.plugin import TORCH_LINEAR
+from attnmux.testing import FirstUse, run_case
 
 PLUGIN = """
 from attnmux.core import BackendCard, Prior, hookimpl, one_of, when
@@ -144,3 +150,28 @@ def test_another_model_than_the_locked_one_is_refused(tmp_path, args, said) -> N
     result = CliRunner().invoke(verbs, ["generate", "k1 ?k", "--locked", file, *args])
     assert result.exit_code == 2, result.output
     assert said in result.stderr
+
+
+def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
+    """On cases of their kind, in the model's dims."""
+    card = replace(TORCH_LINEAR, name="newcomer", verified_on=())
+    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    offers.append(Offer(card=card, plugin="acme", distribution="acme-linear", version="1"))
+    request = Request(dtype="float32", head_dim=16, linear_layers={"gdn": 1}, linear_head_dim=24)
+    decision = solve(request, probe_cpu(), offers)
+    (found,) = unverified(decision, offers, ())
+    assert "acme/newcomer was chosen, and its card names no machine" in str(found)
+    assert (found.request.kind, found.phases) == ("gdn", ("extend", "decode"))
+    tried = []
+
+    def run(candidate, trials, **_):
+        for case, seed in trials:
+            tried.append(case)
+            yield run_case(candidate, case, seed=seed)
+
+    monkeypatch.setattr("attnmux.testing.first_use.run_in_children", run)
+    said: list[str] = []
+    FirstUse(offers, (), device="cpu", cache=tmp_path, say=said.append)(decision)
+    assert {(case.kind, case.head_k_dim, case.dtype) for case in tried} == {("gdn", 24, "float32")}
+    assert len(tried) == 8
+    assert "8 cases run on it first" in said[0]

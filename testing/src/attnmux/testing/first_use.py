@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from attnmux.core import BackendFailed, Decision, Measurement, Offer, TunedLaunch
+from attnmux.core import BackendFailed, Decision, Measurement, Offer, Request, TunedLaunch
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.measured.unverified import Unverified, unverified
 from attnmux.core.choosing.offer.libraries import distributions
 from attnmux.testing.candidate import Candidate
-from attnmux.testing.cases import Case
 from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.kept_run import digest
-from attnmux.testing.shaped import cases_in_shape
+from attnmux.testing.linear_cases import AnyCase
+from attnmux.testing.shaped import cases_in_shape, linear_in_shape
 
 CASES = 4
 """Of each phase, from the first to the last of those in the request's shapes."""
@@ -84,19 +85,9 @@ class FirstUse:
             self._say(f"no case of the suite fits {address} in this model's shapes")
 
 
-def _cases(candidate: Candidate, found: Unverified, decision: Decision) -> list[Case]:
+def _cases(candidate: Candidate, found: Unverified, decision: Decision) -> list[AnyCase]:
     by_phase = [
-        _spread(
-            list(
-                cases_in_shape(
-                    candidate,
-                    decision.request,
-                    phase,
-                    page_size=decision.page_size,
-                    in_graph=False,
-                )
-            )
-        )
+        _spread(list(_in_shape(candidate, found.request, phase, decision.page_size)))
         for phase in found.phases
     ]
     # By turns, so that each phase has its share of the time
@@ -104,14 +95,22 @@ def _cases(candidate: Candidate, found: Unverified, decision: Decision) -> list[
     return list(dict.fromkeys(mixed))
 
 
-def _spread(cases: list[Case]) -> list[Case]:
+def _in_shape(
+    candidate: Candidate, request: Request, phase: str, page_size: int
+) -> Iterable[AnyCase]:
+    if request.kind in LINEAR_KINDS:
+        return linear_in_shape(candidate, request, phase)
+    return cases_in_shape(candidate, request, phase, page_size=page_size, in_graph=False)
+
+
+def _spread(cases: list[AnyCase]) -> list[AnyCase]:
     """CASES of them, evenly spaced, the first and the last included."""
     if len(cases) <= CASES:
         return cases
     return [cases[round(place * (len(cases) - 1) / (CASES - 1))] for place in range(CASES)]
 
 
-def _in_time(cases: Iterable[Case]) -> Iterator[Trial]:
+def _in_time(cases: Iterable[AnyCase]) -> Iterator[Trial]:
     end = time.monotonic() + SECONDS
     for number, case in enumerate(cases):
         if number and time.monotonic() > end:
@@ -125,6 +124,7 @@ def _key(found: Unverified, decision: Decision) -> str:
         found.offer.card,
         found.offer.distribution,
         found.offer.address,
+        found.request.kind,
         found.phases,
         dict(found.choice.options),
         decision.platform.to_dict(),

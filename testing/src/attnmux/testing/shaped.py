@@ -64,6 +64,23 @@ def cases_in_shape(
             yield shaped
 
 
+def linear_in_shape(candidate: Candidate, request: Request, phase: str) -> Iterator[LinearCase]:
+    """Yield cases of linear layers in the request's kind, dims and dtype, eager ones alone."""
+    shapes: dict[str, Any] = {"dtype": request.dtype or DEFAULT_DTYPE}
+    if request.head_dim is not None:
+        shapes["head_k_dim"] = request.head_dim
+        shapes["head_v_dim"] = request.v_head_dim or request.head_dim
+    seen: set[LinearCase] = set()
+    for case in candidate.cases():
+        if not isinstance(case, LinearCase) or case.kind != request.kind or case.graph:
+            continue
+        shaped = replace(case, **shapes)
+        unnamed = replace(shaped, name="")
+        if phase in case.phases and unnamed not in seen:
+            seen.add(unnamed)
+            yield shaped
+
+
 def _shapes(request: Request) -> dict[str, Any]:
     return {
         "kind": request.kind,

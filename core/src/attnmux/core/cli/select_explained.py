@@ -85,7 +85,8 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
 
 def _doubts(decision: Decision, offers: Sequence[Offer]) -> Iterator[str]:
     """A planned backend never ran at all, which the tables say next to its name."""
-    chosen = {(choice.plugin, choice.backend) for choice in decision.phases.values()}
+    choices = [*decision.phases.values(), *(choice for _, _, choice in decision.linear_choices)]
+    chosen = {(choice.plugin, choice.backend) for choice in choices}
     for offer in offers:
         if (offer.plugin, offer.card.name) in chosen and offer.card.status == "available":
             said = doubt(offer.card.verified_on, decision.platform)

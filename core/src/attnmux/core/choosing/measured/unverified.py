@@ -9,6 +9,7 @@ from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.offer.verified import doubt
 
 if TYPE_CHECKING:
+    from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.measured.measurement import Measurement
     from attnmux.core.choosing.offer.card import Offer
     from attnmux.core.choosing.tell.choice import Choice
@@ -21,6 +22,8 @@ class Unverified:
 
     offer: Offer
     choice: Choice
+    request: Request
+    """What it was chosen for: the decision's, or that of linear layers."""
     phases: tuple[str, ...]
     reason: str
 
@@ -40,16 +43,22 @@ def unverified(
         for each in measurements
         if each.conformant and each.backend in by_address
     }
-    chosen: dict[str, list[tuple[str, Choice]]] = {}
-    for phase, choice in decision.choices:
+    chosen: dict[tuple[str, str], list[tuple[str, Choice]]] = {}
+    uses_of = [("", phase, choice) for phase, choice in decision.choices]
+    for kind, phase, choice in (*uses_of, *decision.linear_choices):
         if not choice.origin:
-            chosen.setdefault(choice.address, []).append((phase, choice))
+            chosen.setdefault((choice.address, kind), []).append((phase, choice))
     found = []
-    for address, uses in chosen.items():
+    for (address, kind), uses in chosen.items():
         offer, choice = by_address[address], uses[0][1]
+        request = decision.request.of_linear(kind) if kind else decision.request
         reason = doubt(offer.card.verified_on, decision.platform)
         is_new = offer.card.status == "available" and (address, choice.version) not in passed
         if reason and is_new:
             phases = tuple(dict.fromkeys(phase for phase, _ in uses))
-            found.append(Unverified(offer=offer, choice=choice, phases=phases, reason=reason))
+            found.append(
+                Unverified(
+                    offer=offer, choice=choice, request=request, phases=phases, reason=reason
+                )
+            )
     return tuple(found)
