@@ -35,7 +35,7 @@ from attnmux.core import (
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing.cases import Step, decode, extend
 from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_runner import (
+from attnmux.testing.linear_setup import (
     LinearInput,
     LinearSetup,
     LinearStep,

@@ -34,7 +34,7 @@ from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import decode, extend, fake_platform
 from attnmux.testing.fakes import FakeBackend
 from attnmux.testing.linear_cases import LinearCase, linear_cases
-from attnmux.testing.linear_runner import make_linear_setup, prepare_linear
+from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
 
 GDN = {"kind": "gdn", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 16}
 

@@ -10,7 +10,7 @@ import torch
 from attnmux.core import InvalidInput, Platform
 from attnmux.testing import AttentionBackendTests, Candidate, extend
 from attnmux.testing.linear_cases import linear_cases
-from attnmux.testing.linear_runner import make_linear_setup, prepare_linear
+from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
 from attnmux.triton.plugin import TRITON_LINEAR
 
 pytest.importorskip("triton")

@@ -7,6 +7,8 @@ Portable, in Triton:
     merge.py    merges two partial results
     write.py    writes K and V of new tokens to their slots
     indices.py  builds from lengths and the request table what other kernels read
+    linear.py   recurrent layers token by token, and short convolutions
+    linear_chunks.py   recurrent layers in chunks
 
 For Hopper GPUs, in Gluon, Triton's lower level language:
     hopper_tiles.py    as tiles.py, with hopper_places.py (a program's rows and keys) and
