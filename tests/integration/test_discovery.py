@@ -112,7 +112,7 @@ def test_the_command(command) -> None:
     done = command("select", "--json", "--platform", "cpu:x86_64")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["phases"]["decode"]["plugin"] == "cpu"
-    assert command("select", "--request", "kind=linear").returncode == 3
+    assert command("select", "--request", "kind=nsa,deterministic=true").returncode == 3
     assert command("select", "--request", "kind=x").returncode == 2
     assert command("selcet").returncode == 2
     assert command().returncode in (0, 2)

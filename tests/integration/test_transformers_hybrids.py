@@ -228,7 +228,7 @@ REFUSED = {
         lambda: transformers.Mamba2Config(
             vocab_size=97, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=2
         ),
-        "no attention in any layer",
+        "recurrent state and no attention",
     ),
     "recurrences in the layer's own code": (
         lambda: transformers.MiniMaxConfig(

@@ -95,7 +95,7 @@ def test_recording_leaves_the_model_as_it_was(tiny):
             transformers.FalconMambaConfig(
                 vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4
             ),
-            "mixes tokens in another way",
+            "recurrent state and no attention",
         ),
         (
             transformers.Lfm2Config(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
-from attnmux.transformers.mixers import Mixer, has_mixers
+from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
 from attnmux.transformers.probe import Probe, Reach
 
 POSITION_TOLERANCE = 0.02
@@ -78,13 +78,15 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
-    if has_mixers(model_class):
+    mixes = has_mixers(model_class)
+    if mixes and has_attention(model_class):
         return
-    if model_class._is_stateful:
+    if mixes or model_class._is_stateful:
         raise InvalidInput(
             name,
-            got="a model with recurrent state",
-            expected="one whose only memory of earlier tokens is attention's K and V",
+            got="a model with recurrent state" + " and no attention" * mixes,
+            expected="one whose memory of earlier tokens is attention's K and V, or these and the "
+            "states of layers that `mixer_calls.py` knows",
         )
     if not model_class._supports_attention_backend:
         raise InvalidInput(

@@ -92,9 +92,18 @@ def mixers_of(model: torch.nn.Module) -> tuple[Mixer, ...]:
 
 def has_mixers(model_class: type[torch.nn.Module]) -> bool:
     """Whether a class beside the model's is one of mixers, as far as the code tells."""
+    return any(map(_is_mixer, _beside(model_class)))
+
+
+def has_attention(model_class: type[torch.nn.Module]) -> bool:
+    """Whether a class beside the model's calls transformers' attention interface."""
+    layers = _beside(model_class)
+    return any(_calls(inspect.unwrap(one.forward), "ALL_ATTENTION_FUNCTIONS") for one in layers)
+
+
+def _beside(model_class: type[torch.nn.Module]) -> list[type[torch.nn.Module]]:
     beside = vars(sys.modules[model_class.__module__]).values()
-    classes = (one for one in beside if isinstance(one, type) and issubclass(one, torch.nn.Module))
-    return any(map(_is_mixer, classes))
+    return [one for one in beside if isinstance(one, type) and issubclass(one, torch.nn.Module)]
 
 
 def _is_mixer(layer: type[torch.nn.Module]) -> bool:
