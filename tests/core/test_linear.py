@@ -261,6 +261,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
         ({"linear_layers": {}}, "serves: none"),
         ({"linear_head_dim": 32}, "32, as decided"),
         ({"linear_v_head_dim": 128}, "128, as decided"),
+        ({"two_batches": True}, "no half of a step"),
     ):
         other = decided(**wrong)
         with pytest.raises(InvalidInput, match=said):

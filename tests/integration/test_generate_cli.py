@@ -277,6 +277,7 @@ def test_dtype_and_backends_by_name():
         (["x", "--device", "nonsense"], ["--device", "nonsense"], 2),
         (["x", "--chat"], ["chat template"], 2),
         (["--model", "somewhere/else"], ["Give a PROMPT"], 2),
+        (["x", "--linear-backend", "torch_lineer"], ["did you mean 'torch_linear'"], 2),
     ],
 )
 def test_bad_input(args, words, code):

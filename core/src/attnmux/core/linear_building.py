@@ -25,7 +25,8 @@ def with_linear_layers(
     """The attention backend, which also prepares the decided backends of the linear layers.
 
     It is `attention` itself where neither the decision nor the context has linear layers. Raises
-    InvalidInput where only one of them has some, and for layers of other kinds or dims.
+    InvalidInput where only one of them has some, for layers of other kinds or dims, and for a
+    request of two batches.
     """
     states = context.linear_states
     if states is None:
@@ -34,6 +35,9 @@ def with_linear_layers(
         kinds = ", ".join(decision.linear)
         expected = f"a LinearStatePool for the model's {kinds} layers"
         raise InvalidInput("context.linear_states", got=None, expected=expected)
+    if decision.request.two_batches:
+        expected = "whole steps: no half of a step prepares its linear layers"
+        raise InvalidInput("two_batches", got=True, expected=expected)
     for layer in states.layers:
         _check(layer, decision)
     made: dict[str, LinearAttentionBackend] = {

@@ -47,6 +47,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
+@click.option("--linear-backend", help="The backend for layers without softmax attention.")
 @click.option(
     "--page-size", type=AT_LEAST_1, help="Tokens per KV page. Default: chosen with the backend."
 )
