@@ -32,7 +32,7 @@ from attnmux.core.linear_hybrid import LinearByPhase
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import decode, extend, fake_platform
-from attnmux.testing.fakes import FakeBackend
+from attnmux.testing.fakes import FakeBackend, fake_card
 from attnmux.testing.linear_cases import LinearCase, linear_cases
 from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
 
@@ -327,3 +327,15 @@ def test_phases_may_have_backends_of_their_own() -> None:
 def test_cases_are_plain_data(case) -> None:
     assert isinstance(case, LinearCase)
     assert (case.phases, case.execution) == (("extend",), "eager")
+
+
+def test_linear_layers_do_not_verify_trees_that_attention_verifies_in_two_parts() -> None:
+    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
+    card = fake_card(spec_topk=one_of(1), vendor=one_of("cpu"))
+    offers.append(Offer(card=card, plugin="fake", distribution="fake"))
+    trees = {**NEEDS, "spec_topk": 4, "spec_draft_tokens": 6}
+    plain = solve(Request(**trees), CPU, offers)
+    assert plain.trees is not None
+    decision = solve(Request(**trees, linear_layers={"gdn": 2}, linear_head_dim=64), CPU, offers)
+    assert decision.trees == plain.trees
+    assert decision.unserved_layers == (("gdn", 2),)

@@ -167,7 +167,7 @@ def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
     assert (result.exit_code, "torch_native" in result.stderr) == (3, True)
 
 
-def test_no_linear_layer_verifies_drafts(call, tmp_path) -> None:
+def test_no_linear_layer_verifies_drafts(call) -> None:
     fields = "linear_layers=gdn:3,linear_head_dim=128,dtype=bf16,spec_topk=1"
     result = call("--platform", HERE, "--request", fields, "--json")
     assert result.exit_code == 3

@@ -22,6 +22,7 @@ from attnmux.core import (
     solve,
     torch_dtype,
 )
+from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.tell.choice import Choice
 
@@ -180,7 +181,7 @@ def _decide_alone(
     asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
     if in_graph:
         asked = asked.replace(graph=True)
-    unnamed = dict.fromkeys(("backend", *NAMED_FOR.values(), "mm_backend", "linear_backend"))
+    unnamed = dict.fromkeys(NAMING)
     named = {**unnamed, NAMED_FOR[phase]: offer.address}
     alone = replace(policy, **named, allow_coercion=False)  # type: ignore[arg-type]  # names by field
     try:

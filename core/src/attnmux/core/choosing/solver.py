@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
-from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.facts import replace
@@ -55,9 +56,11 @@ def solve(
         if not request.has_separable_trees:
             raise
         try:
-            return _with_trees(request, platform, policy, again)
+            decision = _with_trees(request, platform, policy, again)
         except NoBackend:
             raise refused from None
+        # Who serves these layers without drafts may not serve them with drafts
+        return _with_linear(decision, policy, again) if request.linear_layers else decision
     if request.linear_layers:
         decision = _with_linear(decision, policy, again)
     if not request.chunked_prefix or "extend" not in decision.phases:
@@ -160,15 +163,8 @@ def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decisi
 
 def _unnamed(policy: Policy) -> Policy:
     """The policy for a further backend, which the names of the others do not concern."""
-    return replace(
-        policy,
-        backend=None,
-        prefill_backend=None,
-        decode_backend=None,
-        mm_backend=None,
-        linear_backend=None,
-        origins=FrozenMapping(),
-    )
+    nobody: dict[str, Any] = dict.fromkeys(NAMING)
+    return replace(policy, **nobody, origins=FrozenMapping())
 
 
 def _with_trees(

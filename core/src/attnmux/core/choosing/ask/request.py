@@ -173,6 +173,7 @@ class Request:
             graph=False,
             strided_kv=False,
             two_batches=False,
+            linear_layers=(),
             **nothing,
         )
 
@@ -222,6 +223,7 @@ class Request:
             lse=True,
             chunked_prefix=False,
             two_batches=False,
+            linear_layers=(),
         )
 
     def of_linear(self, kind: str) -> Request:
