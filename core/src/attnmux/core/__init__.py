@@ -162,6 +162,7 @@ if TYPE_CHECKING:
     from attnmux.core.linear_call import ConvCall as ConvCall
     from attnmux.core.linear_call import LinearCall as LinearCall
     from attnmux.core.linear_hybrid import HybridLinearAttnBackend as HybridLinearAttnBackend
+    from attnmux.core.linear_layer import L2_EPS as L2_EPS
     from attnmux.core.linear_layer import LinearKind as LinearKind
     from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
     from attnmux.core.ngram import NgramIndex as NgramIndex
@@ -398,6 +399,7 @@ _NAMES_BY_MODULE = {
     ),
     "linear_hybrid": ("HybridLinearAttnBackend",),
     "linear_layer": (
+        "L2_EPS",
         "LinearKind",
         "LinearLayerSpec",
     ),

@@ -13,6 +13,10 @@ LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
 DELTA_KINDS = frozenset({"gdn", "kda"})
 """Kinds that subtract what the state already holds for a key before they add its value."""
 
+L2_EPS = 1e-6
+"""Added to a sum of squares before its root, see `LinearLayerSpec.qk_l2norm`. Source: the l2norm of
+flash-linear-attention, which transformers' models call or repeat."""
+
 CHANNEL_KINDS = frozenset({"kda", "mamba1"})
 """Kinds whose decay is a number for each K channel of a head."""
 
@@ -47,7 +51,7 @@ class LinearLayerSpec:
     head_v_dim: int = 0
     scaling: float = 1.0
     qk_l2norm: bool = False
-    """Whether the backend divides each q and k by its length, sqrt(sum of squares + 1e-6)."""
+    """Whether the backend divides each q and k by its length, sqrt(sum of squares + L2_EPS)."""
     conv_dims: tuple[int, ...] = ()
     """Channels of each convolution, in the order of the calls."""
     conv_size: int = 0

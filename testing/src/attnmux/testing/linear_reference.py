@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import LinearLayerSpec
-
-L2_EPS = 1e-6
-"""As in `LinearLayerSpec.qk_l2norm`."""
+from attnmux.core import L2_EPS, LinearLayerSpec
 
 
 def recurrence(

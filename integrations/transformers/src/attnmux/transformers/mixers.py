@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from attnmux.core import InvalidInput, LinearLayerSpec, current_forward_context
+from attnmux.core import L2_EPS, InvalidInput, LinearLayerSpec, current_forward_context
 from attnmux.transformers.mixer_calls import FUNCTIONS, Convolution, Recurrence
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _shape(asked: Recurrence) -> dict[str, Any]:
 
 
 def _normed(x: torch.Tensor, normed: bool) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) if normed else x
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) if normed else x
 
 
 class OnBackend:

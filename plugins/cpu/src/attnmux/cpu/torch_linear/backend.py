@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import conv1d, silu
 
-from attnmux.core import InvalidInput, LinearAttentionBackend
+from attnmux.core import L2_EPS, InvalidInput, LinearAttentionBackend
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
     from attnmux.core import ConvCall, ForwardBatch, LinearCall, LinearLayerSpec
-
-L2_EPS = 1e-6
-"""As in `LinearLayerSpec.qk_l2norm`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -141,8 +138,8 @@ class TorchLinearBackend(LinearAttentionBackend):
         begins = step.starts + before * torch.arange(count, device=device)
         line[places + before] = call.x[: step.num_tokens]
         line[begins.unsqueeze(1) + tail] = history
-        lens = torch.tensor(step.lens, device=device)
-        last = line[(begins + lens).unsqueeze(1) + tail]
+        assert batch.extend_seq_lens is not None  # the preparation has checked it
+        last = line[(begins + batch.extend_seq_lens).unsqueeze(1) + tail]
         pool.index_copy_(0, batch.req_pool_indices, last.to(pool.dtype))
         call.out[step.num_tokens :].zero_()
         if step.num_tokens:

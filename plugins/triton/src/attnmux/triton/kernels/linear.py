@@ -10,13 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-L2_EPS = tl.constexpr(1e-6)
+from attnmux.core import L2_EPS
+
+EPS = tl.constexpr(L2_EPS)
 
 
 @triton.jit
 def normed(x):
     """Rows of x [n, K] float32, divided by their lengths."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS)[:, None]
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
 
 
 @triton.jit
@@ -56,8 +58,8 @@ def recur(
             q + token * q_stride + (head // GROUP) * K + channel, mask=is_channel, other=0.0
         ).to(tl.float32)
         if NORMED:
-            key *= tl.rsqrt(tl.sum(key * key, axis=0) + L2_EPS)
-            query *= tl.rsqrt(tl.sum(query * query, axis=0) + L2_EPS)
+            key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
+            query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS)
         added = tl.load(v + token * v_stride + head * V + column, mask=is_column, other=0.0)
         added = added.to(tl.float32)
         if BY_CHANNEL:
