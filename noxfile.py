@@ -15,7 +15,7 @@ PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
-MEMBERS = ["./core", "./testing", "./bench", *PLUGINS, *INTEGRATIONS]
+MEMBERS = ["./core", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
@@ -28,6 +28,7 @@ SOURCES = [
     "core",
     "testing",
     "bench",
+    "distributed",
     "emulators",
     "plugins",
     "integrations",

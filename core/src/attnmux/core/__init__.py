@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.tell.decision import Decision as Decision
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
+    from attnmux.core.chunked_prefix import merge_into as merge_into
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
@@ -95,6 +96,8 @@ if TYPE_CHECKING:
     from attnmux.core.errors import NoBackend as NoBackend
     from attnmux.core.errors import PluginError as PluginError
     from attnmux.core.errors import PoolExhausted as PoolExhausted
+    from attnmux.core.errors import RankFailed as RankFailed
+    from attnmux.core.errors import RanksDiffer as RanksDiffer
     from attnmux.core.errors import SettingsError as SettingsError
     from attnmux.core.errors import UnknownBackend as UnknownBackend
     from attnmux.core.errors import in_brief as in_brief
@@ -183,6 +186,7 @@ if TYPE_CHECKING:
     from attnmux.core.pool_views import kv_pages as kv_pages
     from attnmux.core.pool_views import not_in_pool as not_in_pool
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
+    from attnmux.core.ranks import RankGroup as RankGroup
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
@@ -283,6 +287,7 @@ _NAMES_BY_MODULE = {
     "chunked_prefix": (
         "ChunkedPrefixBackend",
         "expanded_context",
+        "merge_into",
     ),
     "composites": (
         "BatchSizeAttnBackend",
@@ -313,6 +318,8 @@ _NAMES_BY_MODULE = {
         "NoBackend",
         "PluginError",
         "PoolExhausted",
+        "RankFailed",
+        "RanksDiffer",
         "SettingsError",
         "UnknownBackend",
         "in_brief",
@@ -453,6 +460,7 @@ _NAMES_BY_MODULE = {
         "forward_context",
     ),
     "radix_attention": ("RadixAttention",),
+    "ranks": ("RankGroup",),
     "rehearsal": (
         "rehearse",
         "smallest_batches",

@@ -8,6 +8,8 @@ AttnmuxError
 ├── AmbiguousPlatform  several kinds of accelerator are present and none was named
 ├── GraphUnsupported   a backend without graph capture was asked to capture
 │   └── GraphViolation a captured step did what a replay would not repeat
+├── RanksDiffer        ranks that should run the same step or backend, and do not
+├── RankFailed         another rank that ended, or that did not arrive in time
 ├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
 │   └── BackendFailed  a backend whose library does not load or whose kernels do not compile
 └── SettingsError      a configuration file or environment variable that cannot be used
@@ -84,6 +86,35 @@ class GraphViolation(GraphUnsupported):
         self.reason = reason
         self.hint = hint
         super().__init__(_hinted(f"{method}: {operation} {reason}", hint))
+
+
+class RanksDiffer(AttnmuxError):
+    """Ranks that should run the same and do not. Every rank raises it, before anything runs."""
+
+    def __init__(self, what: str, *, by_rank: Sequence[str], hint: str = "") -> None:
+        self.what = what
+        self.by_rank = tuple(by_rank)
+        ranks: dict[str, list[int]] = {}
+        for rank, said in enumerate(by_rank):
+            ranks.setdefault(said, []).append(rank)
+        listed = "; ".join(
+            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {said}"
+            for said, those in ranks.items()
+        )
+        super().__init__(_hinted(f"{what}: expected the same on every rank, got {listed}", hint))
+
+
+class RankFailed(AttnmuxError):
+    """A collective that the other ranks did not complete: one ended, or did not arrive in time."""
+
+    def __init__(self, what: str, *, reason: str, seconds: float) -> None:
+        self.what = what
+        self.reason = reason
+        self.seconds = seconds
+        super().__init__(
+            f"{what}: another rank ended or did not arrive within {seconds:g} s ({reason}); "
+            "its own output says why. Start all ranks again"
+        )
 
 
 class PluginError(AttnmuxError):

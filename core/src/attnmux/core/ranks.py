@@ -1,0 +1,159 @@
+"""Ranks that compute together: the collectives of a process group, with typed errors.
+
+Every call is collective: each rank of the group makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from attnmux.core.errors import InvalidInput, RankFailed, in_brief
+
+SECONDS = 60.0
+"""How long a rank waits for the others by default."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankGroup:
+    """Some ranks of `torch.distributed`, as one of them sees them.
+
+    A rank that fails, or that does not arrive within `seconds`, raises RankFailed on the others.
+    On CUDA, collectives are queued on the current stream as kernels are; there the host learns of a
+    failure when it next waits, see `wait_for`.
+    """
+
+    devices: dist.ProcessGroup
+    """Moves tensors on `device`: NCCL on CUDA, gloo on a CPU."""
+    hosts: dist.ProcessGroup
+    """Moves text between the hosts of the same ranks, by gloo."""
+    device: torch.device
+    seconds: float = SECONDS
+
+    @classmethod
+    def start(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup:
+        """All ranks that a launcher such as torchrun started; rank n of a host gets device n.
+
+        Raises InvalidInput in a process that no launcher started, and RankFailed where the others
+        do not arrive in time.
+        """
+        if not dist.is_initialized():
+            if not dist.is_torchelastic_launched():
+                expected = "processes that torchrun started"
+                raise InvalidInput("ranks", got="a single process", expected=expected)
+            options: dict[str, Any] = {}
+            if device_type != "cpu":
+                index = dist.get_node_local_rank(fallback_rank=0)
+                torch.accelerator.set_device_index(index)
+                options["device_id"] = torch.device(device_type, index)
+            _explained(
+                "starting",
+                seconds,
+                lambda: dist.init_process_group(timeout=timedelta(seconds=seconds), **options),
+            )
+        device = torch.device(device_type)
+        if device_type != "cpu":
+            device = torch.device(device_type, torch.accelerator.current_device_index())
+        return cls.of(dist.group.WORLD, device, seconds=seconds)
+
+    @classmethod
+    def of(
+        cls, devices: dist.ProcessGroup | None, device: torch.device, *, seconds: float = SECONDS
+    ) -> RankGroup:
+        """An engine's own group. Every rank of the whole job calls it, since it makes another one.
+
+        Raises InvalidInput without a group, and RankFailed as `start` does.
+        """
+        if devices is None:
+            raise InvalidInput("devices", got=None, expected="a group that this rank belongs to")
+        ranks = dist.get_process_group_ranks(devices)
+        hosts = _explained(
+            "making a group of hosts",
+            seconds,
+            lambda: dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=seconds)),
+        )
+        return cls(devices=devices, hosts=hosts, device=device, seconds=seconds)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.devices.rank()
+
+    @property
+    def size(self) -> int:
+        return self.devices.size()
+
+    def exchange(self, text: str) -> list[str]:
+        """The text of every rank, in their order. It waits for all of them, on the host."""
+        found: list[str] = [""] * self.size
+
+        def gather() -> None:
+            dist.all_gather_object(found, text, group=self.hosts)
+
+        self._run("exchanging text", gather)
+        return found
+
+    def tell(self, text: str, *, root: int = 0) -> str:
+        """The text of rank `root`, on every rank."""
+        told = [text]
+        self._run(
+            "hearing from one rank",
+            lambda: dist.broadcast_object_list(told, group=self.hosts, group_src=root),
+        )
+        return told[0]
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[size, *shape]: the values of every rank, all of the same shape."""
+        out = values.new_empty((self.size, *values.shape))
+        self._run(
+            "gathering",
+            lambda: dist.all_gather_into_tensor(
+                out.view(-1), values.contiguous().view(-1), group=self.devices
+            ),
+        )
+        return out
+
+    def all_to_all(self, values: torch.Tensor) -> torch.Tensor:
+        """[size, ...]: from every rank the part [n] of its values [size, ...] that is for rank n,
+        this one."""
+        out = torch.empty_like(values, memory_format=torch.contiguous_format)
+        self._run(
+            "exchanging parts",
+            lambda: dist.all_to_all_single(out, values.contiguous(), group=self.devices),
+        )
+        return out
+
+    def all_reduce(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Reduce over the ranks, in place. Returns `values`."""
+        self._run("reducing", lambda: dist.all_reduce(values, op=op, group=self.devices))
+        return values
+
+    def broadcast(self, values: torch.Tensor, *, root: int = 0) -> torch.Tensor:
+        """The values of rank `root`, written over those of the others. Returns `values`."""
+        self._run(
+            "hearing from one rank",
+            lambda: dist.broadcast(values, group=self.devices, group_src=root),
+        )
+        return values
+
+    def _run(self, what: str, call: Callable[[], T]) -> T:
+        return _explained(what, self.seconds, call)
+
+
+def _explained(what: str, seconds: float, call: Callable[[], T]) -> T:
+    """Turn what torch.distributed raises into RankFailed."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, EOFError) as error:  # gloo raises a bare RuntimeError, pickle EOFError
+        raise RankFailed(what, reason=in_brief(error), seconds=seconds) from error

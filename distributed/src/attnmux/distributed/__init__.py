@@ -1,0 +1,1 @@
+"""Attention over several devices. Import from here, not from the modules."""

@@ -1,0 +1,77 @@
+"""Groups of ranks: collectives, and ranks that fail."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnmux.core import InvalidInput, RankFailed, RankGroup
+from attnmux.emulators.ranks import die, end_ranks, run_ranks
+
+
+def collectives(group: RankGroup) -> dict[str, object]:
+    mine = torch.arange(3) + 10 * group.rank
+    parts = torch.tensor([[100 * group.rank + n] for n in range(group.size)])
+    return {
+        "texts": group.exchange(f"rank {group.rank}"),
+        "told": group.tell(f"from {group.rank}", root=1),
+        "gathered": group.all_gather(mine).tolist(),
+        "parts": group.all_to_all(parts).tolist(),
+        "sum": group.all_reduce(mine.clone()).tolist(),
+        "heard": group.broadcast(mine.clone(), root=1).tolist(),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(tmp_path: Path, size: int) -> None:
+    found = run_ranks(collectives, size, tmp_path)
+    for rank, each in enumerate(found):
+        assert each["texts"] == [f"rank {n}" for n in range(size)]
+        assert each["told"] == "from 1"
+        assert each["gathered"] == [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(size)]
+        assert each["parts"] == [[100 * n + rank] for n in range(size)]
+        assert each["sum"] == [sum(10 * n + i for n in range(size)) for i in range(3)]
+        assert each["heard"] == [10, 11, 12]
+
+
+def one_dies(group: RankGroup) -> tuple[str, float]:
+    if group.rank == 1:
+        die()
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="another rank ended or did not arrive within 5 s") as info:
+        group.all_reduce(torch.ones(1))
+    return str(info.value), time.monotonic() - began
+
+
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
+    first, second = end_ranks(one_dies, 2, tmp_path, seconds=5.0)
+    assert second.exit_code == -9
+    assert not first.error, first.error
+    message, seconds = first.value
+    assert message.startswith("reducing: ")
+    assert seconds < 10
+
+
+def one_is_late(group: RankGroup, delay: float) -> list[int]:
+    if group.rank == 1:
+        time.sleep(delay)
+    return group.all_reduce(torch.ones(2, dtype=torch.int64)).tolist()
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(one_is_late, 2, tmp_path, 2.0, seconds=8.0) == [[2, 2], [2, 2]]
+
+
+def test_a_rank_that_is_too_late_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for result in end_ranks(one_is_late, 2, tmp_path, 4.0, seconds=1.0):
+        assert "RankFailed: reducing: another rank ended or did not arrive within 1 s" in (
+            result.error
+        )
+
+
+def test_one_process_is_no_group() -> None:
+    with pytest.raises(InvalidInput, match="processes that torchrun started, got a single process"):
+        RankGroup.start("cpu")
