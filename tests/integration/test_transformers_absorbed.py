@@ -22,7 +22,7 @@ from attnmux.core import (
     one_of,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.chunked_prefix import merge_into
+from attnmux.core.part_attention import merge_into
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,

@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.tell.decision import Decision as Decision
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
-    from attnmux.core.chunked_prefix import merge_into as merge_into
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
@@ -177,6 +176,11 @@ if TYPE_CHECKING:
     from attnmux.core.page_tables import Keys as Keys
     from attnmux.core.page_tables import PageTables as PageTables
     from attnmux.core.page_tables import fixed_buffers as fixed_buffers
+    from attnmux.core.part_attention import MOST_LANES as MOST_LANES
+    from attnmux.core.part_attention import PartAttention as PartAttention
+    from attnmux.core.part_attention import merge_into as merge_into
+    from attnmux.core.part_attention import part_context as part_context
+    from attnmux.core.part_attention import part_layers as part_layers
     from attnmux.core.pool_views import FP8 as FP8
     from attnmux.core.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
     from attnmux.core.pool_views import check_bfloat16_or_fp8 as check_bfloat16_or_fp8
@@ -287,7 +291,6 @@ _NAMES_BY_MODULE = {
     "chunked_prefix": (
         "ChunkedPrefixBackend",
         "expanded_context",
-        "merge_into",
     ),
     "composites": (
         "BatchSizeAttnBackend",
@@ -425,6 +428,13 @@ _NAMES_BY_MODULE = {
         "Keys",
         "PageTables",
         "fixed_buffers",
+    ),
+    "part_attention": (
+        "MOST_LANES",
+        "PartAttention",
+        "merge_into",
+        "part_context",
+        "part_layers",
     ),
     "pool_views": (
         "FP8",

@@ -12,7 +12,6 @@ from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
 from attnmux.core.chunked_prefix import (
-    MOST_LANES,
     ChunkedPrefixBackend,
     expanded_context,
     measured_crossing,
@@ -24,6 +23,7 @@ from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.factories import make_backend
 from attnmux.core.installed import load_plugins
 from attnmux.core.linear_building import with_linear_layers
+from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import with_shared_kernels
 from attnmux.core.two_batches import TboAttnBackend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +16,14 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.expanded_parts import Part, parts_of
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.latent import crossing_by_operations
-from attnmux.core.layer import LayerSpec
+from attnmux.core.part_attention import PartAttention, part_context, part_layers
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.measured.launches import Value
     from attnmux.core.context import BackendContext
     from attnmux.core.latent import UpProjection
+    from attnmux.core.layer import LayerSpec
 
 CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,
@@ -34,10 +34,6 @@ SHAPE = (
     *("dtype", "kv_dtype"),
 )
 """Fields of a request that a measured crossing holds for."""
-
-MOST_LANES = 4
-"""Expanded backends. Each keeps its part of a step prepared for all layers; the last one prepares
-the chunks that are left over in every layer again."""
 
 
 class ChunkedPrefixBackend(DispatchingBackend):
@@ -64,10 +60,9 @@ class ChunkedPrefixBackend(DispatchingBackend):
         Raises InvalidInput for a backend of another context, and for no memory.
         """
         super().__init__(absorbed.context)
-        num_layers, pool = 2 * len(self._specs()), self.context.token_to_kv_pool
+        pool = self.context.token_to_kv_pool
         if not expanded or any(
-            len(each.context.layers) != num_layers
-            or each.context.token_to_kv_pool is not pool
+            each.context.token_to_kv_pool is not pool
             or any(layer.kind == "mla" for layer in each.context.layers)
             for each in expanded
         ):
@@ -76,29 +71,24 @@ class ChunkedPrefixBackend(DispatchingBackend):
         check_positive("chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
         self.expanded = tuple(expanded)
-        pairs = zip(expanded[0].context.layers[::2], expanded[0].context.layers[1::2], strict=True)
-        by_spec = dict(zip(self._specs(), pairs, strict=True))
-        self._layers = {layer.layer_id: by_spec[_spec(layer)] for layer in self.context.layers}
-        own, _ = self._layers[self.context.layers[0].layer_id]
+        self._parts = PartAttention(expanded)
+        self._layers = part_layers(self.context.layers, expanded[0].context)
+        layer = self.context.layers[0]
+        own, _ = self._layers[layer.layer_id]
         self._dims = (own.tp_q_head_num, own.qk_head_dim, own.v_head_dim)
         row = own.tp_q_head_num * (own.qk_head_dim + own.v_head_dim)
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
         self.chunk_tokens = max(chunk_bytes // (row * itemsize), 1)
         """Cached tokens that are expanded at once."""
-        layer, nope = (
-            self.context.layers[0],
-            own.qk_head_dim - self.context.layers[0].qk_rope_head_dim,
-        )
         if crossing is None:
+            nope = own.qk_head_dim - layer.qk_rope_head_dim
             crossing = crossing_by_operations(rank=layer.v_head_dim, nope=nope, v=own.v_head_dim)
         self.crossing = crossing
-        self._parts: tuple[Part, ...] = ()
-        self._prepared: list[Part | None] = [None] * len(self.expanded)
 
     @property
     def runs_expanded(self) -> bool:
         """Whether the prepared step does."""
-        return bool(self._parts)
+        return bool(self._parts.parts)
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         """`absorbed`, for all calls but `forward_latent`."""
@@ -116,15 +106,15 @@ class ChunkedPrefixBackend(DispatchingBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         table = self.context.req_to_token_pool
-        parts = parts_of(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
-        self._parts = tuple(parts)
-        self._prepared = [None] * len(self.expanded)
+        self._parts.begin(
+            parts_of(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
+        )
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """A step in a graph is absorbed."""
-        self._parts = ()
+        self._parts.begin(())
         super().init_forward_metadata_out_graph(batch, in_capture)
 
     def forward_latent(
@@ -136,40 +126,14 @@ class ChunkedPrefixBackend(DispatchingBackend):
         batch: ForwardBatch,
         projection: UpProjection,
     ) -> torch.Tensor:
-        if not self._parts or batch.forward_mode is ForwardMode.IDLE:
+        if not self.runs_expanded or batch.forward_mode is ForwardMode.IDLE:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.absorbed.save_kv(latent, None, layer, batch, k_rope=k_rope)
-        own, *chunks = self._parts
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if chunks else None
-        out = self._attend(0, own, q, layer, projection, lse)
-        if lse is None:
-            return out
-        merged = out.float()
-        for number, part in enumerate(chunks, start=1):
-            rows = part.tokens
-            part_lse = torch.empty_like(lse[rows])
-            out = self._attend(number, part, q[rows], layer, projection, part_lse)
-            merge_into(merged[rows], lse[rows], out, part_lse)
-        return merged.to(q.dtype)
-
-    def _attend(
-        self,
-        number: int,
-        part: Part,
-        q: torch.Tensor,
-        layer: LayerSpec,
-        projection: UpProjection,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        lane = min(number, len(self.expanded) - 1)
-        backend = self.expanded[lane]
-        if self._prepared[lane] is not part:
-            backend.init_forward_metadata_out_graph(part.batch)
-            backend.init_forward_metadata_in_graph(part.batch)
-            self._prepared[lane] = part
-        k, v = self._keys(part, layer, projection, q.dtype)
-        spec = self._layers[layer.layer_id][part.is_prefix]
-        return backend.forward(q, k, v, spec, part.batch, save_kv_cache=False, lse=lse)
+        return self._parts.attend(
+            q,
+            lambda part: self._keys(part, layer, projection, q.dtype),
+            self._layers[layer.layer_id],
+        )
 
     def _keys(
         self, part: Part, layer: LayerSpec, projection: UpProjection, dtype: torch.dtype
@@ -190,43 +154,17 @@ class ChunkedPrefixBackend(DispatchingBackend):
         projection.expand(rows, k, v)
         return k, v
 
-    def _specs(self) -> tuple[tuple[int, float, float], ...]:
-        return tuple(dict.fromkeys(map(_spec, self.context.layers)))
-
 
 def expanded_context(context: BackendContext) -> BackendContext:
     """The context of the expanded backends of an MLA context.
-
-    For each scaling among its layers it has two, which no pool holds: one for new tokens and one
-    for a chunk of the prefix.
     Raises InvalidInput for a request without `head_dim`, and for layers of which parts cannot be
     merged by LSE.
     """
-    request = context.request.expanded_prompts()
-    if request.head_dim is None:
-        raise InvalidInput("head_dim", got=None, expected="the dim of the expanded heads")
     for layer in context.layers:
-        limited = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
-        if layer.kind != "mla" or limited or layer.sinks is not None:
-            got, expected = f"layer {layer.layer_id}", "MLA without windows, chunks or sinks"
-            raise InvalidInput("layers", got=got, expected=expected)
-    number = max(context.token_to_kv_pool.layer_ids) + 1
-    layers: list[LayerSpec] = []
-    for heads, scaling, logit_cap in dict.fromkeys(map(_spec, context.layers)):
-        own = LayerSpec(
-            layer_id=number + len(layers),
-            tp_q_head_num=heads,
-            tp_k_head_num=heads,
-            tp_v_head_num=heads,
-            qk_head_dim=request.head_dim,
-            v_head_dim=request.v_head_dim or request.head_dim,
-            scaling=scaling,
-            logit_cap=logit_cap,
-        )
-        cross = replace(own, layer_id=own.layer_id + 1, is_cross_attention=True)
-        layers += [own, cross]
-    # The parts of a step contradict the request table, and the step was checked as a whole
-    return replace(context, request=request, layers=tuple(layers), debug=False)
+        if layer.kind != "mla":
+            expected = "MLA without windows, chunks or sinks"
+            raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
+    return part_context(context, context.request.expanded_prompts())
 
 
 def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:
@@ -249,21 +187,3 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
         if dict(each.subject) == subject:
             return float(each.values["crossing"])
     return None
-
-
-def merge_into(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """Add attention over other keys to `out` [T, H, D] and `lse` [T, H], both float32, in place.
-
-    lse = logaddexp(lse, part_lse); out = e^(old lse - lse) out + e^(part_lse - lse) part. Rows of
-    neither have LSE -inf.
-    """
-    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)
-    out.lerp_(part.float(), share.unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
-
-
-def _spec(layer: LayerSpec) -> tuple[int, float, float]:
-    """How the expanded layers of MLA layers may differ."""
-    return layer.tp_q_head_num, layer.scaling, layer.logit_cap

@@ -10,10 +10,10 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.chunked_prefix import merge_into
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
+from attnmux.core.part_attention import merge_into
 from attnmux.core.tree_steps import Trees, as_heads, as_tokens, trees_of
 
 if TYPE_CHECKING:
