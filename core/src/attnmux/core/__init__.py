@@ -100,6 +100,9 @@ if TYPE_CHECKING:
     from attnmux.core.errors import SettingsError as SettingsError
     from attnmux.core.errors import UnknownBackend as UnknownBackend
     from attnmux.core.errors import in_brief as in_brief
+    from attnmux.core.expanded_parts import Part as Part
+    from attnmux.core.expanded_parts import parts_of as parts_of
+    from attnmux.core.factories import make_backend as make_backend
     from attnmux.core.graph.config import GraphConfig as GraphConfig
     from attnmux.core.graph.config import ModelInput as ModelInput
     from attnmux.core.graph.config import graph_batch_sizes as graph_batch_sizes
@@ -327,6 +330,11 @@ _NAMES_BY_MODULE = {
         "UnknownBackend",
         "in_brief",
     ),
+    "expanded_parts": (
+        "Part",
+        "parts_of",
+    ),
+    "factories": ("make_backend",),
     "graph.config": (
         "GraphConfig",
         "ModelInput",

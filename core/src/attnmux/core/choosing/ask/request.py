@@ -159,12 +159,16 @@ class Request:
         )
 
     def expanded_prompts(self) -> Request:
-        """The attention of an MLA model's prompts over expanded K and V of the call.
+        """The attention of an MLA model's prompts over expanded K and V, see `of_parts`."""
+        return self.expanded().of_parts()
+
+    def of_parts(self) -> Request:
+        """The attention of a model's prompts in parts, over K and V of the call.
 
         Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
         """
         nothing = dict.fromkeys(("spec_topk", "spec_draft_tokens"))
-        return self.expanded().replace(
+        return self.replace(
             origin="model",
             kv_dtype=self.dtype,
             phases=("extend",),
