@@ -1,4 +1,4 @@
-"""The parts of a step that runs MLA with expanded heads: its new tokens, and chunks of prefixes."""
+"""The parts of a step of prompts: its new tokens, and chunks of the cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Keys of a step that are expanded at once, and the new tokens that see them."""
+    """Keys of a step that are attended to at once, and the new tokens that see them."""
 
     batch: ForwardBatch
     """Of the requests that have such keys."""
@@ -32,11 +32,11 @@ class Part:
 
 
 def parts_of(
-    batch: ForwardBatch, table: RequestTable, *, crossing: float, chunk_tokens: int
+    batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
 ) -> Iterator[Part]:
-    """The parts of a step that runs expanded, the new tokens' own first; none of another step.
+    """The parts of a step of prompts, the new tokens' own first; none of another step.
 
-    crossing: see `expansion_pays`. chunk_tokens: cached tokens of a part at most. Lengths without a
+    crossing: of `expansion_pays`, below which a step has no parts; None cuts every step. chunk_tokens: cached tokens of a part at most. Lengths without a
     host mirror are read from the device.
     """
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
@@ -48,7 +48,7 @@ def parts_of(
         return
     new_lens = _host_lens(new, batch.extend_seq_lens_cpu)
     cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
-    if not expansion_pays(new_lens, cached_lens, crossing):
+    if crossing is not None and not expansion_pays(new_lens, cached_lens, crossing):
         return
     own = replace(
         batch,

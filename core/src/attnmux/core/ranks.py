@@ -20,6 +20,9 @@ SECONDS = 60.0
 
 T = TypeVar("T")
 
+# Renamed in torch 2.13, which warns of the old name
+gather_tensors: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankGroup:
@@ -114,9 +117,7 @@ class RankGroup:
         out = values.new_empty((self.size, *values.shape))
         self._run(
             "gathering",
-            lambda: dist.all_gather_into_tensor(
-                out.view(-1), values.contiguous().view(-1), group=self.devices
-            ),
+            lambda: gather_tensors(out.view(-1), values.contiguous().view(-1), group=self.devices),
         )
         return out
 

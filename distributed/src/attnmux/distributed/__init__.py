@@ -1,1 +1,30 @@
 """Attention over several devices. Import from here, not from the modules."""
+
+from __future__ import annotations
+
+from attnmux.distributed.heads import HeadSplit
+from attnmux.distributed.interleaved_backend import InterleavedAttnBackend
+from attnmux.distributed.interleaved_building import (
+    InterleavedDecision,
+    build_interleaved,
+    decide_interleaved,
+    decode_context,
+    prompt_context,
+)
+from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
+from attnmux.distributed.interleaving import Interleaving
+from attnmux.distributed.merging import exchange_and_merge
+
+__all__ = [
+    "HeadSplit",
+    "InterleavedAttnBackend",
+    "InterleavedDecision",
+    "InterleavedKVPool",
+    "InterleavedTable",
+    "Interleaving",
+    "build_interleaved",
+    "decide_interleaved",
+    "decode_context",
+    "exchange_and_merge",
+    "prompt_context",
+]

@@ -15,6 +15,7 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
+    KVPool,
     Part,
     PartAttention,
     part_layers,
@@ -83,7 +84,7 @@ class InterleavedAttnBackend(AttentionBackend):
         self._interleaving = pool.interleaving
         self.decode = decode
         self._parts = PartAttention(prompts)
-        self._layers = part_layers(context.layers, prompts[0].context)
+        self._layers = part_layers(unscaled(context.layers, pool.own), prompts[0].context)
         layer = context.layers[0]
         row = layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim)
         self._chunk_tokens = max(chunk_bytes // (row * pool.dtype.itemsize), 1)
@@ -117,7 +118,7 @@ class InterleavedAttnBackend(AttentionBackend):
             self.decode.init_forward_metadata_out_graph(self._step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
-        parts = tuple(parts_of(batch, table, crossing=0.0, chunk_tokens=self._chunk_tokens))
+        parts = tuple(parts_of(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
             expected = "DECODE, or EXTEND and MIXED of text alone: KV is interleaved over ranks"
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
@@ -182,7 +183,8 @@ class InterleavedAttnBackend(AttentionBackend):
         def keys(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
             return self._gathered(part, layer, call.q) if part.is_prefix else own
 
-        return self._parts.attend(call.q, keys, self._layers[layer.layer_id], call.lse)
+        out = self._parts.attend(call.q, keys, self._layers[layer.layer_id], call.lse)
+        return self._scaled(out, layer)
 
     def forward_latent(
         self,
@@ -206,7 +208,7 @@ class InterleavedAttnBackend(AttentionBackend):
             projection.expand(rows.squeeze(1), k, v)
             return k, v
 
-        return self._parts.attend(q, keys, self._layers[layer.layer_id])
+        return self._scaled(self._parts.attend(q, keys, self._layers[layer.layer_id]), layer)
 
     def _decode_step(self, batch: ForwardBatch) -> _Decode:
         held = self._interleaving.lens(batch.seq_lens)
@@ -235,10 +237,13 @@ class InterleavedAttnBackend(AttentionBackend):
         return self._keys[id(part)].gather(self._pool.own, layer, self._heads, q.dtype)
 
     def _as_stored(self, rows: torch.Tensor, scale: float | None, q: torch.Tensor) -> torch.Tensor:
-        """K or V as attention would read them from the pool, which may have rounded them."""
-        read, _ = self._pool.own.read_scales(scale, None)
-        stored = quantise(rows, self._pool.dtype, scale).to(q.dtype)
-        return stored * read if read != 1 else stored
+        """K or V as the pool stores them, which may have rounded them."""
+        return quantise(rows, self._pool.dtype, scale).to(q.dtype)
+
+    def _scaled(self, out: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
+        """The result over V without the pool's scale, with it. That of K is in `unscaled`."""
+        _, scale = self._pool.own.read_scales(layer.k_scale, layer.v_scale)
+        return out if scale == 1 else (out.float() * scale).to(out.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -269,6 +274,19 @@ class _Buffers:
         for buffer, values in pairs:
             buffer[:rows].copy_(values)
         return self.lens[:rows], self.slots[:rows], self.has_keys[:rows]
+
+
+def unscaled(layers: Sequence[LayerSpec], pool: KVPool) -> tuple[LayerSpec, ...]:
+    """The layers for K and V as the pool stores them: its scale of K multiplies the logits."""
+    return tuple(
+        replace(
+            layer,
+            scaling=layer.scaling * pool.read_scales(layer.k_scale, layer.v_scale)[0],
+            k_scale=None,
+            v_scale=None,
+        )
+        for layer in layers
+    )
 
 
 def _unprepared(batch: ForwardBatch) -> InvalidInput:

@@ -21,7 +21,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.distributed.heads import HeadSplit
-from attnmux.distributed.interleaved_backend import InterleavedAttnBackend
+from attnmux.distributed.interleaved_backend import InterleavedAttnBackend, unscaled
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 
 
@@ -118,7 +118,8 @@ def prompt_context(context: BackendContext, request: Request) -> BackendContext:
 
     Raises InvalidInput for a pool that is not interleaved, and as `part_context` does.
     """
-    own = replace(context, token_to_kv_pool=_interleaved(context).own)
+    pool = _interleaved(context).own
+    own = replace(context, token_to_kv_pool=pool, layers=unscaled(context.layers, pool))
     return part_context(own, request)
 
 

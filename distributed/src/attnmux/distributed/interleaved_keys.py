@@ -37,17 +37,15 @@ class KeysOfRanks:
     def gather(
         self, pool: KVPool, layer: LayerSpec, heads: HeadSplit, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [n, Hkv, D] and V [n, Hkv, Dv] of this rank's heads, in `dtype` and without the pool's
-        scales. In MLA, K is the latent row and V its first part. Every rank calls it."""
+        """K [n, Hkv, D] and V [n, Hkv, Dv] of this rank's heads, as the pool stores them, in
+        `dtype`. In MLA, K is the latent row and V its first part. Every rank calls it."""
         k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)
         read = pool.translate(self.slots, layer.layer_id)
-        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
         if layer.kind == "mla":
             rows = self._rows(k_buffer, read, heads).to(dtype)
-            rows = rows * k_scale if k_scale != 1 else rows
             return rows, rows[..., : layer.v_head_dim]
         k, v = (self._rows(each, read, heads).to(dtype) for each in (k_buffer, v_buffer))
-        return (k * k_scale if k_scale != 1 else k), (v * v_scale if v_scale != 1 else v)
+        return k, v
 
     def _rows(self, buffer: torch.Tensor, read: torch.Tensor, heads: HeadSplit) -> torch.Tensor:
         # As bytes: neither torch's indexing nor every transport knows 8-bit floats
