@@ -20,6 +20,7 @@ from attnmux.core import (
     ForwardMode,
     GraphConfig,
     GraphRunner,
+    GraphUnsupported,
     InvalidInput,
     ModelInput,
     RankGroup,
@@ -283,3 +284,172 @@ def test_ranks_agree_with_one_process(tmp_path: Path, size: int, way: str) -> No
             assert modes["None"] == [long] * len(STEPS)
         else:
             assert modes["None"] == [long, short, short, long, long, short, long, long]
+
+
+def test_the_mode_that_moves_fewer_rows() -> None:
+    assert PaddingMode.cheapest((8, 1)) is PaddingMode.MAX_LEN
+    assert PaddingMode.cheapest((8, 4, 0)) is PaddingMode.MAX_LEN  # 3 * 8 rows against 2 * 12
+    assert PaddingMode.cheapest((8, 3, 0)) is PaddingMode.SUM_LEN  # against 2 * 11
+    assert PaddingMode.cheapest((9, 0, 0, 0)) is PaddingMode.SUM_LEN
+    assert PaddingMode.cheapest((0, 0, 0)) is PaddingMode.MAX_LEN
+
+
+def moves_tokens(group: RankGroup) -> None:
+    counts = (3, 0, 5)[: group.size]
+    generator = torch.Generator().manual_seed(3)
+    everyones = [torch.randn((count, 2, 4), generator=generator) for count in counts]
+    mine = everyones[group.rank].to(group.device)
+    for mode in PaddingMode:
+        tokens = TokensOfRanks(group=group, num_tokens=counts, mode=mode)
+        most = max(counts) if mode is PaddingMode.MAX_LEN else 0
+        expected = torch.cat(
+            [torch.nn.functional.pad(each, (0, 0, 0, 0, 0, max(most - len(each), 0))) for each in everyones]
+        ).to(group.device)
+        gathered = tokens.gather(mine)
+        assert torch.equal(gathered, expected)
+        assert tokens.num_rows == len(expected)
+        assert torch.equal(tokens.scatter(gathered), mine)
+        sum_of_parts = tokens.reduce_scatter(gathered * (group.rank + 1))
+        torch.testing.assert_close(sum_of_parts, mine * sum(range(1, group.size + 1)))
+        for call, argument, shape in (
+            (tokens.gather, "hidden", (9, 2)),
+            (tokens.reduce_scatter, "parts", (9, 2)),
+            (tokens.scatter, "values", ()),
+        ):
+            with pytest.raises(InvalidInput, match=rf"{argument}: expected .* got shape") as info:
+                call(torch.zeros(shape, device=group.device))
+            assert f"for {counts} tokens in {mode.name}" in str(info.value)
+    nothing = TokensOfRanks.even(group, 0)
+    empty = torch.zeros((0, 4), device=group.device)
+    assert nothing.reduce_scatter(nothing.gather(empty)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_moving_tokens(tmp_path: Path, size: int) -> None:
+    run_ranks(moves_tokens, size, tmp_path)
+
+
+def echo(batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return inputs["input_ids"] + 1
+
+
+def agrees_on_graphs(group: RankGroup) -> None:
+    first = group.rank == 0
+    toy = Toy(GraphFakeBackend, group.device, group.size)
+    decoding = capture_on_all_ranks(group, runner_of(toy.backend, echo, (1, 2)))
+    exact = capture_on_all_ranks(group, runner_of(toy.backend, echo, (1, 2), padding=False))
+    drafts = {"forward_mode": ForwardMode.TARGET_VERIFY, "tokens_per_request": 3}
+    verifying = capture_on_all_ranks(group, runner_of(toy.backend, echo, (1, 2), **drafts))
+    both = (verifying, decoding)
+    one, _ = toy.step(DECODE, {0: 1})
+    two, _ = toy.step(DECODE, {0: 1, 1: 1})
+    three, _ = toy.step(DECODE, {0: 1, 1: 1, 2: 1})
+    idle, _ = toy.step(DECODE, {})
+    prompt, _ = toy.step(EXTEND, {3: 4})
+    for mine, theirs, runners, runner, size in (
+        (one, one, both, decoding, 1),
+        (one, two, both, decoding, 2),
+        (two, idle, both, decoding, 2),
+        (idle, one, both, decoding, 1),
+        (idle, idle, both, None, None),
+        (one, three, both, None, None),  # no graph is large enough
+        (one, prompt, both, None, None),
+        (one, one, (), None, None),
+        (two, two, (exact,), exact, 2),
+        (one, two, (exact,), None, None),
+        (idle, two, (exact,), None, None),
+    ):
+        agreed = agree_on_step(group, mine if first else theirs, runners)
+        assert (agreed.runner, agreed.size) == (runner, size)
+        assert agreed.tokens.num_tokens[:2] == (mine.num_tokens, theirs.num_tokens)
+    ids = torch.tensor([5, 6, 7], device=group.device)
+    spec = replace(
+        two,
+        batch_size=1,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        req_pool_indices=two.req_pool_indices[:1],
+        seq_lens=two.seq_lens[:1],
+        out_cache_loc=ids,
+        positions=ids,
+        extend_num_tokens=3,
+    )
+    agreed = agree_on_step(group, spec if first else idle, both)
+    assert agreed.runner is verifying
+    assert agreed.tokens.num_tokens[:2] == (3, 0)
+    batch, inputs = (spec, {"input_ids": ids}) if first else (idle, {})
+    found = verifying.replay(batch, inputs, size=agreed.size).tolist()
+    assert found == ([6, 7, 8] if first else [])
+
+
+def test_ranks_agree_on_a_graph(tmp_path: Path) -> None:
+    run_ranks(agrees_on_graphs, 2, tmp_path)
+
+
+def differs(group: RankGroup) -> None:
+    """Each error comes on both ranks, and the ranks can go on."""
+    toy = Toy(GraphFakeBackend, group.device, group.size)
+    batch, _ = toy.step(DECODE, {0: 1})
+    sizes = (1, 2) if group.rank else (1, 2, 4)
+    # As though the ranks had not captured together
+    runner = capture_alone(runner_of(toy.backend, echo, sizes))
+    message = (
+        r"^the step: expected the same on every rank, got rank 0: DECODE of 1 tokens in sizes "
+        r"\(1, 2, 4\); rank 1: DECODE of 1 tokens in sizes \(1, 2\); pass runners of"
+    )
+    with pytest.raises(RanksDiffer, match=message):
+        agree_on_step(group, batch, [runner])
+    with pytest.raises(RanksDiffer, match="rank 0: no graphs; rank 1: DECODE of 1 tokens"):
+        agree_on_step(group, batch, [runner][: group.rank])
+    with pytest.raises(RanksDiffer, match="rank 0: toy of 24, no graphs; rank 1: toy of 25, no"):
+        agree_on_step(group, batch, facts=f"toy of {24 + group.rank}")
+    assert agree_on_step(group, batch, facts="toy of 24").tokens.num_tokens == (1, 1)
+
+
+def capture_alone(make) -> GraphRunner:
+    from attnmux.core.graph.together import ALONE
+
+    runner = make(ALONE)
+    runner.capture()
+    return runner
+
+
+def test_ranks_that_differ_are_an_error_on_each(tmp_path: Path) -> None:
+    run_ranks(differs, 2, tmp_path)
+
+
+def does_not_agree(group: RankGroup) -> None:
+    if group.rank == 0:
+        agree_on_step(group, idle_batch(group.device))
+
+
+def test_a_rank_that_takes_no_part_is_an_error_on_the_others(tmp_path: Path) -> None:
+    first, second = end_ranks(does_not_agree, 2, tmp_path, seconds=2.0)
+    assert "RankFailed: exchanging numbers: another rank ended or did not arrive" in first.error
+    assert not second.error
+
+
+def goes_on_eagerly(group: RankGroup) -> None:
+    """A rank cannot capture; all run eagerly, and give what one process gives."""
+    toy = Toy(GraphFakeBackend, group.device, group.size)
+
+    def forward(batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = TokensOfRanks.even(group, batch.num_tokens)
+        hidden = toy.on_rank(batch, inputs["input_ids"], tokens)
+        if group.rank == 1:
+            hidden.sum().item()
+        return hidden
+
+    with pytest.raises(GraphUnsupported, match=r"\(rank 1: GraphViolation: forward: .*item") as info:
+        capture_on_all_ranks(group, runner_of(toy.backend, forward))
+    assert "run eagerly on every rank" in str(info.value)
+    expected = expected_of(FakeBackend, group.device, group.size)
+    for number, (batches, _) in enumerate(STEPS):
+        batch, ids = toy.step(*batches[group.rank])
+        agreed = agree_on_step(group, batch)
+        toy.backend.init_forward_metadata(batch)
+        hidden = toy.on_rank(batch, ids, agreed.tokens)
+        torch.testing.assert_close(hidden, expected[number][group.rank], **FLOAT32)
+
+
+def test_a_rank_that_cannot_capture_makes_all_run_eagerly(tmp_path: Path) -> None:
+    run_ranks(goes_on_eagerly, 2, tmp_path)
