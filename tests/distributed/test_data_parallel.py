@@ -27,6 +27,7 @@ from attnmux.core import (
     RanksDiffer,
     device_graphs,
 )
+from attnmux.core.graph.together import ALONE
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,
@@ -303,7 +304,10 @@ def moves_tokens(group: RankGroup) -> None:
         tokens = TokensOfRanks(group=group, num_tokens=counts, mode=mode)
         most = max(counts) if mode is PaddingMode.MAX_LEN else 0
         expected = torch.cat(
-            [torch.nn.functional.pad(each, (0, 0, 0, 0, 0, max(most - len(each), 0))) for each in everyones]
+            [
+                torch.nn.functional.pad(each, (0, 0, 0, 0, 0, max(most - len(each), 0)))
+                for each in everyones
+            ]
         ).to(group.device)
         gathered = tokens.gather(mine)
         assert torch.equal(gathered, expected)
@@ -406,8 +410,6 @@ def differs(group: RankGroup) -> None:
 
 
 def capture_alone(make) -> GraphRunner:
-    from attnmux.core.graph.together import ALONE
-
     runner = make(ALONE)
     runner.capture()
     return runner
@@ -439,7 +441,9 @@ def goes_on_eagerly(group: RankGroup) -> None:
             hidden.sum().item()
         return hidden
 
-    with pytest.raises(GraphUnsupported, match=r"\(rank 1: GraphViolation: forward: .*item") as info:
+    with pytest.raises(
+        GraphUnsupported, match=r"\(rank 1: GraphViolation: forward: .*item"
+    ) as info:
         capture_on_all_ranks(group, runner_of(toy.backend, forward))
     assert "run eagerly on every rank" in str(info.value)
     expected = expected_of(FakeBackend, group.device, group.size)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 from attnmux.core import (
     CapturingRanks,
@@ -104,9 +105,7 @@ def test_a_capture_waits_for_no_rank(tmp_path: Path) -> None:
 
 def refuses(group: RankGroup) -> None:
     def functional() -> torch.Tensor:
-        from torch.distributed._functional_collectives import all_reduce
-
-        return all_reduce(torch.ones(2), "sum", group.devices)
+        return functional_all_reduce(torch.ones(2), "sum", group.devices)
 
     for forward, message in (
         (lambda: dist.barrier(group=group.devices), "c10d.barrier.default synchronises with the"),
@@ -174,23 +173,19 @@ def captures_together(group: RankGroup) -> None:
     assert shown == ([[4, 2, 1]] if group.rank == 0 else [])
     busy = prepare_step(setup, decode(9, 4, 7)).batch
     three = torch.tensor([1.0, 2.0, 3.0], device=group.device)
-    for first_is_idle in (True, False, True):
-        if (group.rank == 0) is first_is_idle:
-            out = runner.replay(idle_batch(group.device), size=4)
-            assert out.shape == (0,)
-        else:
+    for idle_rank in range(group.size):
+        if group.rank == idle_rank:
+            assert runner.replay(idle_batch(group.device), size=4).shape == (0,)
+        else:  # the idle rank adds padding, which is 0
             out = runner.replay(busy, {"values": three}, size=4)
-            assert out.tolist() == [2, 4, 6]  # the idle rank adds padding, which is 0
+            assert out.tolist() == [2 * n * (group.size - 1) for n in (1, 2, 3)]
     out = runner.replay(busy, {"values": three}, size=4)
-    assert out.tolist() == [2 * group.size, 4 * group.size, 6 * group.size]
+    assert out.tolist() == [2 * n * group.size for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_capture_together(tmp_path: Path, size: int) -> None:
-    if size == 2:
-        run_ranks(captures_together, size, tmp_path)
-    else:
-        run_ranks(each_fails, size, tmp_path)
+    run_ranks(captures_together, size, tmp_path)
 
 
 FAILURES = {
@@ -227,10 +222,16 @@ def test_a_rank_that_fails_leaves_no_graphs_on_any(tmp_path: Path) -> None:
     run_ranks(one_fails, 2, tmp_path)
 
 
-def each_fails(group: RankGroup) -> None:
-    make, _, _ = maker(group, total, backend=Unplanned if group.rank else Broken)
-    with pytest.raises(GraphUnsupported, match="rank 0: OutOfMemoryError: no 2 GiB"):
+def all_fail(group: RankGroup) -> None:
+    make, _, _ = maker(group, total, backend=Broken if group.rank else Unplanned)
+    reasons = "rank 1: OutOfMemoryError: no 2 GiB; rank 2: OutOfMemoryError: no 2 GiB"
+    with pytest.raises(GraphUnsupported, match=reasons):
         capture_on_all_ranks(group, make)
+    captures_together(group)
+
+
+def test_several_ranks_fail(tmp_path: Path) -> None:
+    run_ranks(all_fail, 3, tmp_path)
 
 
 def differs(group: RankGroup) -> None:

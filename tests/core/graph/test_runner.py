@@ -169,9 +169,7 @@ def test_captures_from_large_to_small_after_two_warm_ups(setup) -> None:
 
 def test_ranks_meet_before_each_warm_up_and_capture(setup) -> None:
     notes: list[object] = []
-    runner = runner_of(
-        setup, devices=Noted(notes), ranks=NotedRanks(notes), batch_sizes=(1, 4)
-    )
+    runner = runner_of(setup, devices=Noted(notes), ranks=NotedRanks(notes), batch_sizes=(1, 4))
     runner.capture()
     each = ["meet", "warm-up", "meet", "warm-up", "meet", "capture"]
     assert notes == [

@@ -107,9 +107,7 @@ class RankGroup:
         """
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._run(
-            "exchanging numbers", lambda: dist.all_gather(found, mine, group=self.hosts)
-        )
+        self._run("exchanging numbers", lambda: dist.all_gather(found, mine, group=self.hosts))
         return [each.tolist() for each in found]
 
     def tell(self, text: str, *, root: int = 0) -> str:

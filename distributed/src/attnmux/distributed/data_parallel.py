@@ -30,7 +30,7 @@ class PaddingMode(Enum):
     def cheapest(cls, num_tokens: Sequence[int]) -> PaddingMode:
         """MAX_LEN where R · max(T_n) ≤ 2 · sum(T_n), else SUM_LEN.
 
-        Either way a rank sends the fewest rows. In a ring, a rank sends (R − 1) / R of the tensor
+        Either way a rank sends the fewest rows. In a ring, a rank sends (R - 1) / R of the tensor
         for an all-gather or a reduce-scatter, and twice that for an all-reduce, which is a
         reduce-scatter and an all-gather (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce
         algorithms for clusters of workstations").
@@ -107,7 +107,7 @@ class TokensOfRanks:
         if not self.num_rows:
             return parts
         if self.mode is PaddingMode.MAX_LEN:
-            by_rank = parts.unflatten(0, (self.group.size, -1))
+            by_rank = parts.reshape(self.group.size, max(self.num_tokens), *parts.shape[1:])
             return self.group.reduce_scatter(by_rank)[: self.own]
         return self.group.all_reduce(parts)[self.rows]
 

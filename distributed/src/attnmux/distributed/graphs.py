@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -19,7 +20,7 @@ from attnmux.core import (
     in_brief,
 )
 
-NO_INPUTS: Mapping[str, torch.Tensor] = {}
+NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def capture_on_all_ranks(

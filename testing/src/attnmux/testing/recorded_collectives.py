@@ -49,7 +49,10 @@ def queue(func: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: AN
 
     Its output holds zeros, since the recorded step writes to the KV pool what it computes from it.
     """
-    from torch._C._distributed_c10d import _create_work_from_future  # noqa: PLC0415  # see `_run`
+    # Here, as in `_run`
+    from torch._C._distributed_c10d import (  # noqa: PLC0415
+        _create_work_from_future,  # type: ignore[attr-defined]  # torch's stubs lack it
+    )
 
     if func._opname in WITH_OUTPUT:
         for tensor in pytree.tree_leaves(args[0]):

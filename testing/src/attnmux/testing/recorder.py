@@ -61,7 +61,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         leaves, nesting = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         is_collective = collectives.is_collective(func)
-        if given and not is_collective and all(identity(tensor) in self._on_host for tensor in given):
+        if (
+            given
+            and not is_collective
+            and all(identity(tensor) in self._on_host for tensor in given)
+        ):
             results = func(*args, **kwargs)
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
