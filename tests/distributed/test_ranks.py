@@ -20,6 +20,8 @@ def collectives(group: RankGroup) -> dict[str, object]:
         "told": group.tell(f"from {group.rank}", root=1),
         "gathered": group.all_gather(mine).tolist(),
         "parts": group.all_to_all(parts).tolist(),
+        "numbers": group.exchange_numbers([group.rank, -(2**40)]),
+        "sum of parts": group.reduce_scatter(torch.arange(group.size * 2).view(-1, 2)).tolist(),
         "sum": group.all_reduce(mine.clone()).tolist(),
         "heard": group.broadcast(mine.clone(), root=1).tolist(),
     }
@@ -33,6 +35,8 @@ def test_collectives(tmp_path: Path, size: int) -> None:
         assert each["told"] == "from 1"
         assert each["gathered"] == [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(size)]
         assert each["parts"] == [[100 * n + rank] for n in range(size)]
+        assert each["numbers"] == [[n, -(2**40)] for n in range(size)]
+        assert each["sum of parts"] == [2 * rank * size, (2 * rank + 1) * size]
         assert each["sum"] == [sum(10 * n + i for n in range(size)) for i in range(3)]
         assert each["heard"] == [10, 11, 12]
 

@@ -22,6 +22,7 @@ from attnmux.core.graph.devices import (
     device_graphs,
 )
 from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.graph.together import CapturingRanks
 from attnmux.core.op import current_forward_context, forward_context
 from attnmux.testing import (
     Case,
@@ -63,6 +64,25 @@ class Noted(RecordingGraphs):
         return super().capture(step)
 
 
+class NotedRanks(CapturingRanks):
+    """Notes when the ranks wait for each other."""
+
+    rank = 0
+
+    def __init__(self, notes: list[object], rank: int = 0) -> None:
+        self._notes = notes
+        self.rank = rank
+
+    @contextmanager
+    def session(self, config: GraphConfig) -> Iterator[None]:
+        self._notes.append(("session of ranks", config.batch_sizes))
+        yield
+        self._notes.append("end of session of ranks")
+
+    def meet(self) -> None:
+        self._notes.append("meet")
+
+
 @pytest.fixture
 def setup():
     return make_setup(CASE, fake_platform(), "cpu")
@@ -81,7 +101,7 @@ def model(batch, inputs):
 
 
 def runner_of(setup, *, backend=None, forward=model, **settings) -> GraphRunner:
-    given = {name: settings.pop(name) for name in ("collectives", "rank") if name in settings}
+    given = {name: settings.pop(name) for name in ("collectives", "ranks") if name in settings}
     devices = settings.pop("devices", RecordingGraphs())
     progress = settings.pop("progress", iter)
     config = GraphConfig(**{"batch_sizes": (1, 2, 4, 8), **settings})
@@ -145,6 +165,129 @@ def test_captures_from_large_to_small_after_two_warm_ups(setup) -> None:
     batch = prepare_step(setup, decode(3, 4)).batch
     runner.replay(batch, ids_of(batch))
     assert notes == [(4, False)]
+
+
+def test_ranks_meet_before_each_warm_up_and_capture(setup) -> None:
+    notes: list[object] = []
+    runner = runner_of(setup, devices=Noted(notes), ranks=NotedRanks(notes), batch_sizes=(1, 4))
+    runner.capture()
+    each = ["meet", "warm-up", "meet", "warm-up", "meet", "capture"]
+    assert notes == [
+        ("session of ranks", (1, 4)),
+        "session",
+        *each,
+        *each,
+        "end of session",
+        "end of session of ranks",
+    ]
+
+
+def idle_step(setup):
+    return prepare_step(setup, extend(mode=ForwardMode.IDLE)).batch
+
+
+@pytest.mark.parametrize("host_lens", [False, True])
+def test_an_idle_step_replays_padding(setup, host_lens: bool) -> None:
+    seen: list[object] = []
+
+    class Watched(GraphFakeBackend):
+        def init_forward_metadata_out_graph(self, batch, in_capture=False) -> None:
+            seen.append(
+                (
+                    batch.batch_size,
+                    batch.actual_forward_mode,
+                    batch.seq_lens_sum,
+                    batch.req_pool_indices.tolist(),
+                    batch.seq_lens.tolist(),
+                    batch.out_cache_loc.tolist(),
+                )
+            )
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+    runner = runner_of(setup, backend=Watched(setup.context), host_lens=host_lens)
+    runner.capture()
+    idle = idle_step(setup)
+    busy = prepare_step(setup, decode(9, 30, 2), host_lens=host_lens).batch
+    expected = runner.replay(busy, ids_of(busy))["out"].clone()
+    buffers = setup.context.token_to_kv_pool.get_kv_buffer(1)
+    before = [buffer.clone() for buffer in buffers]
+    seen.clear()
+    assert runner.can_run(idle, size=4)
+    outputs = runner.replay(idle, size=4)
+    total = 4 if host_lens else None
+    assert seen == [(4, ForwardMode.IDLE, total, [0] * 4, [1] * 4, [0] * 4)]
+    assert [outputs["out"].shape[0], outputs["rows"][1].shape[0]] == [0, 0]
+    for buffer, copy in zip(buffers, before, strict=True):
+        assert torch.equal(buffer[1:].view(torch.int32), copy[1:].view(torch.int32))
+    again = runner.replay(busy, ids_of(busy), size=8)["out"]
+    torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("two_batches", [False, True])
+def test_an_idle_step_of_drafts_replays_padding(two_batches: bool) -> None:
+    case = replace(CASE, steps=(verify(3, 9, 17, 4),), spec_topk=2)
+    setup = make_setup(case, fake_platform(), "cpu")
+    masks: list[tuple[list[int], bool]] = []
+
+    class Watched(GraphFakeBackend):
+        def init_forward_metadata_out_graph(self, batch, in_capture=False) -> None:
+            for each in (batch, *batch.tbo_children):
+                ends = each.spec_info.mask_indptr.tolist()
+                masks.append((ends, bool(each.spec_info.custom_mask[: ends[-1]].all())))
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+    runner = GraphRunner(
+        Watched(setup.context),
+        lambda batch, inputs: batch.positions + 1,
+        GraphConfig(
+            batch_sizes=(2, 4),
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            tokens_per_request=3,
+            spec_topk=2,
+            custom_mask=True,
+            two_batches=two_batches,
+        ),
+        devices=RecordingGraphs(),
+        progress=iter,
+    )
+    runner.capture()
+    busy = prepare_step(setup, case.steps[0]).batch
+    runner.replay(busy)
+    assert not masks[-1][1]
+    masks.clear()
+    assert runner.replay(idle_step(setup), size=4).shape == (0,)
+    width = 3 * (1 + 3)
+    whole = [n * width for n in range(5)]
+    each = [whole, whole[:3], whole[:3]] if two_batches else [whole]
+    assert masks == [(ends, True) for ends in each]
+
+
+def test_the_size_of_a_replay(setup) -> None:
+    runner = runner_of(setup, batch_sizes=(2, 4, 8))
+    runner.capture()
+    idle, batch = idle_step(setup), prepare_step(setup, decode(5, 9, 3)).batch
+    assert runner.size_for(batch) == 4
+    assert runner.size_for(idle) is None
+    expected = runner.replay(batch, ids_of(batch))["out"].clone()
+    torch.testing.assert_close(runner.replay(batch, ids_of(batch), size=8)["out"], expected)
+    for given, size, message in (
+        (batch, 2, r"size: expected a captured size that holds 3 requests: \(2, 4, 8\), got 2"),
+        (batch, 5, "size: expected a captured size"),
+        (idle, None, "size: expected in an IDLE step, the size that the other ranks replay"),
+        (idle, 3, "size: expected a captured size that holds 0 requests"),
+        (replace(batch, forward_mode=ForwardMode.IDLE), 4, "batch_size: expected 0 in an IDLE"),
+        (replace(idle, forward_mode=ForwardMode.DECODE), 4, "batch_size: expected a captured size"),
+    ):
+        assert not runner.can_run(given, size=size)
+        with pytest.raises(InvalidInput, match=message):
+            runner.replay(given, ids_of(given), size=size)
+
+
+def test_without_padding_an_idle_step_runs_eagerly(setup) -> None:
+    runner = runner_of(setup, padding=False)
+    runner.capture()
+    assert not runner.can_run(idle_step(setup), size=4)
+    assert not runner.can_run(prepare_step(setup, decode(5)).batch, size=4)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
@@ -268,7 +411,7 @@ def test_progress_is_shown_on_rank_0(setup) -> None:
         shown.append(list(sizes))
         return sizes
 
-    runner_of(setup, progress=progress, rank=1).capture()
+    runner_of(setup, progress=progress, ranks=NotedRanks([], rank=1)).capture()
     assert shown == []
     runner_of(setup, progress=progress).capture()
     assert shown == [[8, 4, 2, 1]]

@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
     from attnmux.core.graph.devices import device_graphs as device_graphs
     from attnmux.core.graph.runner import GraphRunner as GraphRunner
+    from attnmux.core.graph.together import CapturingRanks as CapturingRanks
     from attnmux.core.indices._segments import segment_of_place as segment_of_place
     from attnmux.core.indices.keys import kv_indices as kv_indices
     from attnmux.core.indices.keys import page_table as page_table
@@ -345,6 +346,7 @@ _NAMES_BY_MODULE = {
         "device_graphs",
     ),
     "graph.runner": ("GraphRunner",),
+    "graph.together": ("CapturingRanks",),
     "indices._segments": ("segment_of_place",),
     "indices.keys": (
         "kv_indices",

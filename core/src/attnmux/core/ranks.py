@@ -5,7 +5,7 @@ Every call is collective: each rank of the group makes the same calls in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -103,6 +103,16 @@ class RankGroup:
         self._run("exchanging text", gather)
         return found
 
+    def exchange_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, as many on each and within int64, in the ranks' order.
+
+        It waits for all of them, on the host, and is the cheapest exchange between hosts.
+        """
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._run("exchanging numbers", lambda: dist.all_gather(found, mine, group=self.hosts))
+        return [each.tolist() for each in found]
+
     def tell(self, text: str, *, root: int = 0) -> str:
         """The text of rank `root`, on every rank."""
         told = [text]
@@ -137,6 +147,18 @@ class RankGroup:
         """Reduce over the ranks, in place. Returns `values`."""
         self._run("reducing", lambda: dist.all_reduce(values, op=op, group=self.devices))
         return values
+
+    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """[...]: the sum over the ranks of part [n] of their values [size, ...], n being this
+        rank."""
+        out = values.new_empty(values.shape[1:])
+        self._run(
+            "reducing parts",
+            lambda: dist.reduce_scatter_tensor(
+                out.view(-1), values.contiguous().view(-1), group=self.devices
+            ),
+        )
+        return out
 
     def broadcast(self, values: torch.Tensor, *, root: int = 0) -> torch.Tensor:
         """The values of rank `root`, written over those of the others. Returns `values`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from attnmux.distributed.agreement import AgreedStep, agree_on_step, idle_batch
+from attnmux.distributed.data_parallel import PaddingMode, TokensOfRanks
+from attnmux.distributed.graphs import capture_on_all_ranks
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_backend import InterleavedAttnBackend
 from attnmux.distributed.interleaved_building import (
@@ -16,15 +19,21 @@ from attnmux.distributed.interleaving import Interleaving
 from attnmux.distributed.merging import exchange_and_merge
 
 __all__ = [
+    "AgreedStep",
     "HeadSplit",
     "InterleavedAttnBackend",
     "InterleavedDecision",
     "InterleavedKVPool",
     "InterleavedTable",
     "Interleaving",
+    "PaddingMode",
+    "TokensOfRanks",
+    "agree_on_step",
     "build_interleaved",
+    "capture_on_all_ranks",
     "decide_interleaved",
     "decode_context",
     "exchange_and_merge",
+    "idle_batch",
     "prompt_context",
 ]

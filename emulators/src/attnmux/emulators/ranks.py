@@ -18,7 +18,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch.distributed", "attnmux.core", "attnmux.testing", "pytest"]
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",  # which recording graphs import
+    "attnmux.core",
+    "attnmux.distributed",
+    "attnmux.testing.graph_fakes",
+    "attnmux.testing.prepared",
+    "attnmux.testing.recording",
+    "pytest",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import GraphViolation, attention_with_output
+from attnmux.testing import recorded_collectives as collectives
 from attnmux.testing.tape import Operation, Place, Tape, identity, tensors
 
 aten = torch.ops.aten
@@ -59,7 +60,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return whole
         leaves, nesting = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if given and all(identity(tensor) in self._on_host for tensor in given):
+        is_collective = collectives.is_collective(func)
+        if (
+            given
+            and not is_collective
+            and all(identity(tensor) in self._on_host for tensor in given)
+        ):
             results = func(*args, **kwargs)
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
@@ -67,14 +73,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         # Before the call, which may change an argument's shape
         frozen = [self._freeze(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         known = {identity(tensor) for tensor in given}
-        results = func(*args, **kwargs)
+        results = collectives.queue(func, args) if is_collective else func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             self._tape.keep(args[0], str(func))
             return results
         kept = tuple(self._keep(func, result, known) for result in tensors(results))
         if func in UNINITIALISED:
             self._scribble(results)
-        elif _changes_values(func) or any(result is not None for result in kept):
+        elif is_collective or _changes_values(func) or any(result is not None for result in kept):
             self._note(func, frozen, nesting, kept)
         return results
 
@@ -88,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         operation = Operation(
             method=self._method,
             name=str(func),
-            func=func,
+            func=collectives.replayed(func),
             leaves=tuple(leaves),
             nesting=nesting,
             results=kept,
@@ -121,7 +127,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
     ) -> None:
-        reason, hint = "", ""
+        reason, hint = collectives.refusal(func)
+        if reason:
+            raise GraphViolation(self._method, str(func), reason, hint=hint)
         if torch.Tag.data_dependent_output in func.tags:
             reason = "synchronises with the device"
             hint = "read values on the host in init_forward_metadata_out_graph"

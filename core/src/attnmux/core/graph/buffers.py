@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 
 from attnmux.core.arguments import described
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.masks import MaskBuffers
@@ -149,7 +149,21 @@ class FixedBuffers:
         for first, last in self._groups:
             torch._foreach_copy_(targets[first:last], sources[first:last])
         self._pad_after(size)
-        return self._with_host_values(batch, padded)
+        total = batch.seq_lens_sum
+        if total is not None:
+            total += (padded.batch_size - size) * self._fill
+        return self._with_host_values(padded, total, batch.actual_forward_mode)
+
+    def load_padding(self, padded: ForwardBatch) -> ForwardBatch:
+        """Make every row padding, for an IDLE step. Returns what `load` returns."""
+        self._pad_after(0)
+        if self._masks is not None:
+            self._masks.load_padding(padded.batch_size)
+            bounds = _halves(padded.batch_size)
+            for masks, (first, last) in zip(self._masks_of_halves, bounds, strict=False):
+                masks.load_padding(last - first)
+        total = padded.batch_size * self._fill if self._config.host_lens else None
+        return self._with_host_values(padded, total, ForwardMode.IDLE)
 
     def clear(self) -> None:
         """Make every row padding."""
@@ -165,10 +179,9 @@ class FixedBuffers:
                 field.rows_of(size, self._used).fill_(field.fill)
         self._used = size
 
-    def _with_host_values(self, batch: ForwardBatch, padded: ForwardBatch) -> ForwardBatch:
-        total, actual_mode = batch.seq_lens_sum, batch.actual_forward_mode
-        if total is not None:
-            total += (padded.batch_size - batch.batch_size) * self._fill
+    def _with_host_values(
+        self, padded: ForwardBatch, total: int | None, actual_mode: ForwardMode | None
+    ) -> ForwardBatch:
         if total != padded.seq_lens_sum or actual_mode is not padded.actual_forward_mode:
             padded = replace(padded, seq_lens_sum=total, actual_forward_mode=actual_mode)
         return self._with_halves(padded)

@@ -56,6 +56,15 @@ class MaskBuffers:
         check_vector("spec_info.mask_indptr", spec.mask_indptr, torch.int32, real + 1)
         self._mask[:total].copy_(spec.custom_mask)
         self._indptr[: real + 1].copy_(spec.mask_indptr)
+        self._pad(real, total, size)
+
+    def load_padding(self, size: int) -> None:
+        """Make all of `size` requests padding."""
+        self._indptr[0].zero_()
+        self._pad(0, 0, size)
+
+    def _pad(self, real: int, total: int, size: int) -> None:
+        """Make the requests real to size padding, after `total` values of the mask."""
         padding = size - real
         if padding:
             self._mask[total : total + padding * self._padding_width].fill_(True)

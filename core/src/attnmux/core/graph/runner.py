@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
@@ -27,6 +27,7 @@ from attnmux.core.graph.config import (
 )
 from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
+from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 
 CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
@@ -68,12 +69,12 @@ class GraphRunner:
         inputs: Mapping[str, ModelInput] = NO_MODEL_INPUTS,
         collectives: Sequence[CaptureContext] = (),
         progress: Progress = show_progress,
-        rank: int = 0,
+        ranks: CapturingRanks = ALONE,
     ) -> None:
         """forward: called with the padded batch and inputs, inside `forward_context`.
 
         inputs: the model's inputs besides the batch, by name. collectives: entered around all
-        captures. progress: shown on rank 0 only.
+        captures. progress: shown on rank 0 only. ranks: those whose collectives the step holds.
         Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
         """
         if backend.context.debug:
@@ -87,7 +88,7 @@ class GraphRunner:
         self._devices = devices
         self._collectives = collectives
         self._progress = progress
-        self._rank = rank
+        self._ranks = ranks
         self._buffers = FixedBuffers(
             config,
             inputs,
@@ -117,7 +118,8 @@ class GraphRunner:
 
         batch: fills the buffers during the capture, in sizes that it fits. In other sizes all rows
         are padding, which writes to slot 0. Graphs of an earlier capture are dropped first.
-        Raises GraphUnsupported for a backend that cannot be captured; then there are no graphs.
+        Raises GraphUnsupported for a backend that cannot be captured, here or on another of the
+        runner's ranks, and RanksDiffer for ranks with other configs; then there are no graphs.
         """
         config = self.config
         sizes = config.batch_sizes[::-1]
@@ -125,11 +127,12 @@ class GraphRunner:
         captured = {}
         # Tensors made in inference mode could not be written outside of it later
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+            stack.enter_context(self._ranks.session(config))
             self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
             stack.enter_context(self._devices.session())
             for collective in self._collectives:
                 stack.enter_context(collective())
-            for size in self._progress(sizes) if self._rank == 0 else sizes:
+            for size in self._progress(sizes) if self._ranks.rank == 0 else sizes:
                 padded, fixed_inputs = self._buffers.views(size)
                 self._buffers.clear()
                 if batch is not None and batch.batch_size <= size:
@@ -139,22 +142,40 @@ class GraphRunner:
         self._captured = captured
         self._sizes = tuple(sorted(captured))
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a captured graph serves the batch. IDLE steps run eagerly."""
-        return self._refusal(batch) is None
+    def can_run(self, batch: ForwardBatch, *, size: int | None = None) -> bool:
+        """Whether a captured graph serves the batch; size: as in `replay`."""
+        return self._refusal(batch, size) is None
 
-    def replay(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor] = NO_INPUTS) -> Any:  # noqa: ANN401  # as the model's call returns it
+    def size_for(self, batch: ForwardBatch) -> int | None:
+        """The smallest captured size that serves the batch; None where no graph does."""
+        return padded_size(batch.batch_size, self._sizes) if self.can_run(batch) else None
+
+    def replay(
+        self,
+        batch: ForwardBatch,
+        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
+        *,
+        size: int | None = None,
+    ) -> Any:  # noqa: ANN401  # as the model's call returns it
         """Run a step. Returns the model's result for the batch's own T tokens, which the next
         replay overwrites.
 
+        size: the captured size to replay, where ranks whose graphs hold collectives must replay the
+        same one; None: the smallest that holds the batch. In an IDLE step, which needs it, every
+        row is padding and `inputs` are not read.
         Raises InvalidInput for a batch that `can_run` refuses, and for tensors whose shapes or
         dtypes differ from the capture's.
         """
-        refusal = self._refusal(batch)
+        refusal = self._refusal(batch, size)
         if refusal is not None:
             raise refusal
-        captured = self._captured[self._sizes[bisect_left(self._sizes, batch.batch_size)]]
-        padded = self._buffers.load(batch, inputs, captured.batch)
+        if size is None:
+            size = self._sizes[bisect_left(self._sizes, batch.batch_size)]
+        captured = self._captured[size]
+        if batch.forward_mode is ForwardMode.IDLE:
+            padded = self._buffers.load_padding(captured.batch)
+        else:
+            padded = self._buffers.load(batch, inputs, captured.batch)
         self._backend.init_forward_metadata_out_graph(padded)
         captured.graph.replay()
         return captured.outputs(batch.num_tokens)
@@ -171,28 +192,48 @@ class GraphRunner:
         )
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
         for _ in range(NUM_WARM_UPS):
+            self._ranks.meet()
             self._devices.warm_up(step)
+        self._ranks.meet()
         graph = self._devices.capture(step)
         return _Captured(graph, batch)
 
-    def _refusal(self, batch: ForwardBatch) -> InvalidInput | None:
+    def _refusal(self, batch: ForwardBatch, size: int | None) -> InvalidInput | None:
         """Why no graph serves the batch, if so."""
-        config, size = self.config, batch.batch_size
-        if batch.forward_mode is not config.forward_mode:
-            return InvalidInput(
-                "forward_mode", got=batch.forward_mode.name, expected=config.forward_mode.name
-            )
-        fitting = padded_size(size, self._sizes)
-        if size < 1 or fitting is None or (fitting != size and not config.padding):
-            sizes = f"a captured size: {self._sizes}" if self._sizes else "capture() before"
-            return InvalidInput("batch_size", got=size, expected=sizes)
-        if batch.num_tokens != size * config.tokens_per_request:
+        config, mode = self.config, batch.forward_mode
+        is_idle = mode is ForwardMode.IDLE
+        if not is_idle and mode is not config.forward_mode:
+            return InvalidInput("forward_mode", got=mode.name, expected=config.forward_mode.name)
+        wrong_size = self._wrong_size(batch, size, is_idle=is_idle)
+        if wrong_size is not None:
+            return wrong_size
+        if batch.num_tokens != batch.batch_size * config.tokens_per_request:
             return InvalidInput(
                 "out_cache_loc",
                 got=f"{batch.num_tokens} tokens",
-                expected=f"{config.tokens_per_request} for each of {size} requests",
+                expected=f"{config.tokens_per_request} for each of {batch.batch_size} requests",
             )
-        return self._other_fields(batch)
+        return None if is_idle else self._other_fields(batch)
+
+    def _wrong_size(
+        self, batch: ForwardBatch, size: int | None, *, is_idle: bool
+    ) -> InvalidInput | None:
+        """Why no captured size holds the batch, if so."""
+        count, sizes = batch.batch_size, self._sizes
+        if is_idle and count:
+            return InvalidInput("batch_size", got=count, expected="0 in an IDLE step")
+        if size is None and is_idle:
+            expected = "in an IDLE step, the size that the other ranks replay"
+            return InvalidInput("size", got=None, expected=expected)
+        if size is not None and (size not in self._captured or size < count):
+            expected = f"a captured size that holds {count} requests: {sizes}"
+            return InvalidInput("size", got=size, expected=expected)
+        fitting = padded_size(count, sizes) if size is None else size
+        no_requests = count < 1 and not is_idle
+        if no_requests or fitting is None or (fitting != count and not self.config.padding):
+            expected = f"a captured size: {sizes}" if sizes else "capture() before"
+            return InvalidInput("batch_size", got=count, expected=expected)
+        return None
 
     def _other_fields(self, batch: ForwardBatch) -> InvalidInput | None:
         """How the batch's optional fields differ from the captured ones, if they do."""
