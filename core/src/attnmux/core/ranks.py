@@ -5,6 +5,7 @@ Every call is collective: each rank of the group makes the same calls in the sam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,8 @@ from attnmux.core.errors import InvalidInput, RankFailed, in_brief
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""
+
+POLL_SECONDS = 2e-5
 
 T = TypeVar("T")
 
@@ -167,6 +170,16 @@ class RankGroup:
             lambda: dist.broadcast(values, group=self.devices, group_src=root),
         )
         return values
+
+    def wait_for(self, event: torch.Event) -> None:
+        """Wait until the device has reached an event. Raises RankFailed after `seconds`, as when
+        a collective before it waits for a rank that has ended."""
+        end = time.monotonic() + self.seconds
+        while not event.query():
+            if time.monotonic() > end:
+                reason = "the device still waits"
+                raise RankFailed("waiting for the device", reason=reason, seconds=self.seconds)
+            time.sleep(POLL_SECONDS)
 
     def _run(self, what: str, call: Callable[[], T]) -> T:
         return _explained(what, self.seconds, call)

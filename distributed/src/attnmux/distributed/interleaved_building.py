@@ -51,11 +51,12 @@ def decide_interleaved(
     *,
     size: int,
     kv_copies: int = 1,
+    interleave: int = 1,
     measurements: Sequence[Measurement] = (),
 ) -> InterleavedDecision:
     """Choose the backends for a group of `size` ranks.
 
-    request: of one rank. kv_copies: as in `HeadSplit`.
+    request: of one rank. kv_copies: as in `HeadSplit`. interleave: as in `Interleaving`.
     Raises InvalidInput for a request whose keys cannot lie on several ranks, and NoBackend.
     """
     _check_request(request)
@@ -68,6 +69,8 @@ def decide_interleaved(
     whole = request.without_drafts().replace(
         origin="model", **heads, phases=("decode",), lse=True, chunked_prefix=False
     )
+    if whole.page_size is None and interleave > 1:
+        whole = whole.replace(origin="default", page_size=interleave)
     decode = solve_measured(whole, platform, offers, policy, measurements=measurements)
     of_parts = request.expanded_prompts() if request.latent else request.of_parts()
     of_parts = of_parts.replace(origin="default", page_size=decode.page_size)

@@ -6,6 +6,7 @@ replay runs them and waits for them.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -49,17 +50,14 @@ def queue(func: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: AN
 
     Its output holds zeros, since the recorded step writes to the KV pool what it computes from it.
     """
-    # Here, as in `_run`
-    from torch._C._distributed_c10d import (  # noqa: PLC0415
-        _create_work_from_future,  # type: ignore[attr-defined]  # torch's stubs lack it
-    )
-
+    # By name: torch's stubs lack it
+    make = pkgutil.resolve_name("torch._C._distributed_c10d:_create_work_from_future")
     if func._opname in WITH_OUTPUT:
         for tensor in pytree.tree_leaves(args[0]):
             tensor.zero_()
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
-    work = _create_work_from_future(done).boxed()
+    work = make(done).boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
 
 

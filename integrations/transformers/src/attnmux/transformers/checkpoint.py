@@ -178,12 +178,13 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    split: Callable[[PreTrainedModel], None] | None = None,
     progress: bool = False,
     warn: Callable[[str], None] = warn_in_python,
 ) -> PreTrainedModel:
     """Load the weights, with attention through attnmux.
 
-    warn: called with a sentence about tensors that the model does not read.
+    split: called with the model on the host, and keeps a part of its weights. warn: called with a sentence about tensors that the model does not read.
     Raises InvalidInput for weights that are absent, unreadable or incomplete, since a missing
     tensor would run with random values. Raises AttnmuxError when they do not fit on the device.
     """
@@ -224,6 +225,8 @@ def load_model(
         )
     if others := [name for name in unexpected if name not in scales]:
         warn(f"{source} holds tensors that its model does not read: {_shown(others)}")
+    if split is not None:
+        split(cast("PreTrainedModel", model))
     try:
         model.to(device)
     except torch.OutOfMemoryError as error:

@@ -26,10 +26,10 @@ from attnmux.core import (
     Request,
     TunedLaunch,
     dtype_name,
-    solve_measured,
 )
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget, alike
+from attnmux.transformers.ranks import ONE_RANK, Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +76,8 @@ class RunnerOptions:
     """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`: everything that was tuned on this machine."""
+    ranks: Ranks = ONE_RANK
+    """The ranks that run the model together."""
     debug: bool = False
     """Check every batch's values, at the cost of synchronising."""
     check: Callable[[Decision], None] | None = None
@@ -219,8 +221,8 @@ def decide(
             spec_topk=options.draft_topk,
             spec_draft_tokens=options.draft_tokens,
         )
-    decision = solve_measured(
-        request, platform, offers, options.policy, measurements=options.measurements
+    decision = options.ranks.solve(
+        request, platform, offers, options.policy, options.measurements
     )
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
@@ -243,17 +245,20 @@ def _check_windows(request: Request, options: RunnerOptions) -> None:
             raise InvalidInput("draft_topk", got=got, expected="1: chains of drafts")
 
 
-def stated_request(checkpoint: Checkpoint) -> Request | None:
+def stated_request(checkpoint: Checkpoint, *, head_ranks: int = 1) -> Request | None:
     """What config.json says of the model's attention; None where it says it in words of its own.
 
-    Such models (GPT-2's `n_head`) are known only once they run.
+    Such models (GPT-2's `n_head`) are known only once they run. head_ranks: ranks that the heads
+    are split over. Raises InvalidInput for heads that these do not divide.
     """
     file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
     if file is None:
         return None
     try:
-        return Request.from_model(Path(file))
-    except InvalidInput:
+        return Request.from_model(Path(file), tp=head_ranks)
+    except InvalidInput as error:
+        if error.argument == "tp":
+            raise
         return None
 
 

@@ -3,12 +3,13 @@ builds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
+    BackendFailed,
     Decision,
     GraphUnsupported,
     InvalidInput,
@@ -63,6 +64,7 @@ def load_runner(
     """
     check_rotary(checkpoint.config, options.max_context_len)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
+    _check_ranks(checkpoint, offers, options)
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
         if options.compile:
@@ -70,6 +72,19 @@ def load_runner(
         if options.graph is not False:
             _capture_graphs(runner, options, warn)
     return runner
+
+
+def _check_ranks(
+    checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions
+) -> None:
+    """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
+    if options.ranks.size == 1:
+        return
+    options.ranks.check_libraries(offers)
+    got = "compile" if options.compile else "an encoder-decoder model"
+    if options.compile or checkpoint.config.is_encoder_decoder:
+        expected = "1 rank: layers that are compiled, and encoders, run on one alone"
+        raise InvalidInput("ranks", got=f"{options.ranks.size}, with {got}", expected=expected)
 
 
 def _load_decoder(
@@ -81,12 +96,18 @@ def _load_decoder(
     warn: Callable[[str], None],
 ) -> ModelRunner:
     dtype = checkpoint.dtype(options.dtype)
-    stated = stated_request(checkpoint)
+    ranks = options.ranks
+    stated = stated_request(checkpoint, head_ranks=ranks.head_ranks)
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
-        decide_first(stated_ways(known, options), platform, offers, options)
+        by_config = stated_ways(known, options)
+        ranks.decided(
+            lambda: decide_first(by_config, platform, offers, options), platform, offers
+        )
     device = torch.device(options.device or platform.device_type)
-    model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
+    model = load_model(
+        checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
+    )
     mixers = mixers_of(model)
     for mixer in mixers:
         mixer.bind()
@@ -111,9 +132,15 @@ def _load_decoder(
             expand(model, layers)
             raise
 
+    def choose(failed: Mapping[str, BackendFailed]) -> Decision:
+        chosen = without(failed, options)
+        return ranks.decided(
+            lambda: decide_first(ways, platform, offers, chosen), platform, offers
+        )
+
     runner = make_first(
-        lambda failed: decide_first(ways, platform, offers, without(failed, options)),
-        make,
+        choose,
+        lambda decision: ranks.together(lambda: make(decision)),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
     if stated is not None and stated.latent and options.mla is None:
@@ -221,6 +248,7 @@ def _make(
         launches=options.launches,
         debug=options.debug,
         wrap=options.wrap,
+        ranks=options.ranks,
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
+    CapturingRanks,
     Decision,
     DeviceGraphs,
     ForwardBatch,
@@ -27,7 +28,6 @@ from attnmux.core import (
     ReqToTokenPool,
     TunedLaunch,
     Workspace,
-    build,
     device_graphs,
     forward_context,
     graph_batch_sizes,
@@ -36,6 +36,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.pools import MemoryBudget, make_pools, make_states, pool_sizes
+from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
@@ -67,6 +68,7 @@ class ModelRunner:
         launches: tuple[TunedLaunch, ...] = (),
         debug: bool = False,
         wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Allocate the pools and build the backend.
 
@@ -79,29 +81,36 @@ class ModelRunner:
         decoder-only model. window_step_tokens: the prompt tokens of a step, at least, for which a
         window pool has room (see `pool_sizes`); None puts all layers into one pool. Callers then
         `slide` requests before each step, as the engine does.
-        launches: as `BackendContext.launches`. wrap: as `RunnerOptions.wrap`.
+        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
         self.decision = decision
+        self.ranks = ranks
         device = model.device
         page_size = decision.page_size
         self.linear_states = make_states(linear, decision, max_batch_size, device)
         most = None
         if max_total_tokens is not None:
-            part_filled = max_batch_size if page_size > 1 else 0
-            most = (max_total_tokens // page_size + part_filled) * page_size
+            # With tokens interleaved over ranks, each page of these may be filled in part
+            part_filled = max_batch_size if page_size > 1 or ranks.tokens_each(2) < 2 else 0
+            tokens = ranks.tokens_each(max_total_tokens)
+            most = (tokens // page_size + part_filled) * page_size
         elif memory is None:
             raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
+        stored = ranks.stored(layers)
         self.sizes = pool_sizes(
-            layers,
+            stored,
             decision,
             max_tokens=most,
             nbytes=self._kv_bytes(memory),
             max_batch_size=max_batch_size,
             window_step_tokens=None if max_encoder_len else window_step_tokens,
         )
-        pool, allocator, window_tree = make_pools(layers, decision, self.sizes, device=device)
+        own, allocator, window_tree = make_pools(stored, decision, self.sizes, device=device)
+        pool, allocator = ranks.shared_pool(own, allocator)
+        self.kv_tokens = allocator.size
+        """Tokens that the KV memory of all ranks holds."""
         columns = max_encoder_len + max_context_len
         table = ReqToTokenPool(max_batch_size, columns, device)
         self.context = BackendContext(
@@ -118,7 +127,7 @@ class ModelRunner:
             launches=launches,
             debug=debug,
         )
-        self.backend: AttentionBackend = build(decision, self.context)
+        self.backend: AttentionBackend = ranks.build(decision, self.context)
         if wrap is not None:
             self.backend = wrap(self.backend, decision)
         self.steps = StepBuilder(
@@ -145,7 +154,7 @@ class ModelRunner:
         states = (
             0 if self.linear_states is None or memory.nbytes is None else self.linear_states.nbytes
         )
-        return max(memory.resolve(self.model.device) - states, 0)
+        return self.ranks.smallest(max(memory.resolve(self.model.device) - states, 0))
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.
@@ -226,9 +235,13 @@ class ModelRunner:
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
-        graphs = GraphRunner(self.backend, self._logits, config, devices=devices, inputs=inputs)
-        graphs.capture()
-        return graphs
+
+        def make(ranks: CapturingRanks) -> GraphRunner:
+            return GraphRunner(
+                self.backend, self._logits, config, devices=devices, inputs=inputs, ranks=ranks
+            )
+
+        return self.ranks.capture(make)
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`SequenceState.encoder_states` of a request: see `PackedDecoder.encode`.

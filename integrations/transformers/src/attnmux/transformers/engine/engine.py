@@ -299,6 +299,7 @@ class Engine:
         committing = False
         try:
             self._running, self._intact = plan, False
+            self.runner.ranks.check_step(plan.kind, plan.told)
             if self._speculation is None or drafts is None:
                 tokens = self._tokens(plan, laps)
             else:

@@ -11,6 +11,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
 from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.sampling import Draws, Sampler, Upcoming, sample
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import Step
@@ -28,6 +29,10 @@ class StepRunner(Protocol):
     def vocabulary_size(self) -> int: ...
 
     @property
+    def ranks(self) -> Ranks:
+        """The ranks that run the model, each with an engine of the same requests."""
+
+    @property
     def verify_graphs(self) -> GraphRunner | None:
         """The graphs of steps that verify drafts; None if these run eagerly. Trees are padded to
         their number of tokens."""
@@ -42,9 +47,10 @@ class StepRunner(Protocol):
 class Launched:
     """A step that the device runs, and the tokens that it is going to yield."""
 
-    def __init__(self, plan: Plan, tokens: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, tokens: torch.Tensor, ranks: Ranks = ONE_RANK) -> None:
         """tokens: [B] int64, of each of `plan.requests`."""
         self.plan = plan
+        self._ranks = ranks
         self.tokens = tokens
         # Pinned memory on the host, which the copy does not wait for
         self._host = tokens.to("cpu", non_blocking=True)
@@ -60,7 +66,7 @@ class Launched:
         logits are numbers.
         """
         if self._copied is not None:
-            self._copied.synchronize()
+            self._ranks.wait(self._copied)
         return [[token] for token in self._host.tolist()]
 
 
@@ -84,7 +90,9 @@ class Execution:
         step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
         laps.lap("allocate")
         logits = self._runner.forward(step, step.last_indices, laps)
-        self._last = launched = Launched(plan, sample(logits, _draws(plan, int(ahead))))
+        self._last = launched = Launched(
+            plan, sample(logits, _draws(plan, int(ahead))), self._runner.ranks
+        )
         laps.lap("sample")
         return launched
 

@@ -42,6 +42,15 @@ class Plan:
     def requests(self) -> list[LiveRequest]:
         return self.decoding + [request for request, _ in self.chunks]
 
+    def told(self) -> list[tuple[int, ...]]:
+        """Numbers of each request that tell one step from another: its id, its tokens and the last
+        of them, and those with K and V."""
+        states = [(request.id, request.state) for request in self.requests]
+        return [
+            (number, len(state.token_ids), state.token_ids[-1], state.num_cached)
+            for number, state in states
+        ]
+
     @property
     def num_prompt_tokens(self) -> int:
         return sum(count for _, count in self.chunks)

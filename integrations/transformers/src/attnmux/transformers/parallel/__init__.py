@@ -1,0 +1,1 @@
+"""Models on several ranks. Loaded only there: it needs attnmux-distributed."""

@@ -1,0 +1,128 @@
+"""What the ranks of one model agree on: their libraries, the decision, and every step."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from attnmux.core import (
+    AttnmuxError,
+    BackendFailed,
+    Decision,
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    RankFailed,
+    RankGroup,
+    RanksDiffer,
+    in_brief,
+)
+from attnmux.core.lock import Lock, installed
+
+LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
+
+T = TypeVar("T")
+
+def check_libraries(group: RankGroup, offers: Sequence[Offer]) -> None:
+    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ."""
+    found = {**Lock.of(offers).distributions, **installed(LIBRARIES)}
+    said = group.exchange(json.dumps(found, sort_keys=True))
+    if len(set(said)) == 1:
+        return
+    rows = [json.loads(each) for each in said]
+    names = sorted({name for each in rows for name in each})
+    differing = [name for name in names if len({str(each.get(name)) for each in rows}) > 1]
+    by_rank = [
+        ", ".join(f"{name} {_version(each.get(name))}" for name in differing) for each in rows
+    ]
+    hint = "install the same distributions on every rank"
+    raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
+
+
+def _version(row: Sequence[str] | None) -> str:
+    """The version and the beginning of the hash of the installed files."""
+    return "not installed" if row is None else f"{row[0]} ({row[1][:8] or 'no hash'})"
+
+
+def decided(
+    group: RankGroup,
+    decide: Callable[[], Sequence[Decision]],
+    platform: Platform,
+    offers: Sequence[Offer],
+) -> tuple[Decision, ...]:
+    """Rank 0's decisions, which hold on every rank.
+
+    Raises on every rank what `decide` raises on rank 0, and RanksDiffer where a decision does not
+    hold on a rank, such as one with another kind of device.
+    """
+    told, failure = "", None
+    if group.rank == 0:
+        try:
+            told = json.dumps([each.to_json() for each in decide()])
+        except AttnmuxError as error:
+            failure, told = error, json.dumps({"kind": type(error).__name__, "said": str(error)})
+    read = json.loads(group.tell(told))
+    if isinstance(read, dict):
+        raise failure or _error_of(**read)
+    decisions = tuple(Decision.from_json(each) for each in read)
+    problems = []
+    for decision in decisions:
+        try:
+            decision.check(platform, offers)
+        except InvalidInput as error:
+            problems.append(str(error.got))
+    said = group.exchange("; ".join(problems))
+    if any(said):
+        name = decisions[0].hash[:12]
+        by_rank = [each or f"decision {name} holds" for each in said]
+        raise RanksDiffer("the decision", by_rank=by_rank)
+    return decisions
+
+
+def _error_of(kind: str, said: str) -> AttnmuxError:
+    """The error of rank 0, of its class where a message alone makes one."""
+    return NoBackend(said) if kind == NoBackend.__name__ else AttnmuxError(said)
+
+
+def together(group: RankGroup, make: Callable[[], T]) -> T:
+    """What `make` returns, if it succeeds on every rank.
+
+    Raises BackendFailed on all ranks for a backend that failed on one, so that all of them go on to
+    the same next candidate; any other error on its rank, and AttnmuxError with it on the others.
+    """
+    made, failure = None, None
+    try:
+        made = make()
+    except RankFailed:
+        raise
+    except Exception as error:  # libraries and compilers raise anything
+        failure = error
+    backend = failure.address if isinstance(failure, BackendFailed) else ""
+    reason = failure.reason if isinstance(failure, BackendFailed) else ""
+    said = group.exchange(json.dumps([backend, reason or (in_brief(failure) if failure else "")]))
+    found = {rank: json.loads(each) for rank, each in enumerate(said)}
+    failed = {rank: each for rank, each in found.items() if each[1]}
+    if not failed:
+        return cast("T", made)
+    if failure is not None and not backend:
+        raise failure
+    rank, (address, why) = next(iter(failed.items()))
+    if address:
+        raise BackendFailed(address, f"on rank {rank}: {why}")
+    raise AttnmuxError(f"rank {rank} could not start: {why}")
+
+
+def check_step(group: RankGroup, kind: str, requests: Sequence[Sequence[int]]) -> None:
+    """Check that all ranks run the same step on the same tokens.
+
+    kind: of the step. requests: numbers of each request, such as its id and its tokens.
+    Raises RanksDiffer on every rank where they differ, and RankFailed without an answer.
+    """
+    said = f"{kind} of {[list(each) for each in requests]}"
+    digests = group.exchange_numbers([zlib.crc32(said.encode())])
+    if len({digest for (digest,) in digests}) > 1:
+        by_rank = group.exchange(said)
+        raise RanksDiffer("the step", by_rank=by_rank, hint="give each rank the same requests")

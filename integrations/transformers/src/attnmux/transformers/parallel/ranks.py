@@ -1,0 +1,168 @@
+"""Several ranks that run one model: tensor parallel, and with KV interleaved over them if asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    CapturingRanks,
+    Decision,
+    GraphRunner,
+    InvalidInput,
+    KVPool,
+    LayerSpec,
+    Measurement,
+    Offer,
+    PagedAllocator,
+    Platform,
+    Policy,
+    RankGroup,
+    Request,
+)
+from attnmux.distributed import (
+    HeadSplit,
+    InterleavedDecision,
+    InterleavedKVPool,
+    Interleaving,
+    build_interleaved,
+    capture_on_all_ranks,
+    decide_interleaved,
+)
+from attnmux.transformers.parallel.agreement import (
+    check_libraries,
+    check_step,
+    decided,
+    together,
+)
+from attnmux.transformers.parallel.split import heads_are_split, split_model
+from attnmux.transformers.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class TensorParallelRanks(Ranks):
+    """Each rank has a part of every layer's heads and weights."""
+
+    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+        self.group = group
+        self.rank, self.size = group.rank, group.size
+        self._splits_heads = heads_are_split(config)
+
+    @property
+    def head_ranks(self) -> int:
+        return self.size if self._splits_heads else 1
+
+    def check_libraries(self, offers: Sequence[Offer]) -> None:
+        check_libraries(self.group, offers)
+
+    def split(self, model: PreTrainedModel) -> None:
+        self.together(lambda: split_model(model, self.group))
+
+    def decided(
+        self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
+    ) -> Decision:
+        (decision,) = decided(self.group, lambda: (decide(),), platform, offers)
+        return decision
+
+    def together(self, make: Callable[[], T]) -> T:
+        return together(self.group, make)
+
+    def smallest(self, number: int) -> int:
+        return min(each for (each,) in self.group.exchange_numbers([number]))
+
+    def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
+        return capture_on_all_ranks(self.group, make)
+
+    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
+        check_step(self.group, kind, requests())
+
+    def wait(self, event: torch.Event) -> None:
+        self.group.wait_for(event)
+
+
+class InterleavedRanks(TensorParallelRanks):
+    """Each rank also keeps a part of every request's tokens, and all KV heads of these."""
+
+    def __init__(self, group: RankGroup, config: PreTrainedConfig, *, interleave: int = 1) -> None:
+        """interleave: successive tokens on one rank.
+
+        Raises InvalidInput for a model whose heads each rank keeps.
+        """
+        super().__init__(group, config)
+        if not self._splits_heads:
+            got = f"a {config.model_type} model, whose tp_plan keeps all heads on each rank"
+            raise InvalidInput("dcp", got=got, expected="a model whose heads are split")
+        self._interleave = interleave
+        self._heads = HeadSplit(group=group, kv_copies=_kv_copies(config, group.size))
+        self._prompts: dict[str, Decision] = {}
+        """By the hash of the decision for decoding: that for prompts, which belongs to it."""
+
+    def solve(
+        self,
+        request: Request,
+        platform: Platform,
+        offers: Sequence[Offer],
+        policy: Policy,
+        measurements: Sequence[Measurement],
+    ) -> Decision:
+        both = decide_interleaved(
+            request,
+            platform,
+            offers,
+            policy,
+            size=self.size,
+            kv_copies=self._heads.kv_copies,
+            interleave=self._interleave,
+            measurements=measurements,
+        )
+        self._prompts[both.decode.hash] = both.prompts
+        return both.decode
+
+    def decided(
+        self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
+    ) -> Decision:
+        def both() -> tuple[Decision, ...]:
+            decode = decide()
+            return decode, self._prompts[decode.hash]
+
+        decode, prompts = decided(self.group, both, platform, offers)
+        self._prompts[decode.hash] = prompts
+        return decode
+
+    def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        return tuple(self._heads.whole(layer) for layer in layers)
+
+    def tokens_each(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def shared_pool(self, own: KVPool, allocator: PagedAllocator) -> tuple[KVPool, PagedAllocator]:
+        pool = InterleavedKVPool(
+            own,
+            Interleaving(
+                rank=self.rank,
+                size=self.size,
+                page_size=own.page_size,
+                interleave=self._interleave,
+            ),
+        )
+        return pool, PagedAllocator(pool.size, pool.page_size, pool.device)
+
+    def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
+        both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
+        return build_interleaved(both, context, self._heads)
+
+
+def _kv_copies(config: PreTrainedConfig, size: int) -> int:
+    """How many ranks in succession hold the same KV heads."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return size
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return max(size // heads, 1)

@@ -1,0 +1,197 @@
+"""Splits a model's weights over ranks, as its `tp_plan` says (tensor parallelism).
+
+transformers' plan names modules and parameters by patterns, and a style for each. This module cuts
+the weights and sums the partial results. It uses plain tensors, since the wrapped ones of
+transformers cost time on the host in each layer, and no plan keeps KV heads that are fewer than
+ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnmux.core import InvalidInput, RankGroup
+
+WHOLE = frozenset(
+    {
+        "embedding_colwise",
+        "embedding_rowwise",
+        "keep_full_weight",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "replicate",
+        "replicated_with_grad_allreduce",
+    }
+)
+"""Styles of weights that each rank keeps whole: they matter for training, or save memory alone."""
+
+LATENT = {
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+}
+"""For latent attention that a plan leaves out, as that of DeepSeek-V3 does."""
+
+KV = ("k_proj", "v_proj")
+
+
+def split_model(model: PreTrainedModel, group: RankGroup) -> None:
+    """Keep this rank's part of the weights, and sum the results of all ranks where they meet.
+
+    Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
+    the same one. Raises InvalidInput for a model without a plan, a style that is not known, and
+    heads or dims that the ranks do not divide. Then the model is of no use.
+    """
+    plan = plan_of(model)
+    for name, style in _matches(model, plan):
+        parent, _, last = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        target = getattr(owner, last)
+        if isinstance(target, torch.nn.Parameter):
+            setattr(owner, last, _part(target, style, group, name))
+        else:
+            _split_module(target, style, group, name, head_dim=getattr(owner, "head_dim", None))
+
+
+def heads_are_split(config: PreTrainedConfig) -> bool:
+    """Whether each rank has a part of the query heads. Some plans keep all of them on each, where
+    the projections of Q, K and V are one."""
+    text = config.get_text_config(decoder=True)
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if getattr(text, "kv_lora_rank", None):
+        return True
+    return any(key.endswith("q_proj") and style == "colwise" for key, style in plan.items())
+
+
+def plan_of(model: PreTrainedModel) -> Mapping[str, str]:
+    """The style of each pattern of names. Raises InvalidInput for a model without a plan."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        got = f"{type(model).__name__}, which has no tp_plan"
+        raise InvalidInput("tp", got=got, expected="a model whose weights transformers can split")
+    for name, module in model.named_modules():
+        if hasattr(module, "kv_b_proj") and not any(
+            re.fullmatch(_pattern(key), f"{name}.kv_b_proj") for key in plan
+        ):
+            own = {last for last, _ in module.named_children()}
+            plan |= {f"{name}.{last}": style for last, style in LATENT.items() if last in own}
+    return plan
+
+
+def _matches(model: PreTrainedModel, plan: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(name, style) of every module and parameter of the plan."""
+    patterns = [(re.compile(_pattern(key)), style) for key, style in plan.items()]
+    names = [
+        *(name for name, _ in model.named_modules()),
+        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+    ]
+    return [(name, style) for name in names for each, style in patterns if each.fullmatch(name)]
+
+
+def _pattern(key: str) -> str:
+    return re.escape(key).replace(r"\*", r"\d+")
+
+
+def _split_module(
+    module: torch.nn.Module, style: str, group: RankGroup, name: str, *, head_dim: int | None
+) -> None:
+    if style in WHOLE:
+        return
+    if style == "moe_tp_experts":
+        module.register_forward_hook(_Sum(group))
+        return
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise InvalidInput(name, got=type(module).__name__, expected="a module with a weight")
+    if style == "colwise_gather_output" and weight.shape[0] % group.size:
+        return  # whole on each rank, with the same result
+    if name.endswith(KV) and head_dim is not None and weight.shape[0] < group.size * head_dim:
+        _keep_head(module, weight.shape[0] // head_dim, head_dim, group, name)
+        return
+    _keep_part(module, style, group, name)
+    if style == "colwise_gather_output":
+        module.register_forward_hook(_Gather(group))
+    elif style == "rowwise_split_input":
+        module.register_forward_pre_hook(_TakePart(group))
+    if "row" in style:
+        module.register_forward_hook(_Sum(group))
+
+
+def _keep_part(module: torch.nn.Module, style: str, group: RankGroup, name: str) -> None:
+    module.weight = _part(module.get_parameter("weight"), style, group, f"{name}.weight")
+    bias = getattr(module, "bias", None)
+    if bias is not None and "row" in style:
+        # The sum over ranks adds it once
+        module.bias = _parameter(bias if group.rank == 0 else torch.zeros_like(bias))
+    elif bias is not None:
+        module.bias = _part(bias, style, group, f"{name}.bias")
+
+
+def _part(values: torch.Tensor, style: str, group: RankGroup, name: str) -> torch.nn.Parameter:
+    """This rank's part of a weight [..., out, in] or a bias [out]."""
+    if style in ("colwise", "colwise_gather_output", "packed_colwise"):
+        dim = values.dim() - 2 if values.dim() > 1 else 0
+    elif style in ("rowwise", "rowwise_split_input", "packed_rowwise"):
+        dim = values.dim() - 1
+    else:
+        expected = "a style that splits columns or rows, or leaves a weight whole"
+        raise InvalidInput(name, got=f"the style {style!r} in tp_plan", expected=expected)
+    packed = 2 if style.startswith("packed") else 1
+    size = values.shape[dim]
+    if size % (packed * group.size):
+        expected = f"a multiple of {packed * group.size}, for {group.size} ranks"
+        raise InvalidInput(name, got=f"{size} {'rows' if dim else 'outputs'}", expected=expected)
+    each = size // packed // group.size
+    halves = [half.narrow(dim, group.rank * each, each) for half in values.chunk(packed, dim)]
+    return _parameter(torch.cat(halves, dim))
+
+
+def _keep_head(
+    module: torch.nn.Module, heads: int, head_dim: int, group: RankGroup, name: str
+) -> None:
+    """Keep one KV head, which other ranks keep too."""
+    if group.size % heads:
+        expected = f"a divisor of {group.size} ranks, or a multiple"
+        raise InvalidInput(name, got=f"{heads} KV heads", expected=expected)
+    first = group.rank * heads // group.size * head_dim
+    for each in ("weight", "bias"):
+        values = getattr(module, each, None)
+        if values is not None:
+            setattr(module, each, _parameter(values[first : first + head_dim]))
+
+
+def _parameter(values: torch.Tensor) -> torch.nn.Parameter:
+    # A copy, so that the whole weight is freed
+    return torch.nn.Parameter(values.detach().clone(), requires_grad=False)
+
+
+class _Sum:
+    """A forward hook that adds the results of all ranks."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # as torch calls it
+        return self._group.all_reduce(out.contiguous())
+
+
+class _Gather(_Sum):
+    """A forward hook that puts the columns of all ranks together."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # as torch calls it
+        return self._group.all_gather(out).movedim(0, -2).flatten(-2)
+
+
+class _TakePart(_Sum):
+    """A forward pre-hook that takes this rank's part of a whole input."""
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:  # type: ignore[override]  # noqa: ANN401  # as torch calls it
+        whole = args[0]
+        each = whole.shape[-1] // self._group.size
+        return (whole.narrow(-1, self._group.rank * each, each), *args[1:])
