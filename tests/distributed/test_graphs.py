@@ -159,11 +159,16 @@ def total(group: RankGroup, batch, inputs) -> torch.Tensor:
     return group.all_reduce(inputs["values"] * 2)
 
 
-def synchronising(group: RankGroup, batch, inputs) -> torch.Tensor:
-    result = total(group, batch, inputs)
-    if batch.batch_size == 2 and group.rank == 1:
-        result.max().item()
-    return group.all_reduce(result)
+def synchronising(size: int) -> Forward:
+    """A step that reads on the host between two collectives, in batches of `size` on rank 1."""
+
+    def forward(group: RankGroup, batch, inputs) -> torch.Tensor:
+        result = total(group, batch, inputs)
+        if batch.batch_size == size and group.rank == 1:
+            result.max().item()
+        return group.all_reduce(result)
+
+    return forward
 
 
 def captures_together(group: RankGroup) -> None:
@@ -192,7 +197,8 @@ FAILURES = {
     "buffers": (Broken, total, "OutOfMemoryError: no 2 GiB"),
     "plan": (Unplanned, total, "RuntimeError: no plan"),
     "backend": (FakeBackend, total, "GraphUnsupported: FakeBackend cannot be captured"),
-    "capture": (GraphFakeBackend, synchronising, "GraphViolation: forward: Tensor.item"),
+    "first": (GraphFakeBackend, synchronising(4), "GraphViolation: forward: Tensor.item"),
+    "last": (GraphFakeBackend, synchronising(1), "GraphViolation: forward: Tensor.item"),
 }
 
 

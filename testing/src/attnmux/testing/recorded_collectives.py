@@ -6,8 +6,7 @@ replay runs them and waits for them.
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,14 +49,15 @@ def queue(func: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: AN
 
     Its output holds zeros, since the recorded step writes to the KV pool what it computes from it.
     """
-    # By name: torch's stubs lack it
-    make = pkgutil.resolve_name("torch._C._distributed_c10d:_create_work_from_future")
+    # Here, since a build of torch may have no collectives
+    from torch._C import _distributed_c10d as c10d  # noqa: PLC0415
+
     if func._opname in WITH_OUTPUT:
         for tensor in pytree.tree_leaves(args[0]):
             tensor.zero_()
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
-    work = make(done).boxed()
+    work = c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]  # unlisted
     return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
@@ -69,10 +69,9 @@ def replayed(func: OpOverload[..., Any]) -> Callable[..., Any]:
 def _run(
     func: OpOverload[..., Any],
     *args: Any,  # noqa: ANN401  # the operation's own
-    **kwargs: Mapping[str, Any],
+    **kwargs: Any,  # noqa: ANN401  # likewise
 ) -> Any:  # noqa: ANN401  # as the operation's
-    # Here, since a build of torch may have no collectives
-    from torch._C._distributed_c10d import Work  # noqa: PLC0415
+    from torch._C._distributed_c10d import Work  # noqa: PLC0415  # as in `queue`
 
     results = func(*args, **kwargs)
     for leaf in pytree.tree_leaves(results):

@@ -221,9 +221,7 @@ def decide(
             spec_topk=options.draft_topk,
             spec_draft_tokens=options.draft_tokens,
         )
-    decision = options.ranks.solve(
-        request, platform, offers, options.policy, options.measurements
-    )
+    decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
         raise NoBackend(f"no backend serves these layers of the model: {kinds}")

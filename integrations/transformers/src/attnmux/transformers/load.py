@@ -74,9 +74,7 @@ def load_runner(
     return runner
 
 
-def _check_ranks(
-    checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions
-) -> None:
+def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions) -> None:
     """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
@@ -101,9 +99,7 @@ def _load_decoder(
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
         by_config = stated_ways(known, options)
-        ranks.decided(
-            lambda: decide_first(by_config, platform, offers, options), platform, offers
-        )
+        ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
     device = torch.device(options.device or platform.device_type)
     model = load_model(
         checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
@@ -134,9 +130,7 @@ def _load_decoder(
 
     def choose(failed: Mapping[str, BackendFailed]) -> Decision:
         chosen = without(failed, options)
-        return ranks.decided(
-            lambda: decide_first(ways, platform, offers, chosen), platform, offers
-        )
+        return ranks.decided(lambda: decide_first(ways, platform, offers, chosen), platform, offers)
 
     runner = make_first(
         choose,

@@ -26,6 +26,7 @@ LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transforme
 
 T = TypeVar("T")
 
+
 def check_libraries(group: RankGroup, offers: Sequence[Offer]) -> None:
     """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ."""
     found = {**Lock.of(offers).distributions, **installed(LIBRARIES)}
