@@ -36,6 +36,7 @@ from attnmux.core import (
 from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sequence import SequenceState, Step
 
 VOCABULARY = 50
@@ -150,6 +151,7 @@ class HashingRunner:
         )
         self.windows = torch.full((size + page_size,), -1)
         self.vocabulary_size = VOCABULARY
+        self.ranks = ONE_RANK
         self.verify_graphs = None
         self.cache = torch.full((size + page_size,), -1)
 

@@ -28,6 +28,7 @@ from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
 
@@ -98,6 +99,7 @@ class HashingRunner:
             max_encoder_len=max_encoder_len,
         )
         self.vocabulary_size = VOCABULARY
+        self.ranks = ONE_RANK
         self.verify_graphs = None
         self.cache = torch.full((size + page_size,), -1)
         self.ran = []

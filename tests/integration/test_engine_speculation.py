@@ -28,6 +28,7 @@ from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuil
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine import speculation as speculation_module
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling import Sampler, Upcoming, sample
 
 VOCABULARY = 50
@@ -102,6 +103,7 @@ class HashingRunner:
         """Called in the middle of each step."""
         self.damaged = lambda ids: False
         """Whether the logits after these tokens are no numbers."""
+        self.ranks = ONE_RANK
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
         self.steps_with_drafts = self.padded_steps = 0
 

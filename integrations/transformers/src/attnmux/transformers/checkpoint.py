@@ -184,7 +184,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights, with attention through attnmux.
 
-    split: called with the model on the host, and keeps a part of its weights. warn: called with a sentence about tensors that the model does not read.
+    split: called with the model on the host, and keeps a part of its weights. warn: called with a
+    sentence about tensors that the model does not read.
     Raises InvalidInput for weights that are absent, unreadable or incomplete, since a missing
     tensor would run with random values. Raises AttnmuxError when they do not fit on the device.
     """
