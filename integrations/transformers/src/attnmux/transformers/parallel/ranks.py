@@ -99,7 +99,7 @@ class InterleavedRanks(TensorParallelRanks):
             got = f"a {config.model_type} model, whose tp_plan keeps all heads on each rank"
             raise InvalidInput("dcp", got=got, expected="a model whose heads are split")
         self._interleave = interleave
-        self._heads = HeadSplit(group=group, kv_copies=_kv_copies(config, group.size))
+        self._kv_copies = _kv_copies(config, group.size)
         self._prompts: dict[str, Decision] = {}
         """By the hash of the decision for decoding: that for prompts, which belongs to it."""
 
@@ -117,7 +117,7 @@ class InterleavedRanks(TensorParallelRanks):
             offers,
             policy,
             size=self.size,
-            kv_copies=self._heads.kv_copies,
+            kv_copies=self._heads(request.latent).kv_copies,
             interleave=self._interleave,
             measurements=measurements,
         )
@@ -136,7 +136,8 @@ class InterleavedRanks(TensorParallelRanks):
         return decode
 
     def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        return tuple(self._heads.whole(layer) for layer in layers)
+        heads = self._heads(layers[0].kind == "mla")
+        return tuple(heads.whole(layer) for layer in layers)
 
     def tokens_each(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -155,13 +156,16 @@ class InterleavedRanks(TensorParallelRanks):
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
         both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
-        return build_interleaved(both, context, self._heads)
+        return build_interleaved(both, context, self._heads(decision.request.latent))
+
+    def _heads(self, latent: bool) -> HeadSplit:
+        """All ranks hold the same latent; K and V of heads are split, expanded ones too."""
+        copies = self.size if latent else self._kv_copies
+        return HeadSplit(group=self.group, kv_copies=copies)
 
 
 def _kv_copies(config: PreTrainedConfig, size: int) -> int:
     """How many ranks in succession hold the same KV heads."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        return size
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return max(size // heads, 1)
+    return max(size // int(heads), 1)

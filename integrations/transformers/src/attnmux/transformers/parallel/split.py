@@ -125,6 +125,8 @@ def _split_module(
 
 def _keep_part(module: torch.nn.Module, style: str, group: RankGroup, name: str) -> None:
     module.weight = _part(module.get_parameter("weight"), style, group, f"{name}.weight")
+    if isinstance(module, torch.nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
     bias = getattr(module, "bias", None)
     if bias is not None and "row" in style:
         # The sum over ranks adds it once
