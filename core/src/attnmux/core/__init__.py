@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.offer.libraries import installed_version as installed_version
     from attnmux.core.choosing.offer.verified import Verified as Verified
     from attnmux.core.choosing.solver import solve as solve
+    from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
@@ -291,6 +292,7 @@ _NAMES_BY_MODULE = {
     "choosing.offer.libraries": ("installed_version",),
     "choosing.offer.verified": ("Verified",),
     "choosing.solver": ("solve",),
+    "choosing.tell.choice": ("Choice",),
     "choosing.tell.decision": ("Decision",),
     "chunked_prefix": (
         "ChunkedPrefixBackend",

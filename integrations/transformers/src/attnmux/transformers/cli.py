@@ -118,6 +118,18 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Compile the model's layers with torch.compile: faster steps, after up to a minute at the "
     "first start.",
 )
+@click.option(
+    "--tp",
+    type=AT_LEAST_1,
+    help="Split the model over that many devices of this machine (tensor parallel). Under "
+    "torchrun: over its processes. Needs attnmux-distributed.",
+)
+@click.option(
+    "--dcp",
+    is_flag=True,
+    help="With --tp: keep each token's K and V on one device, so that long contexts and latent "
+    "attention need less memory on each (decode context parallel).",
+)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",

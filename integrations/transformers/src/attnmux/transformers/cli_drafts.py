@@ -9,6 +9,7 @@ from attnmux.core import InvalidInput, Policy
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
+from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.runner import ModelRunner
 
 NGRAM = "ngram"
@@ -74,6 +75,7 @@ class Drafting:
             kv_dtype=None,
             policy=Policy(),
             wrap=None,
+            ranks=ONE_RANK,
         )
         runner = load(checkpoint, drafting)
         vocabulary_size = target.vocabulary_size

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from attnmux.core import Decision
 from attnmux.transformers.generate import Generation
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.tokenization import TextOrIds
@@ -93,23 +92,25 @@ def as_dict(
         },
         "drafts": {**asdict(stats.drafts), "accepted_per_step": stats.drafts.accepted_per_step},
         "retractions": stats.retractions,
-        "kv_pool_tokens": runner.sizes.full,
+        "ranks": runner.ranks.size,
+        "kv_pool_tokens": runner.kv_tokens,
         "kv_window_tokens": runner.sizes.swa,
         "kv_one_pool_tokens": runner.sizes.one_pool,
         "compiled": runner.is_compiled,
         "graph_batch_sizes": [] if runner.graphs is None else list(runner.graphs.batch_sizes),
-        "decision": _decided(runner.decision),
+        "decision": _decided(runner),
     }
 
 
-def _decided(decision: Decision) -> dict[str, Any]:
+def _decided(runner: ModelRunner) -> dict[str, Any]:
+    decision = runner.decision
     return {
         "hash": decision.hash,
         "page_size": decision.page_size,
         "kv_dtype": decision.kv_dtype,
         "phases": {
             phase: {"backend": choice.backend, "plugin": choice.plugin}
-            for phase, choice in decision.phases.items()
+            for phase, choice in runner.ranks.served(decision).items()
         },
         "decode_sizes": [
             {
@@ -129,7 +130,7 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
     timings, stats = generation.timings, generation.stats
     served = {
         phase: f"{choice.backend} ({choice.plugin})"
-        for phase, choice in runner.decision.phases.items()
+        for phase, choice in runner.ranks.served(runner.decision).items()
     }
     for each in runner.decision.decode_sizes:
         served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
@@ -141,6 +142,12 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         f"{timings.decode_tokens_per_second:.1f} tokens/s, {', '.join([served['decode'], *ways])}",
         f"prefixes: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused",
     ]
+    if runner.ranks.size > 1:
+        nbytes = runner.context.token_to_kv_pool.nbytes
+        parts.append(
+            f"{runner.ranks.size} ranks: KV memory for {runner.kv_tokens} tokens, {nbytes:,} bytes "
+            "on each"
+        )
     if runner.sizes.swa is not None:
         parts.append(
             f"KV memory: {runner.sizes.full} tokens, {runner.sizes.gain:.2f} times as many as "

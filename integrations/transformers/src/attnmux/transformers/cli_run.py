@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_t
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
+from attnmux.transformers.cli_ranks import Parallel, only_first
 from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
@@ -95,6 +96,8 @@ def run_command(
     steps: int | None,
     graph: bool | None,
     compile: bool,
+    tp: int | None,
+    dcp: bool,
     device: str | None,
     canary: float,
     keep_failures: Path | None,
@@ -105,7 +108,10 @@ def run_command(
     """Generate for the prompts. The other arguments are the options of `cli.generate`."""
     budget = None if memory is None else MemoryBudget.parse(memory)
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
-    with _quiet(run.debug):
+    parallel = Parallel(tp=tp, dcp=dcp)
+    parallel.start()
+    with ExitStack() as stack:
+        stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
         source = recall.PATH if model is None else model
         if settings.locked is not None:
@@ -117,6 +123,8 @@ def run_command(
         wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, device)
+        ranks = parallel.ranks(platform.device_type, checkpoint.config)
+        stack.enter_context(only_first(ranks, run))
         measurements, launches = run.measurements(settings), run.launches(settings)
         most = _most_tokens(wanted, context, max_running)
         options = RunnerOptions(
@@ -133,6 +141,7 @@ def run_command(
             mla=mla,
             page_size=page_size,
             device=device,
+            ranks=ranks,
             policy=settings.policy(**backends),
             measurements=measurements,
             launches=launches,
@@ -151,7 +160,7 @@ def run_command(
         runner = load(checkpoint, options)
         drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most)
         load_seconds = time.perf_counter() - began
-        click.echo(runner.decision.summary(), err=True)
+        click.echo(ranks.summary(runner.decision), err=True)
         engine = Engine(
             runner,
             tokenizer=checkpoint.require_tokenizer(),
@@ -160,11 +169,11 @@ def run_command(
             drafts=drafts,
         )
         generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
-    if as_json:
-        texts = [one.prompt for one in asked]
-        answer = as_dict(generation, texts, runner, load_seconds)
-        echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
-    click.echo(closing_line(generation, runner), err=True)
+        if as_json and ranks.rank == 0:
+            texts = [one.prompt for one in asked]
+            answer = as_dict(generation, texts, runner, load_seconds)
+            echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+        click.echo(closing_line(generation, runner), err=True)
 
 
 def _first_use(

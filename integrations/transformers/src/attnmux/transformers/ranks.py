@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     CapturingRanks,
+    Choice,
     Decision,
     GraphRunner,
     KVPool,
@@ -87,6 +88,14 @@ class Ranks:
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
         return build(decision, context)
+
+    def served(self, decision: Decision) -> Mapping[str, Choice]:
+        """The backends of a decision by phase."""
+        return decision.phases
+
+    def summary(self, decision: Decision) -> str:
+        """The decision for a reader."""
+        return decision.summary()
 
     def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
         """A runner with captured graphs. Raises GraphUnsupported."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     CapturingRanks,
+    Choice,
     Decision,
     GraphRunner,
     InvalidInput,
@@ -157,6 +158,13 @@ class InterleavedRanks(TensorParallelRanks):
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
         both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
         return build_interleaved(both, context, self._heads(decision.request.latent))
+
+    def served(self, decision: Decision) -> Mapping[str, Choice]:
+        return {**self._prompts[decision.hash].phases, **decision.phases}
+
+    def summary(self, decision: Decision) -> str:
+        both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
+        return both.summary()
 
     def _heads(self, latent: bool) -> HeadSplit:
         """All ranks hold the same latent; K and V of heads are split, expanded ones too."""

@@ -1,0 +1,81 @@
+"""The ranks of `attnmux generate --tp`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+from transformers import PreTrainedConfig
+
+from attnmux.core import InvalidInput, NoBackend, RanksDiffer
+from attnmux.core.cli.run import Run
+from attnmux.transformers.ranks import ONE_RANK, Ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """The options of the command."""
+
+    tp: int | None
+    """Ranks; None: as many as a launcher started, else one."""
+    dcp: bool
+    """Whether KV is interleaved over the ranks."""
+
+    def start(self) -> None:
+        """Start the ranks, if they are asked for and this process is none of them, and exit with
+        their status. Raises InvalidInput without attnmux-distributed."""
+        if self.tp in (None, 1):
+            return
+        try:
+            from attnmux.transformers.parallel import launch  # noqa: PLC0415  # an extra
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+        if not launch.is_rank():
+            # This process only waits: the ranks read the command line
+            arguments = ("-m", "attnmux.core", *sys.argv[1:])
+            raise click.exceptions.Exit(launch.run_ranks(arguments, self.tp))
+
+    def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
+        """This process's place among the ranks. Raises InvalidInput for `dcp` on one."""
+        from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
+
+        if not is_torchelastic_launched():
+            if self.dcp:
+                raise InvalidInput("--dcp", got="1 rank", expected="--tp with 2 ranks or more")
+            return ONE_RANK
+        try:
+            from attnmux.transformers.parallel import launch, ranks  # noqa: PLC0415  # an extra
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+        group = launch.join(device_type, self.tp)
+        if self.dcp:
+            return ranks.InterleavedRanks(group, config)
+        return ranks.TensorParallelRanks(group, config)
+
+
+@contextlib.contextmanager
+def only_first(ranks: Ranks, run: Run) -> Iterator[None]:
+    """Let rank 0 alone print. Errors that every rank raises are printed by rank 0; those of one
+    rank, by that rank."""
+    if ranks.rank == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        try:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                yield
+        except (RanksDiffer, NoBackend, InvalidInput) as error:
+            if isinstance(error, InvalidInput) and error.argument != "tp":
+                raise
+            raise click.exceptions.Exit(1) from error
+
+
+def _missing(error: ModuleNotFoundError) -> InvalidInput:
+    if not (error.name or "").startswith("attnmux"):
+        raise error
+    expected = "attnmux-distributed for several ranks: pip install attnmux-distributed"
+    return InvalidInput("--tp", got=f"no module {error.name}", expected=expected)

@@ -1,0 +1,61 @@
+"""Starts the ranks of a command on this machine, and joins them."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from attnmux.core import InvalidInput, RankFailed, RankGroup
+
+SECONDS = 600.0
+"""How long a rank waits for another that still loads its weights."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher such as torchrun started this process."""
+    return bool(torch.distributed.is_torchelastic_launched())
+
+
+def run_ranks(arguments: Sequence[str], size: int) -> int:
+    """Run `python ARGUMENTS` in `size` processes. Returns their exit status.
+
+    When one fails, the others are ended. Raises RankFailed for one that a signal ended.
+    """
+    # Its own report of a failure repeats what the failed rank has printed
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            raise RankFailed(f"rank {rank}", reason=f"ended by {name}", seconds=0) from None
+        return int(failure.exitcode)
+    return 0
+
+
+def join(device_type: str, size: int | None) -> RankGroup:
+    """The group of this process. Raises InvalidInput unless it has `size` ranks, if given."""
+    group = RankGroup.start(device_type, seconds=SECONDS)
+    if size not in (None, group.size):
+        expected = f"{group.size}, the processes that were started"
+        raise InvalidInput("--tp", got=size, expected=expected)
+    return group
