@@ -22,6 +22,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pending:
+    """A collective that was started. Its tensor must not be touched until `wait` returns."""
+
+    what: str
+    work: dist.Work
+    seconds: float
+
+    def wait(self) -> None:
+        """Wait until the values are there.
+
+        On CUDA only the current stream waits; the kernels queued before go on meanwhile. Raises
+        RankFailed as other collectives do.
+        """
+        _explained(self.what, self.seconds, self.work.wait)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankGroup:
     """Some ranks of `torch.distributed`, as one of them sees them.
 
@@ -144,6 +161,20 @@ class RankGroup:
             lambda: dist.broadcast(values, group=self.devices, group_src=root),
         )
         return values
+
+    def start_broadcast(self, values: torch.Tensor, *, root: int = 0) -> Pending:
+        """Start to write the values of rank `root` over those of the others.
+
+        values: contiguous. On CUDA NCCL runs on a stream of its own, after the kernels that are
+        queued on the current one; gloo runs in threads of its own.
+        """
+        what = "hearing from one rank"
+        work = self._run(
+            what,
+            lambda: dist.broadcast(values, group=self.devices, group_src=root, async_op=True),
+        )
+        assert work is not None, "torch returns None to ranks outside of the group"
+        return Pending(what=what, work=work, seconds=self.seconds)
 
     def _run(self, what: str, call: Callable[[], T]) -> T:
         return _explained(what, self.seconds, call)
