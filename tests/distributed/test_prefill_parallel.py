@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,25 +12,32 @@ import pytest
 import torch
 
 from attnmux.core import (
+    ForwardMode,
+    GraphUnsupported,
     InvalidInput,
+    RankFailed,
     RankGroup,
     RanksDiffer,
     UpProjection,
     torch_dtype,
 )
-from attnmux.core.batch import ForwardMode
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
     PrefillParallelBackend,
     prefill_parallel,
     split_context,
-    split_parts,
     zigzag_step,
 )
-from attnmux.emulators.ranks import run_ranks
+from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
-from attnmux.testing.comparison import LSE_TOLERANCE, Tolerance, compare, output_tolerance
+from attnmux.testing.comparison import (
+    LSE_TOLERANCE,
+    Disagreement,
+    Tolerance,
+    compare,
+    output_tolerance,
+)
 from attnmux.testing.placement import buffers, put
 from attnmux.testing.prepared import kv_rows
 from attnmux.testing.reference import attention
@@ -39,7 +47,21 @@ LATENT = {
     **{"kind": "mla", "num_q_heads": 3, "num_kv_heads": 1, "head_dim": 12, "v_head_dim": 4},
     **{"kv_lora_rank": 32, "qk_rope_head_dim": 8},
 }
-BACKENDS = {"torch_native": TorchNativeBackend, "native": NativeBackend}
+
+
+class Telling(TorchNativeBackend):
+    """Meets the other ranks in its first attention call."""
+
+    meet: Callable[[], object] | None = None
+
+    def forward_extend(self, call, batch):
+        if Telling.meet is not None:
+            Telling.meet()
+            Telling.meet = None
+        return super().forward_extend(call, batch)
+
+
+BACKENDS = {"torch_native": TorchNativeBackend, "native": NativeBackend, "telling": Telling}
 
 
 def case_of(step, **changes) -> Case:
@@ -59,9 +81,12 @@ def drawn(draw: random.Random, **changes) -> Case:
 class World:
     """A step on one rank, with the reference's answer to the whole of it."""
 
-    def __init__(self, group, case, seed, backends=("torch_native",), lanes=2, **options) -> None:
-        self.group, self.case = group, case
-        setup = self.setup = make_setup(case, fake_platform(), "cpu", seed=seed)
+    def __init__(
+        self, group, case, seed, *, backends=("torch_native",), lanes=2, debug=False, **options
+    ) -> None:
+        self.case = case
+        setup = make_setup(case, fake_platform(), "cpu", seed=seed)
+        setup = self.setup = replace(setup, context=replace(setup.context, debug=debug))
         self.whole = prepare_step(setup, case.steps[0], host_lens=case.host_lens)
         made = BACKENDS[backends[group.rank % len(backends)]]
         self.backend = PrefillParallelBackend(
@@ -70,7 +95,8 @@ class World:
             group=group,
             **options,
         )
-        self.step = zigzag_step(self.whole.batch, rank=group.rank, size=group.size)
+        if case.steps[0].mode is not ForwardMode.DECODE:
+            self.step = zigzag_step(self.whole.batch, rank=group.rank, size=group.size)
         rows = case.num_q_heads * (case.head_dim - (case.qk_rope_head_dim or 0) + case.v_head_dim)
         rank = case.kv_lora_rank or 1
         weight = setup.random(rows, rank) / rank**0.5
@@ -203,3 +229,237 @@ def test_every_rank_has_the_answer_and_all_keys(tmp_path: Path, size: int) -> No
         {"attention_chunk": 24, "sinks": True},
     )
     run_ranks(check_worlds, size, tmp_path, worlds)
+
+
+STEPS = {
+    "fewer tokens than chunks": extend((0, 1), (5, 2), (0, 3)),
+    "nothing new": extend((5, 0), (0, 7), (0, 0)),
+    "mixed": extend((40, 1), (3, 30), mode=ForwardMode.MIXED),
+    "padding and rows of no request": extend((3, 9), (8, 40), padding=2, trailing=3),
+    "one token": extend((0, 1)),
+}
+
+
+def check_steps(group: RankGroup) -> None:
+    for name, step in STEPS.items():
+        for changes in ({}, LATENT, {"windows": (None, 3)}, {"host_lens": True, "sinks": True}):
+            world = World(group, case_of(step, **changes), 7, chunks_at_once=1)
+            try:
+                check_padded(world) if step.padding else world.check()
+            except Exception as error:
+                raise AssertionError(f"{name}, {changes}") from error
+
+
+def check_padded(world: World) -> None:
+    """Padding requests see left-overs, so that only real tokens are compared."""
+    found = world.run()
+    rows = world.step.rows
+    real = rows < world.whole.num_real_tokens
+    for (out, _), (exact, _) in zip(found, world.expected(), strict=True):
+        assert bool(out.isfinite().all())
+        expected = exact[rows]
+        torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-4, atol=1e-4)
+
+
+def check_others(group: RankGroup) -> None:
+    check_steps(group)
+    check_own_keys(group)
+    check_kept_slots(group)
+    check_decode(group)
+    check_debug(group)
+    check_refusals(group)
+
+
+def check_own_keys(group: RankGroup) -> None:
+    """Without saving, the step's new tokens are all keys, and the pool stays as it was."""
+    world = World(group, case_of(extend((6, 30), (0, 5))), 1)
+    world.backend.init_forward_metadata(world.step)
+    out, _ = world.call(0, save_kv_cache=False)
+    given, batch = world.whole.inputs[0], world.whole.batch
+    context = world.setup.context
+    exact, _ = attention(
+        given.q,
+        given.layer,
+        batch,
+        context.req_to_token_pool.req_to_token,
+        context.token_to_kv_pool,
+        k=given.k,
+        v=given.v,
+    )
+    compare("out", out, exact[world.step.rows], Tolerance(atol=2e-5, rtol=1e-4))
+    assert all(map(torch.equal, world.before, world.pool_bytes()))
+
+
+def check_kept_slots(group: RankGroup) -> None:
+    """A rank that keeps every other token has the same answers."""
+    world = World(group, case_of(extend((6, 31), (0, 5)), sinks=True), 2)
+    expected = world.expected()
+    full = world.pool_bytes()
+    world = World(group, world.case, 2)
+    batch = world.whole.batch
+    kept = torch.arange(batch.num_tokens) % group.size == group.rank
+    part = replace(batch, out_cache_loc=batch.out_cache_loc * kept)
+    world.step = zigzag_step(part, rank=group.rank, size=group.size, keeps_all=False)
+    for (out, _), (exact, _) in zip(world.run(), expected, strict=True):
+        compare("out", out, exact[world.step.rows], Tolerance(atol=2e-5, rtol=1e-4))
+    changed = torch.zeros(len(full[0]), dtype=torch.bool)
+    changed[batch.out_cache_loc[kept] - world.case.page_size] = True
+    for found, all_kept, before in zip(world.pool_bytes(), full, world.before, strict=True):
+        assert torch.equal(found[changed], all_kept[changed])
+        assert torch.equal(found[~changed], before[~changed])
+    windowed = World(group, case_of(extend((0, 9)), windows=(None, 5)), 2)
+    windowed.step = replace(windowed.step, keeps_all=False)
+    windowed.backend.init_forward_metadata(windowed.step)
+    with pytest.raises(InvalidInput, match="expected slots of all tokens: layer 3 reads"):
+        windowed.call(1)
+
+
+def check_decode(group: RankGroup) -> None:
+    """Steps of other kinds need no other rank."""
+    world = World(group, case_of(decode(5, 40)), 3)
+    batch = world.whole.batch
+    assert world.backend.select(ForwardMode.DECODE) is world.backend.inner
+    world.backend.init_forward_metadata(batch)
+    for given, (exact, _) in zip(world.whole.inputs, world.expected(), strict=True):
+        out = world.backend.forward(given.q, given.k, given.v, given.layer, batch)
+        compare("out", out, exact, Tolerance(atol=2e-5, rtol=1e-4))
+
+
+def check_debug(group: RankGroup) -> None:
+    world = World(group, case_of(extend((6, 30), (0, 5))), 4, debug=True)
+    world.check()
+    other = World(group, case_of(extend((6, 30 + group.rank), (0, 5))), 4, debug=True)
+    with pytest.raises(RanksDiffer, match="lengths of chunks: expected the same on every rank"):
+        other.backend.init_forward_metadata(other.step)
+
+
+def check_refusals(group: RankGroup) -> None:
+    world = World(group, case_of(extend((6, 30)), windows=(None, 4)), 5)
+    backend, step, given = world.backend, world.step, world.whole.inputs[0]
+    backend.init_forward_metadata(step)
+    with pytest.raises(InvalidInput, match="in a split step the other ranks wait for them"):
+        backend.forward(given.q[step.rows], None, None, given.layer, step)
+    with pytest.raises(InvalidInput, match="expected True: layer 3 reads K and V of other ranks"):
+        world.call(1, save_kv_cache=False)
+    other = zigzag_step(world.whole.batch, rank=group.rank, size=group.size)
+    with pytest.raises(InvalidInput, match="the step that init_forward_metadata prepared last"):
+        backend.forward(given.q[step.rows], None, None, given.layer, other)
+    other = zigzag_step(world.whole.batch, rank=group.rank, size=group.size + 1)
+    with pytest.raises(InvalidInput, match="as in the group, got the part of rank"):
+        backend.init_forward_metadata(other)
+    with pytest.raises(GraphUnsupported, match="cannot be captured"):
+        backend.init_forward_metadata_out_graph(step, in_capture=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_steps_and_refusals(tmp_path: Path, size: int) -> None:
+    run_ranks(check_others, size, tmp_path)
+
+
+def attend_before_others_begin(group: RankGroup, overlap: bool) -> str:
+    """Rank 1 begins its layer only when rank 0 attends."""
+    if group.rank:
+        group.exchange("begins now")
+    else:
+        Telling.meet = lambda: group.exchange("attends")
+    world = World(group, case_of(extend((0, 40))), 6, backends=["telling"], overlap=overlap)
+    try:
+        world.check()
+    except RankFailed:
+        return "failed"
+    return "overlapped"
+
+
+def test_attention_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    found = run_ranks(attend_before_others_begin, 2, tmp_path, True, seconds=10.0)
+    assert found == ["overlapped"] * 2
+
+
+def test_without_overlap_it_does(tmp_path: Path) -> None:
+    ends = end_ranks(attend_before_others_begin, 2, tmp_path, False, seconds=2.0)
+    assert ends[0].value == "failed", ends[0].error
+
+
+def without_a_chunk(backend: PrefillParallelBackend) -> None:
+    backend._parts = tuple(part for part in backend._parts if part.chunks != 1)
+
+
+def with_a_part_twice(backend: PrefillParallelBackend) -> None:
+    backend._parts += backend._parts[-1:]
+
+
+def without_the_prefix(backend: PrefillParallelBackend) -> None:
+    backend._parts = tuple(part for part in backend._parts if not part.is_prefix)
+
+
+def without_causality(backend: PrefillParallelBackend) -> None:
+    backend._layers = {
+        number: (replace(own, is_causal=False), cross)
+        for number, (own, cross) in backend._layers.items()
+    }
+
+
+def with_equal_weights(backend: PrefillParallelBackend) -> None:
+    def merge(out, lse, part, part_lse) -> None:
+        out.add_(part).div_(2)
+        torch.logaddexp(lse, part_lse, out=lse)
+
+    prefill_parallel.merge_into = merge
+
+
+def without_sinks(backend: PrefillParallelBackend) -> None:
+    prefill_parallel.add_sinks = lambda out, lse, sinks: None
+
+
+def without_writing(backend: PrefillParallelBackend) -> None:
+    prefill_parallel.KVRows.write = lambda self, rows, slots: None
+
+
+MUTANTS: dict[str, Callable[[PrefillParallelBackend], None]] = {
+    each.__name__: each
+    for each in (
+        without_a_chunk,
+        with_a_part_twice,
+        without_the_prefix,
+        without_causality,
+        with_equal_weights,
+        without_sinks,
+        without_writing,
+    )
+}
+
+
+class Broken(World):
+    """A world whose backend has a fault once its step is prepared."""
+
+    def __init__(self, group, case, seed, fault) -> None:
+        super().__init__(group, case, seed, chunks_at_once=1)
+        prepare = self.backend.init_forward_metadata
+
+        def prepare_wrongly(step) -> None:
+            prepare(step)
+            fault(self.backend)
+
+        self.backend.init_forward_metadata = prepare_wrongly
+
+
+def find_faults(group: RankGroup, seed: int) -> list[str]:
+    """The faults that this rank notices."""
+    found = []
+    kept = prefill_parallel.merge_into, prefill_parallel.add_sinks, prefill_parallel.KVRows.write
+    case = case_of(extend((9, 31), (4, 12)), sinks=True)
+    Broken(group, case, seed, lambda backend: None).check()
+    for name, fault in MUTANTS.items():
+        try:
+            Broken(group, case, seed, fault).check()
+        except (Disagreement, AssertionError):
+            found.append(name)
+        prefill_parallel.merge_into, prefill_parallel.add_sinks = kept[:2]
+        prefill_parallel.KVRows.write = kept[2]
+    return found
+
+
+def test_faults_are_noticed(tmp_path: Path) -> None:
+    found = run_ranks(find_faults, 2, tmp_path, secrets.randbits(31))
+    for name in MUTANTS:
+        assert any(name in each for each in found), name

@@ -59,7 +59,8 @@ class KVRows:
 
     def split(self, rows: torch.Tensor) -> Stored:
         """Views of rows as the values that they hold."""
-        parts = rows.split([each // rows.itemsize for each in self._part_bytes], dim=1)
+        widths = [each // rows.itemsize for each in self._part_bytes]
+        parts = torch.split(rows, widths, dim=1)
         return tuple(
             part.view(self.pool.dtype).unflatten(1, shape)
             for part, shape in zip(parts, self._shapes, strict=True)

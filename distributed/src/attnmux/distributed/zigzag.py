@@ -81,10 +81,8 @@ def zigzag_step(batch: ForwardBatch, *, rank: int, size: int, keeps_all: bool = 
     many items, encoders and picked keys.
     """
     _check(batch, rank, size)
-    new = _host_lens("extend_seq_lens", batch.extend_seq_lens, batch.extend_seq_lens_cpu)
-    cached = _host_lens(
-        "extend_prefix_lens", batch.extend_prefix_lens, batch.extend_prefix_lens_cpu
-    )
+    new = _on_host("extend_seq_lens", batch.extend_seq_lens, batch.extend_seq_lens_cpu)
+    cached = _on_host("extend_prefix_lens", batch.extend_prefix_lens, batch.extend_prefix_lens_cpu)
     ends = torch.arange(2 * size + 1).unsqueeze(1) * new // (2 * size)
     lens, starts = ends.diff(dim=0), ends[:-1] + (new.cumsum(0) - new)
     mine = [rank, 2 * size - 1 - rank]

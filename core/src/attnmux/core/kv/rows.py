@@ -20,7 +20,8 @@ def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
     The values of a head are contiguous; tokens and heads may be any distance apart. Does not
     synchronise.
     """
-    places = [rows.storage_offset(), buffer.storage_offset(), *rows.stride()[:2]]
-    places += [*buffer.stride()[:2], rows.shape[-1]]
+    places = [rows.shape[-1]]
+    for each in (rows, buffer):
+        places += [int(each.storage_offset()), *each.stride()[:2]]
     word = word_dtype(*(place * buffer.itemsize for place in places))
     buffer.view(word).index_copy_(0, slots, rows.view(word))
