@@ -19,6 +19,7 @@ from attnmux.core import (
     RankGroup,
     RanksDiffer,
     UpProjection,
+    imported,
     torch_dtype,
 )
 from attnmux.cpu.native import NativeBackend
@@ -61,7 +62,32 @@ class Telling(TorchNativeBackend):
         return super().forward_extend(call, batch)
 
 
-BACKENDS = {"torch_native": TorchNativeBackend, "native": NativeBackend, "telling": Telling}
+def fa3(context):
+    from attnmux.nvidia.fa3 import FA3Backend  # noqa: PLC0415  # for few tests
+    from attnmux.nvidia.fa3_layers import FA3Kernels  # noqa: PLC0415  # as above
+
+    kernels = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+    return FA3Backend(context, {"num_splits": 0}, kernels)
+
+
+def flashinfer(context):
+    from attnmux.nvidia.flashinfer.backend import FlashInferBackend  # noqa: PLC0415  # as above
+    from attnmux.nvidia.flashinfer.planning import FlashInferKernels  # noqa: PLC0415  # as above
+
+    kernels = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
+    return FlashInferBackend(context, {}, kernels)
+
+
+def triton(context):
+    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
+
+    return TritonBackend(context, {}, compute_units=4)
+
+
+BACKENDS = {
+    **{"torch_native": TorchNativeBackend, "native": NativeBackend, "telling": Telling},
+    **{"fa3": fa3, "flashinfer": flashinfer, "triton": triton},
+}
 
 
 def case_of(step, **changes) -> Case:
@@ -354,6 +380,24 @@ def check_refusals(group: RankGroup) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_other_steps_and_refusals(tmp_path: Path, size: int) -> None:
     run_ranks(check_others, size, tmp_path)
+
+
+def check_adapters(group: RankGroup) -> None:
+    from attnmux.emulators.triton_interpreter import interpreted  # noqa: PLC0415  # as above
+
+    wide = {"dtype": "bfloat16", "head_dim": 128, "v_head_dim": 128, "page_size": 16}
+    wide["host_lens"] = True
+    for name in ("fa3", "flashinfer"):
+        for seed, step in enumerate((extend((0, 130)), extend((20, 61), (0, 5)))):
+            World(group, case_of(step, **wide), seed, backends=[name], chunks_at_once=1).check()
+    with interpreted():
+        case = case_of(extend((4, 21), (0, 9)), dtype="float32")
+        World(group, case, 1, backends=["triton"]).check()
+
+
+def test_adapters_of_kernel_libraries(tmp_path: Path) -> None:
+    """Emulated: their arguments fit parts of a step."""
+    run_ranks(check_adapters, 2, tmp_path)
 
 
 def attend_before_others_begin(group: RankGroup, overlap: bool) -> str:
