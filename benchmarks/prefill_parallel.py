@@ -225,10 +225,10 @@ def write_profile(sides: Sides, count: int, path: Path) -> str:
     kernels = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in found.events()
-        if event.device_type is DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
     # The first is that of the barrier
-    travels = [span for name, span in kernels if "nccl" in name.lower()][1:]
+    travels = sorted(span for name, span in kernels if "nccl" in name.lower())[1:]
     total = sum(end - start for start, end in travels)
     if not total:
         return f"{path}: no kernels of communication, since this is no GPU"

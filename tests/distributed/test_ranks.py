@@ -15,7 +15,12 @@ from attnmux.emulators.ranks import die, end_ranks, run_ranks
 def collectives(group: RankGroup) -> dict[str, object]:
     mine = torch.arange(3) + 10 * group.rank
     parts = torch.tensor([[100 * group.rank + n] for n in range(group.size)])
+    started = [mine.clone() for _ in range(group.size)]
+    pending = [group.start_broadcast(each, root=n) for n, each in enumerate(started)]
+    for each in reversed(pending):
+        each.wait()
     return {
+        "started": torch.stack(started).tolist(),
         "texts": group.exchange(f"rank {group.rank}"),
         "told": group.tell(f"from {group.rank}", root=1),
         "gathered": group.all_gather(mine).tolist(),
@@ -33,6 +38,7 @@ def test_collectives(tmp_path: Path, size: int) -> None:
         assert each["told"] == "from 1"
         assert each["gathered"] == [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(size)]
         assert each["parts"] == [[100 * n + rank] for n in range(size)]
+        assert each["started"] == each["gathered"]
         assert each["sum"] == [sum(10 * n + i for n in range(size)) for i in range(3)]
         assert each["heard"] == [10, 11, 12]
 
@@ -53,6 +59,22 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     message, seconds = first.value
     assert message.startswith("reducing: ")
     assert seconds < 10
+
+
+def one_dies_under_way(group: RankGroup) -> float:
+    began = time.monotonic()
+    pending = group.start_broadcast(torch.ones(1), root=1) if group.rank == 0 else None
+    if pending is None:
+        die()
+    with pytest.raises(RankFailed, match="hearing from one rank: another rank ended"):
+        pending.wait()
+    return time.monotonic() - began
+
+
+def test_a_killed_rank_is_an_error_where_a_collective_is_waited_for(tmp_path: Path) -> None:
+    first, _ = end_ranks(one_dies_under_way, 2, tmp_path, seconds=5.0)
+    assert not first.error, first.error
+    assert first.value < 10
 
 
 def one_is_late(group: RankGroup, delay: float) -> list[int]:
