@@ -26,7 +26,6 @@ import click
 import torch
 import torch.distributed as dist
 from benchmarks.cases import extend, json_option, rounds_option
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from attnmux.bench import Report, Step, device_meter, facts, in_turn, interleave, wall_meter
@@ -35,6 +34,7 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     InvalidInput,
+    NoBackend,
     Platform,
     Policy,
     RankGroup,
@@ -128,12 +128,19 @@ def make_sides(
     lanes: int,
     chunks_at_once: int,
 ) -> tuple[Sides, str]:
-    """The sides, and the names of their backends. Raises NoBackend where none serves the step."""
+    """The sides, and the names of their backends. A named backend also runs the parts where its
+    card leaves out cross attention. Raises NoBackend where none serves the step."""
     offers, policy = load_plugins().offers(), Policy(backend=backend or None)
     case = extend(1, tokens, 0, dtype=dtype)
     asked = case.request.replace(phases=("extend",))
     decision = solve(asked, platform, offers, policy)
-    of_parts = solve(split_request(asked), platform, offers, policy).phases["extend"]
+    choice, note = decision.phases["extend"], ""
+    try:
+        choice = solve(split_request(asked), platform, offers, policy).phases["extend"]
+    except NoBackend:
+        if not backend:
+            raise
+        note = ", whose card does not offer that"
     whole = case.step(group.device, layers)
     for values in (whole.q, whole.k, whole.v):
         if values is not None:
@@ -145,7 +152,7 @@ def make_sides(
     step = zigzag_step(whole.batch, rank=group.rank, size=group.size)
 
     def made(*, overlap: bool) -> PrefillParallelBackend:
-        parts = [make_backend(of_parts, split_context(context)) for _ in range(lanes)]
+        parts = [make_backend(choice, split_context(context)) for _ in range(lanes)]
         return PrefillParallelBackend(
             inner=alone, parts=parts, group=group, overlap=overlap, chunks_at_once=chunks_at_once
         )
@@ -166,7 +173,7 @@ def make_sides(
         v=whole.v[step.rows],
         out=whole.out[: len(step.rows)].clone(),
     )
-    return sides, f"{decision.phases['extend'].backend}, parts by {of_parts.backend}"
+    return sides, f"{decision.phases['extend'].backend}, parts by {choice.backend}{note}"
 
 
 def of_slowest(group: RankGroup, meter: Meter | None) -> Meter:
@@ -225,7 +232,7 @@ def write_profile(sides: Sides, count: int, path: Path) -> str:
     kernels = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in found.events()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     # The first is that of the barrier
     travels = sorted(span for name, span in kernels if "nccl" in name.lower())[1:]

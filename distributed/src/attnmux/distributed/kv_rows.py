@@ -62,7 +62,7 @@ class KVRows:
         widths = [each // rows.itemsize for each in self._part_bytes]
         parts = torch.split(rows, widths, dim=1)
         return tuple(
-            part.view(self.pool.dtype).unflatten(1, shape)
+            part.view(self.pool.dtype).view(-1, *shape)
             for part, shape in zip(parts, self._shapes, strict=True)
         )
 
