@@ -27,6 +27,7 @@ from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
     PrefillParallelBackend,
+    part_attention,
     prefill_parallel,
     split_context,
     zigzag_step,
@@ -460,15 +461,18 @@ def test_without_overlap_it_does(tmp_path: Path) -> None:
 
 
 def without_a_chunk(backend: PrefillParallelBackend) -> None:
-    backend._parts = tuple(part for part in backend._parts if part.chunks != 1)
+    runner = backend._attention
+    runner.parts = tuple(part for part in runner.parts if part.chunks != 1)
 
 
 def with_a_part_twice(backend: PrefillParallelBackend) -> None:
-    backend._parts += backend._parts[-1:]
+    backend._attention.parts += backend._attention.parts[-1:]
 
 
 def without_the_prefix(backend: PrefillParallelBackend) -> None:
-    backend._parts = tuple(part for part in backend._parts if not part.is_prefix)
+    backend._attention.parts = tuple(
+        part for part in backend._attention.parts if not part.is_prefix
+    )
 
 
 def without_causality(backend: PrefillParallelBackend) -> None:
@@ -483,7 +487,7 @@ def with_equal_weights(backend: PrefillParallelBackend) -> None:
         out.add_(part).div_(2)
         torch.logaddexp(lse, part_lse, out=lse)
 
-    prefill_parallel.merge_into = merge
+    part_attention.merge_into = merge
 
 
 def without_sinks(backend: PrefillParallelBackend) -> None:
@@ -525,7 +529,7 @@ class Broken(World):
 def find_faults(group: RankGroup, seed: int) -> list[str]:
     """The faults that this rank notices."""
     found = []
-    kept = prefill_parallel.merge_into, prefill_parallel.add_sinks, prefill_parallel.KVRows.write
+    kept = part_attention.merge_into, prefill_parallel.add_sinks, prefill_parallel.KVRows.write
     case = case_of(extend((9, 31), (4, 12)), sinks=True)
     Broken(group, case, seed, lambda backend: None).check()
     for name, fault in MUTANTS.items():
@@ -533,7 +537,7 @@ def find_faults(group: RankGroup, seed: int) -> list[str]:
             Broken(group, case, seed, fault).check()
         except (Disagreement, AssertionError):
             found.append(name)
-        prefill_parallel.merge_into, prefill_parallel.add_sinks = kept[:2]
+        part_attention.merge_into, prefill_parallel.add_sinks = kept[:2]
         prefill_parallel.KVRows.write = kept[2]
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,19 +18,15 @@ from attnmux.core import (
     RanksDiffer,
     UpProjection,
     check_positive,
-    merge_into,
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
+from attnmux.distributed.part_attention import Expand, PartAttention, add_sinks
 from attnmux.distributed.split_context import layers_of_parts
-from attnmux.distributed.split_parts import Part, Visit, own_visit, parts_of
 from attnmux.distributed.zigzag import SPLIT_MODES, ZigzagStep
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, ForwardMode, LayerSpec
-
-Expand = Callable[[Stored], Stored]
-"""K [n, H, D] and V [n, H, Dv] as a call takes them, of values from rows or a pool."""
 
 CHUNK_BYTES = 1 << 29
 """Memory for K and V of a part that are copied or expanded, as in `ChunkedPrefixBackend`."""
@@ -66,10 +62,9 @@ class PrefillParallelBackend(DispatchingBackend):
         chunks_at_once: int = CHUNKS_AT_ONCE,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """parts: one or more backends of `split_context(inner.context)`, all alike. Each keeps its
-        part of a step prepared for all layers; the last one prepares the parts that are left over
-        in every layer again. Ranks may have different backends. overlap: False waits for all chunks
-        before attention begins, for comparison.
+        """parts: one or more backends of `split_context(inner.context)`, all alike; see
+        `PartAttention`. Ranks may have different ones. overlap: False waits for all chunks before
+        attention begins, for comparison.
 
         Raises InvalidInput for backends of another context, and for sizes below 1.
         """
@@ -80,21 +75,19 @@ class PrefillParallelBackend(DispatchingBackend):
         for each in parts:
             self._layers = layers_of_parts(inner.context, each.context)
         self.inner = inner
-        self.parts = tuple(parts)
         self.group = group
         self.overlap = overlap
-        self.chunks_at_once = chunks_at_once
         row = max(
             own.tp_k_head_num * (own.qk_head_dim + own.v_head_dim)
             for own, _ in self._layers.values()
         )
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
-        self.part_tokens = max(chunk_bytes // (row * itemsize), 1)
-        """Keys of a part at most."""
+        self._attention = PartAttention(
+            parts,
+            chunks_at_once=chunks_at_once,
+            part_tokens=max(chunk_bytes // (row * itemsize), 1),
+        )
         self._step: ZigzagStep | None = None
-        self._own: Visit | None = None
-        self._parts: tuple[Part, ...] = ()
-        self._prepared: list[Visit | None] = [None] * len(parts)
         self._is_inner_prepared = False
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
@@ -131,14 +124,7 @@ class PrefillParallelBackend(DispatchingBackend):
         if in_capture:
             raise GraphUnsupported("a step that is split over ranks cannot be captured")
         self._check_step(batch)
-        self._own = own_visit(batch) if batch.num_tokens else None
-        self._parts = parts_of(
-            batch,
-            self.context.req_to_token_pool,
-            chunks_at_once=self.chunks_at_once,
-            most_tokens=self.part_tokens,
-        )
-        self._prepared = [None] * len(self.parts)
+        self._attention.prepare(batch, self.context.req_to_token_pool)
         self._is_inner_prepared = False
         self._step = batch
 
@@ -205,44 +191,15 @@ class PrefillParallelBackend(DispatchingBackend):
         *,
         saves: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of the rank's tokens, float32. own: the rows of their K and V. saves:
+        """Output and LSE as `PartAttention` returns them. own: rows of the tokens' K and V. saves:
         whether K and V go to the pool, and tokens see the prefix there."""
         gather = self._gather(own, kv, step)
         layers = self._layers[kv.layer.layer_id]
-        lse = q.new_empty((len(q), layers[0].tp_q_head_num), dtype=torch.float32)
-        out = q.new_empty((*lse.shape, layers[0].v_head_dim), dtype=torch.float32)
-        if self._own is not None:
-            attended = self._attend(self._own, layers[0], q, expand(kv.split(own)), lse)
-            out.copy_(attended)
-        for part in self._parts:
-            if part.is_prefix and not saves:
-                continue
-            if isinstance(part.keys, torch.Tensor) and part.is_prefix:
-                stored = kv.read(part.keys)
-            else:
-                stored = kv.split(gather.wait(part.chunks)[part.keys])
-            keys = expand(stored)
-            for visit in part.visits:
-                seen = lse[visit.tokens]
-                part_lse = torch.empty_like(seen)
-                attended = self._attend(visit, layers[1], q[visit.tokens], keys, part_lse)
-                merge_into(out[visit.tokens], seen, attended, part_lse)
+        found = self._attention(q, layers, own, gather, kv, expand, with_prefix=saves)
         rows = gather.wait()
         if saves:
             kv.write(rows, step.whole_cache_loc)
-        return out, lse
-
-    def _attend(
-        self, visit: Visit, layer: LayerSpec, q: torch.Tensor, keys: Stored, lse: torch.Tensor
-    ) -> torch.Tensor:
-        lane = min(visit.number, len(self.parts) - 1)
-        backend = self.parts[lane]
-        if self._prepared[lane] is not visit:
-            backend.init_forward_metadata_out_graph(visit.batch)
-            backend.init_forward_metadata_in_graph(visit.batch)
-            self._prepared[lane] = visit
-        k, v = keys
-        return backend.forward(q, k, v, layer, visit.batch, save_kv_cache=False, lse=lse)
+        return found
 
     def _expanded(
         self, kv: KVRows, projection: UpProjection, dtype: torch.dtype, stored: Stored
@@ -311,12 +268,3 @@ class PrefillParallelBackend(DispatchingBackend):
         if len(set(said)) > 1:
             hint = "give zigzag_step the same step on every rank"
             raise RanksDiffer("lengths of chunks", by_rank=said, hint=hint)
-
-
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add a key without a value to `out` [T, H, D] and `lse` [T, H], both float32, in place.
-
-    sinks: [H] float32, its logit for each head.
-    """
-    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
-    torch.logaddexp(lse, sinks.expand_as(lse), out=lse)
