@@ -32,6 +32,7 @@ from attnmux.distributed import (
     split_context,
     zigzag_step,
 )
+from attnmux.distributed.kv_rows import KVRows
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 from attnmux.testing.comparison import (
@@ -50,6 +51,9 @@ LATENT = {
     **{"kind": "mla", "num_q_heads": 3, "num_kv_heads": 1, "head_dim": 12, "v_head_dim": 4},
     **{"kv_lora_rank": 32, "qk_rope_head_dim": 8},
 }
+
+
+EIGHT_BITS = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 0.25)}
 
 
 class Telling(TorchNativeBackend):
@@ -236,7 +240,6 @@ def worlds_of(draw: random.Random, *changes) -> list[tuple[Case, int, dict[str, 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_has_the_answer_and_all_keys(tmp_path: Path, size: int) -> None:
     draw = random.Random(secrets.randbits(64))
-    eight_bits = {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 0.25)}
     worlds = worlds_of(
         draw,
         *[{}] * 4,
@@ -247,12 +250,12 @@ def test_every_rank_has_the_answer_and_all_keys(tmp_path: Path, size: int) -> No
         {"sinks": True},
         {"sinks": True, "dtype": "bfloat16"},
         {"scaling": 0.4, "strided_kv": True},
-        eight_bits,
-        {**eight_bits, "dtype": "bfloat16", "kv_dtype": "fp8_e5m2"},
+        EIGHT_BITS,
+        {**EIGHT_BITS, "dtype": "bfloat16", "kv_dtype": "fp8_e5m2"},
         LATENT,
         {**LATENT, "logit_cap": 4.0},
         {**LATENT, "dtype": "bfloat16"},
-        {**LATENT, **eight_bits},
+        {**LATENT, **EIGHT_BITS},
         {"windows": (None, 7, 40)},
         {"attention_chunk": 24, "sinks": True},
     )
@@ -297,6 +300,7 @@ def check_others(group: RankGroup) -> None:
     check_own_keys(group)
     check_kept_slots(group)
     check_absorbed(group)
+    check_nan(group)
     check_decode(group)
     check_debug(group)
     check_refusals(group)
@@ -374,6 +378,17 @@ def check_absorbed(group: RankGroup) -> None:
             k_rope=each.k_rope[rows],
         )
     assert all(map(torch.equal, before, world.pool_bytes()))
+
+
+def check_nan(group: RankGroup) -> None:
+    """NaN of a request stays in it."""
+    world = World(group, case_of(extend((6, 31), (4, 25)), sinks=True), 9)
+    world.whole.with_nan(0)
+    rows = world.step.rows
+    others = rows >= world.whole.rows_of(1).start
+    for (out, _), (exact, _) in zip(world.run(), world.expected(), strict=True):
+        assert bool(out[~others].isnan().all())
+        compare("out", out[others], exact[rows[others]], Tolerance(atol=2e-5, rtol=1e-4))
 
 
 def check_decode(group: RankGroup) -> None:
@@ -460,45 +475,72 @@ def test_without_overlap_it_does(tmp_path: Path) -> None:
     assert ends[0].value == "failed", ends[0].error
 
 
-def without_a_chunk(backend: PrefillParallelBackend) -> None:
+def without_a_chunk(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
     runner = backend._attention
     runner.parts = tuple(part for part in runner.parts if part.chunks != 1)
 
 
-def with_a_part_twice(backend: PrefillParallelBackend) -> None:
+def with_a_part_twice(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
     backend._attention.parts += backend._attention.parts[-1:]
 
 
-def without_the_prefix(backend: PrefillParallelBackend) -> None:
-    backend._attention.parts = tuple(
-        part for part in backend._attention.parts if not part.is_prefix
-    )
+def without_the_prefix(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
+    runner = backend._attention
+    runner.parts = tuple(part for part in runner.parts if not part.is_prefix)
 
 
-def without_causality(backend: PrefillParallelBackend) -> None:
+def without_causality(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
     backend._layers = {
         number: (replace(own, is_causal=False), cross)
         for number, (own, cross) in backend._layers.items()
     }
 
 
-def with_equal_weights(backend: PrefillParallelBackend) -> None:
+def with_equal_weights(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
     def merge(out, lse, part, part_lse) -> None:
         out.add_(part).div_(2)
         torch.logaddexp(lse, part_lse, out=lse)
 
-    part_attention.merge_into = merge
+    patch.setattr(part_attention, "merge_into", merge)
 
 
-def without_sinks(backend: PrefillParallelBackend) -> None:
-    prefill_parallel.add_sinks = lambda out, lse, sinks: None
+def without_sinks(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill_parallel, "add_sinks", lambda out, lse, sinks: None)
 
 
-def without_writing(backend: PrefillParallelBackend) -> None:
-    prefill_parallel.KVRows.write = lambda self, rows, slots: None
+def without_writing(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVRows, "write", lambda self, rows, slots: None)
 
 
-MUTANTS: dict[str, Callable[[PrefillParallelBackend], None]] = {
+def without_scales(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
+    def values(self, stored, dtype):
+        return tuple(part.to(dtype) for part in stored)
+
+    patch.setattr(KVRows, "values", values)
+
+
+def without_rounding(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
+    """The own chunks are read as they came, not as the pool stores them."""
+    given = []
+    of, split, values = KVRows.of, KVRows.split, KVRows.values
+
+    def noting_of(self, k, second):
+        rows = of(self, k, second)
+        given[:] = [rows, (k, second)]
+        return rows
+
+    def unrounded_split(self, rows):
+        return given[1] if given and rows is given[0] else split(self, rows)
+
+    def unrounded_values(self, stored, dtype):
+        return stored if given and stored is given[1] else values(self, stored, dtype)
+
+    patch.setattr(KVRows, "of", noting_of)
+    patch.setattr(KVRows, "split", unrounded_split)
+    patch.setattr(KVRows, "values", unrounded_values)
+
+
+MUTANTS = {
     each.__name__: each
     for each in (
         without_a_chunk,
@@ -508,6 +550,8 @@ MUTANTS: dict[str, Callable[[PrefillParallelBackend], None]] = {
         with_equal_weights,
         without_sinks,
         without_writing,
+        without_scales,
+        without_rounding,
     )
 }
 
@@ -515,13 +559,13 @@ MUTANTS: dict[str, Callable[[PrefillParallelBackend], None]] = {
 class Broken(World):
     """A world whose backend has a fault once its step is prepared."""
 
-    def __init__(self, group, case, seed, fault) -> None:
+    def __init__(self, group, case, seed, fault, patch) -> None:
         super().__init__(group, case, seed, chunks_at_once=1)
         prepare = self.backend.init_forward_metadata
 
         def prepare_wrongly(step) -> None:
             prepare(step)
-            fault(self.backend)
+            fault(self.backend, patch)
 
         self.backend.init_forward_metadata = prepare_wrongly
 
@@ -529,20 +573,16 @@ class Broken(World):
 def find_faults(group: RankGroup, seed: int) -> list[str]:
     """The faults that this rank notices."""
     found = []
-    kept = part_attention.merge_into, prefill_parallel.add_sinks, prefill_parallel.KVRows.write
-    case = case_of(extend((9, 31), (4, 12)), sinks=True)
-    Broken(group, case, seed, lambda backend: None).check()
-    for name, fault in MUTANTS.items():
-        try:
-            Broken(group, case, seed, fault).check()
-        except (Disagreement, AssertionError):
-            found.append(name)
-        part_attention.merge_into, prefill_parallel.add_sinks = kept[:2]
-        prefill_parallel.KVRows.write = kept[2]
+    case = case_of(extend((9, 31), (4, 12)), sinks=True, **EIGHT_BITS)
+    for name, fault in {"none": lambda backend, patch: None, **MUTANTS}.items():
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                Broken(group, case, seed, fault, patch).check()
+            except (Disagreement, AssertionError):
+                found.append(name)
     return found
 
 
 def test_faults_are_noticed(tmp_path: Path) -> None:
     found = run_ranks(find_faults, 2, tmp_path, secrets.randbits(31))
-    for name in MUTANTS:
-        assert any(name in each for each in found), name
+    assert {name for each in found for name in each} == set(MUTANTS)
