@@ -54,7 +54,6 @@ from attnmux.distributed import (
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows
-from attnmux.distributed.prefill_parallel import CHUNKS_AT_ONCE
 
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """As a share of the largest value: a few roundings of the output."""
@@ -95,7 +94,12 @@ class Sides:
         kv = [KVRows(pool=self.whole.pool, layer=layer) for layer in self.whole.layers]
         own = kv[0].of(self.k, self.v)
         rows = own.new_empty((len(self.step.order), kv[0].width))
-        return [lambda: ChunkGather(self.group, self.step, own, rows).wait() for _ in kv]
+        at_once = self.split.chunks_at_once
+
+        def travel() -> None:
+            ChunkGather(self.group, self.step, own, rows, chunks_at_once=at_once).wait()
+
+        return [travel for _ in kv]
 
     def error(self) -> float:
         """The largest difference from the first rank's answer. Raises InvalidInput for a pool with
@@ -126,7 +130,7 @@ def make_sides(
     layers: int,
     dtype: str,
     lanes: int,
-    chunks_at_once: int,
+    chunks_at_once: int | None,
 ) -> tuple[Sides, str]:
     """The sides, and the names of their backends. A named backend also runs the parts where its
     card leaves out cross attention. Raises NoBackend where none serves the step."""
@@ -277,7 +281,11 @@ def rows_on(
 @click.option("--layers", type=click.IntRange(1), default=8, help="Of the longer row.")
 @click.option("--dtype", default="bfloat16")
 @click.option("--lanes", type=click.IntRange(1), default=8, help="Backends of parts.")
-@click.option("--chunks-at-once", type=click.IntRange(1), default=CHUNKS_AT_ONCE)
+@click.option(
+    "--chunks-at-once",
+    type=click.IntRange(1),
+    help="That travel in one round. [default: as many as there are ranks]",
+)
 @click.option(
     "--profile", "trace", type=click.Path(path_type=Path), help="Write a trace to this file."
 )
@@ -289,7 +297,7 @@ def main(
     layers: int,
     dtype: str,
     lanes: int,
-    chunks_at_once: int,
+    chunks_at_once: int | None,
     trace: Path | None,
     rounds: int,
     path: Path | None,

@@ -16,11 +16,14 @@ def collectives(group: RankGroup) -> dict[str, object]:
     mine = torch.arange(3) + 10 * group.rank
     parts = torch.tensor([[100 * group.rank + n] for n in range(group.size)])
     started = [mine.clone() for _ in range(group.size)]
-    pending = [group.start_broadcast(each, root=n) for n, each in enumerate(started)]
-    for each in reversed(pending):
-        each.wait()
+    uneven = [torch.full((n + 1,), group.rank) for n in range(group.size)]
+    ranks = range(group.size)
+    for pending in [group.start_broadcasts(each, ranks) for each in (started, uneven)]:
+        pending.wait()
+    group.start_broadcasts([], []).wait()
     return {
         "started": torch.stack(started).tolist(),
+        "uneven": [each.tolist() for each in uneven],
         "texts": group.exchange(f"rank {group.rank}"),
         "told": group.tell(f"from {group.rank}", root=1),
         "gathered": group.all_gather(mine).tolist(),
@@ -39,6 +42,7 @@ def test_collectives(tmp_path: Path, size: int) -> None:
         assert each["gathered"] == [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(size)]
         assert each["parts"] == [[100 * n + rank] for n in range(size)]
         assert each["started"] == each["gathered"]
+        assert each["uneven"] == [[n] * (n + 1) for n in range(size)]
         assert each["sum"] == [sum(10 * n + i for n in range(size)) for i in range(3)]
         assert each["heard"] == [10, 11, 12]
 
@@ -63,16 +67,26 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 def one_dies_under_way(group: RankGroup) -> float:
     began = time.monotonic()
-    pending = group.start_broadcast(torch.ones(1), root=1) if group.rank == 0 else None
-    if pending is None:
+    if group.rank == 1:
         die()
-    with pytest.raises(RankFailed, match="hearing from one rank: another rank ended"):
-        pending.wait()
+    with pytest.raises(RankFailed, match="moving between ranks: another rank ended"):
+        group.start_broadcasts([torch.ones(1)], [1]).wait()
     return time.monotonic() - began
 
 
-def test_a_killed_rank_is_an_error_where_a_collective_is_waited_for(tmp_path: Path) -> None:
-    first, _ = end_ranks(one_dies_under_way, 2, tmp_path, seconds=5.0)
+def one_sends_nothing(group: RankGroup) -> float:
+    began = time.monotonic()
+    if group.rank == 0:
+        with pytest.raises(RankFailed, match="did not arrive within 1 s"):
+            group.start_broadcasts([torch.ones(1)], [1]).wait()
+    else:
+        time.sleep(2)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("function", "seconds"), [(one_dies_under_way, 5), (one_sends_nothing, 1)])
+def test_moves_that_do_not_come_are_an_error(tmp_path: Path, function, seconds) -> None:
+    first, _ = end_ranks(function, 2, tmp_path, seconds=seconds)
     assert not first.error, first.error
     assert first.value < 10
 

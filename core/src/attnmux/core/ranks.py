@@ -5,7 +5,7 @@ Every call is collective: each rank of the group makes the same calls in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,19 +23,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pending:
-    """A collective that was started. Its tensor must not be touched until `wait` returns."""
+    """Moves that were started. Their tensors must not be touched until `wait` returns."""
 
     what: str
-    work: dist.Work
+    works: tuple[dist.Work, ...]
     seconds: float
 
     def wait(self) -> None:
         """Wait until the values are there.
 
-        On CUDA only the current stream waits; the kernels queued before go on meanwhile. Raises
-        RankFailed as other collectives do.
+        On CUDA only the current stream waits; kernels that were queued before go on meanwhile.
+        Raises RankFailed as a collective does.
         """
-        _explained(self.what, self.seconds, self.work.wait)
+
+        def wait() -> None:
+            for work in self.works:
+                work.wait()
+
+        _explained(self.what, self.seconds, wait)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -162,19 +167,27 @@ class RankGroup:
         )
         return values
 
-    def start_broadcast(self, values: torch.Tensor, *, root: int = 0) -> Pending:
-        """Start to write the values of rank `root` over those of the others.
+    def start_broadcasts(self, values: Sequence[torch.Tensor], roots: Sequence[int]) -> Pending:
+        """Start to write each value of the rank in `roots` over those of the others.
 
-        values: contiguous. On CUDA NCCL runs on a stream of its own, after the kernels that are
-        queued on the current one; gloo runs in threads of its own.
+        values: contiguous, each of a size of its own, the same on all ranks. All of them move at
+        once: on CUDA in one kernel, on a stream of NCCL's own, after the kernels that are queued on
+        the current one. A second kernel would have to wait where attention fills the device.
         """
-        what = "hearing from one rank"
-        work = self._run(
-            what,
-            lambda: dist.broadcast(values, group=self.devices, group_src=root, async_op=True),
-        )
-        assert work is not None, "torch returns None to ranks outside of the group"
-        return Pending(what=what, work=work, seconds=self.seconds)
+        moves = [
+            dist.P2POp(
+                dist.isend if root == self.rank else dist.irecv,
+                each,
+                group=self.devices,
+                group_peer=peer,
+            )
+            for each, root in zip(values, roots, strict=True)
+            for peer in (range(self.size) if root == self.rank else (root,))
+            if peer != self.rank
+        ]
+        what = "moving between ranks"
+        works = self._run(what, lambda: dist.batch_isend_irecv(moves)) if moves else []
+        return Pending(what=what, works=tuple(works), seconds=self.seconds)
 
     def _run(self, what: str, call: Callable[[], T]) -> T:
         return _explained(what, self.seconds, call)

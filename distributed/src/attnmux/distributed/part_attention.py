@@ -33,7 +33,7 @@ class PartAttention:
     def __init__(
         self, backends: Sequence[AttentionBackend], *, chunks_at_once: int, part_tokens: int
     ) -> None:
-        """chunks_at_once, part_tokens: as in `parts_of`."""
+        """chunks_at_once, part_tokens: see `parts_of`."""
         self._backends = tuple(backends)
         self._chunks_at_once = chunks_at_once
         self._part_tokens = part_tokens

@@ -31,18 +31,14 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 29
 """Memory for K and V of a part that are copied or expanded, as in `ChunkedPrefixBackend`."""
 
-CHUNKS_AT_ONCE = 4
-"""Chunks that are read in one call. Each call's result is merged, which reads and writes the whole
-output; with more chunks a call waits longer for the last of them."""
-
 
 class PrefillParallelBackend(DispatchingBackend):
     """Runs a `ZigzagStep` together with the other ranks, and any other step by `inner`.
 
-    In each layer of a split step a rank has Q, K and V of its own tokens. It starts to broadcast
-    its K and V, attends causally to its own chunks and without a mask to the cached prefix, and
-    then to the chunks of others as they arrive; each result is merged by its LSE, in float32. In
-    the end its pool holds K and V of the whole step, or those with a slot.
+    In each layer of a split step a rank has Q, K and V of its own tokens. It starts to send its K
+    and V to the others, attends causally to its own chunks and without a mask to the cached prefix,
+    and then to the chunks of others as they arrive. Each result is merged by its LSE, in float32.
+    In the end its pool holds K and V of the whole step, or those with a slot.
 
     Layers whose parts cannot be merged (windows, attention chunks, dual chunk), and MLA that is
     called absorbed, run by `inner` after K and V of all ranks are in the pool: their communication
@@ -59,18 +55,21 @@ class PrefillParallelBackend(DispatchingBackend):
         parts: Sequence[AttentionBackend],
         group: RankGroup,
         overlap: bool = True,
-        chunks_at_once: int = CHUNKS_AT_ONCE,
+        chunks_at_once: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """parts: one or more backends of `split_context(inner.context)`, all alike; see
         `PartAttention`. Ranks may have different ones. overlap: False waits for all chunks before
-        attention begins, for comparison.
+        attention begins, for comparison. chunks_at_once: chunks that travel in one round and are
+        read in one call, the same on all ranks; None: as many as there are ranks, so that each of
+        them sends one in each of two rounds. chunk_bytes: memory for K and V of a part.
 
         Raises InvalidInput for backends of another context, and for sizes below 1.
         """
         super().__init__(inner.context)
         check_positive("parts", len(parts))
-        check_positive("chunks_at_once", chunks_at_once)
+        self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
+        check_positive("chunks_at_once", self.chunks_at_once)
         check_positive("chunk_bytes", chunk_bytes)
         for each in parts:
             self._layers = layers_of_parts(inner.context, each.context)
@@ -84,7 +83,7 @@ class PrefillParallelBackend(DispatchingBackend):
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
         self._attention = PartAttention(
             parts,
-            chunks_at_once=chunks_at_once,
+            chunks_at_once=self.chunks_at_once,
             part_tokens=max(chunk_bytes // (row * itemsize), 1),
         )
         self._step: ZigzagStep | None = None
@@ -231,7 +230,7 @@ class PrefillParallelBackend(DispatchingBackend):
     def _gather(self, own: torch.Tensor, kv: KVRows, step: ZigzagStep) -> ChunkGather:
         shape = len(step.order), kv.width
         rows = self.context.workspace.tensor("prefill_parallel.rows", shape, kv.dtype)
-        gather = ChunkGather(self.group, step, own, rows)
+        gather = ChunkGather(self.group, step, own, rows, chunks_at_once=self.chunks_at_once)
         if not self.overlap:
             gather.wait()
         return gather
@@ -264,7 +263,8 @@ class PrefillParallelBackend(DispatchingBackend):
             raise InvalidInput("batch", got="another split step", expected=expected)
 
     def _check_ranks(self, step: ZigzagStep) -> None:
-        said = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}")
+        rounds = f"{self.chunks_at_once} at once"
+        said = self.group.exchange(f"{step.chunk_lens} on {step.cached_lens}, {rounds}")
         if len(set(said)) > 1:
             hint = "give zigzag_step the same step on every rank"
             raise RanksDiffer("lengths of chunks", by_rank=said, hint=hint)

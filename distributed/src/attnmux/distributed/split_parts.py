@@ -60,15 +60,20 @@ def parts_of(
 ) -> tuple[Part, ...]:
     """The parts after the own chunks: the cached prefix, and then earlier chunks as they arrive.
 
-    chunks_at_once: chunks of a part at most. most_tokens: its keys at most.
+    chunks_at_once: chunks of a round, in which they arrive together. most_tokens: keys of a part at
+    most.
     """
     first, second = step.own_chunks
     numbers = count(1)
     parts = [*_prefix_parts(step, table, most_tokens, numbers)]
-    for halves, begin, end in (((0, 1), 0, first), ((1,), first, second)):
-        for start in range(begin, end, chunks_at_once):
-            chunks = range(start, min(start + chunks_at_once, end))
-            parts += _chunk_parts(step, halves, chunks, most_tokens, numbers)
+    for start in range(0, second, chunks_at_once):
+        end = start + chunks_at_once
+        for halves, chunks in (
+            ((0, 1), range(start, min(end, first))),
+            ((1,), range(max(start, first), min(end, second))),
+        ):
+            if chunks:
+                parts += _chunk_parts(step, halves, chunks, most_tokens, numbers)
     return tuple(part for part in parts if part.visits)
 
 
