@@ -15,7 +15,15 @@ from attnmux.emulators.ranks import die, end_ranks, run_ranks
 def collectives(group: RankGroup) -> dict[str, object]:
     mine = torch.arange(3) + 10 * group.rank
     parts = torch.tensor([[100 * group.rank + n] for n in range(group.size)])
+    started = [mine.clone() for _ in range(group.size)]
+    uneven = [torch.full((n + 1,), group.rank) for n in range(group.size)]
+    ranks = range(group.size)
+    for pending in [group.start_broadcasts(each, ranks) for each in (started, uneven)]:
+        pending.wait()
+    group.start_broadcasts([], []).wait()
     return {
+        "started": torch.stack(started).tolist(),
+        "uneven": [each.tolist() for each in uneven],
         "texts": group.exchange(f"rank {group.rank}"),
         "told": group.tell(f"from {group.rank}", root=1),
         "gathered": group.all_gather(mine).tolist(),
@@ -37,6 +45,8 @@ def test_collectives(tmp_path: Path, size: int) -> None:
         assert each["parts"] == [[100 * n + rank] for n in range(size)]
         assert each["numbers"] == [[n, -(2**40)] for n in range(size)]
         assert each["sum of parts"] == [2 * rank * size, (2 * rank + 1) * size]
+        assert each["started"] == each["gathered"]
+        assert each["uneven"] == [[n] * (n + 1) for n in range(size)]
         assert each["sum"] == [sum(10 * n + i for n in range(size)) for i in range(3)]
         assert each["heard"] == [10, 11, 12]
 
@@ -57,6 +67,32 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     message, seconds = first.value
     assert message.startswith("reducing: ")
     assert seconds < 10
+
+
+def one_dies_under_way(group: RankGroup) -> float:
+    began = time.monotonic()
+    if group.rank == 1:
+        die()
+    with pytest.raises(RankFailed, match="moving between ranks: another rank ended"):
+        group.start_broadcasts([torch.ones(1)], [1]).wait()
+    return time.monotonic() - began
+
+
+def one_sends_nothing(group: RankGroup) -> float:
+    began = time.monotonic()
+    if group.rank == 0:
+        with pytest.raises(RankFailed, match="did not arrive within 1 s"):
+            group.start_broadcasts([torch.ones(1)], [1]).wait()
+    else:
+        time.sleep(2)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("function", "seconds"), [(one_dies_under_way, 5), (one_sends_nothing, 1)])
+def test_moves_that_do_not_come_are_an_error(tmp_path: Path, function, seconds) -> None:
+    first, _ = end_ranks(function, 2, tmp_path, seconds=seconds)
+    assert not first.error, first.error
+    assert first.value < 10
 
 
 def one_is_late(group: RankGroup, delay: float) -> list[int]:

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
+    from attnmux.core.composites import DispatchingBackend as DispatchingBackend
     from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
     from attnmux.core.context import BackendContext as BackendContext
     from attnmux.core.decode_steps import DecodeBuffers as DecodeBuffers
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
     from attnmux.core.errors import in_brief as in_brief
     from attnmux.core.expanded_parts import Part as Part
     from attnmux.core.expanded_parts import parts_of as parts_of
+    from attnmux.core.expanded_parts import prefix_chunks as prefix_chunks
     from attnmux.core.factories import make_backend as make_backend
     from attnmux.core.graph.config import GraphConfig as GraphConfig
     from attnmux.core.graph.config import ModelInput as ModelInput
@@ -138,6 +140,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.pool import KVPool as KVPool
     from attnmux.core.kv.pool import check_loc as check_loc
     from attnmux.core.kv.pool import check_rows as check_rows
+    from attnmux.core.kv.pool import word_dtype as word_dtype
     from attnmux.core.kv.prefix_node import PrefixNode as PrefixNode
     from attnmux.core.kv.prefix_tree import PrefixMatch as PrefixMatch
     from attnmux.core.kv.prefix_tree import PrefixTree as PrefixTree
@@ -146,6 +149,8 @@ if TYPE_CHECKING:
     from attnmux.core.kv.request_table import BlockTable as BlockTable
     from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
     from attnmux.core.kv.request_table import RequestTable as RequestTable
+    from attnmux.core.kv.rows import gather_rows as gather_rows
+    from attnmux.core.kv.rows import scatter_rows as scatter_rows
     from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
     from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
     from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
@@ -195,6 +200,7 @@ if TYPE_CHECKING:
     from attnmux.core.pool_views import kv_pages as kv_pages
     from attnmux.core.pool_views import not_in_pool as not_in_pool
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
+    from attnmux.core.ranks import Pending as Pending
     from attnmux.core.ranks import RankGroup as RankGroup
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
@@ -300,6 +306,7 @@ _NAMES_BY_MODULE = {
     ),
     "composites": (
         "BatchSizeAttnBackend",
+        "DispatchingBackend",
         "HybridAttnBackend",
     ),
     "context": ("BackendContext",),
@@ -336,6 +343,7 @@ _NAMES_BY_MODULE = {
     "expanded_parts": (
         "Part",
         "parts_of",
+        "prefix_chunks",
     ),
     "factories": ("make_backend",),
     "graph.config": (
@@ -390,6 +398,7 @@ _NAMES_BY_MODULE = {
         "KVPool",
         "check_loc",
         "check_rows",
+        "word_dtype",
     ),
     "kv.prefix_node": ("PrefixNode",),
     "kv.prefix_tree": (
@@ -406,6 +415,10 @@ _NAMES_BY_MODULE = {
         "RequestTable",
     ),
     "kv.linear_states": ("LinearStatePool",),
+    "kv.rows": (
+        "gather_rows",
+        "scatter_rows",
+    ),
     "kv.swa": ("SWAKVPool",),
     "kv.token_pools": (
         "MHATokenToKVPool",
@@ -482,7 +495,10 @@ _NAMES_BY_MODULE = {
         "forward_context",
     ),
     "radix_attention": ("RadixAttention",),
-    "ranks": ("RankGroup",),
+    "ranks": (
+        "Pending",
+        "RankGroup",
+    ),
     "rehearsal": (
         "rehearse",
         "smallest_batches",

@@ -28,6 +28,28 @@ gather_tensors: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pending:
+    """Moves that were started. Their tensors must not be touched until `wait` returns."""
+
+    what: str
+    works: tuple[dist.Work, ...]
+    seconds: float
+
+    def wait(self) -> None:
+        """Wait until the values are there.
+
+        On CUDA only the current stream waits; kernels that were queued before go on meanwhile.
+        Raises RankFailed as a collective does.
+        """
+
+        def wait() -> None:
+            for work in self.works:
+                work.wait()
+
+        _explained(self.what, self.seconds, wait)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankGroup:
     """Some ranks of `torch.distributed`, as one of them sees them.
 
@@ -180,6 +202,28 @@ class RankGroup:
                 reason = "the device still waits"
                 raise RankFailed("waiting for the device", reason=reason, seconds=self.seconds)
             time.sleep(POLL_SECONDS)
+
+    def start_broadcasts(self, values: Sequence[torch.Tensor], roots: Sequence[int]) -> Pending:
+        """Start to write each value of the rank in `roots` over those of the others.
+
+        values: contiguous, each of a size of its own, the same on all ranks. All of them move at
+        once: on CUDA in one kernel, on a stream of NCCL's own, after the kernels that are queued on
+        the current one. A second kernel would have to wait where attention fills the device.
+        """
+        moves = [
+            dist.P2POp(
+                dist.isend if root == self.rank else dist.irecv,
+                each,
+                group=self.devices,
+                group_peer=peer,
+            )
+            for each, root in zip(values, roots, strict=True)
+            for peer in (range(self.size) if root == self.rank else (root,))
+            if peer != self.rank
+        ]
+        what = "moving between ranks"
+        works = self._run(what, lambda: dist.batch_isend_irecv(moves)) if moves else []
+        return Pending(what=what, works=tuple(works), seconds=self.seconds)
 
     def _run(self, what: str, call: Callable[[], T]) -> T:
         return _explained(what, self.seconds, call)

@@ -17,6 +17,9 @@ from attnmux.distributed.interleaved_building import (
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 from attnmux.distributed.interleaving import Interleaving
 from attnmux.distributed.merging import exchange_and_merge
+from attnmux.distributed.prefill_parallel import PrefillParallelBackend
+from attnmux.distributed.split_context import split_context, split_request
+from attnmux.distributed.zigzag import ZigzagStep, zigzag_step
 
 __all__ = [
     "AgreedStep",
@@ -27,7 +30,9 @@ __all__ = [
     "InterleavedTable",
     "Interleaving",
     "PaddingMode",
+    "PrefillParallelBackend",
     "TokensOfRanks",
+    "ZigzagStep",
     "agree_on_step",
     "build_interleaved",
     "capture_on_all_ranks",
@@ -36,4 +41,7 @@ __all__ = [
     "exchange_and_merge",
     "idle_batch",
     "prompt_context",
+    "split_context",
+    "split_request",
+    "zigzag_step",
 ]

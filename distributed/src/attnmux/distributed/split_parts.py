@@ -1,0 +1,178 @@
+"""The parts of a split step on one rank: keys that it reads at once, and the tokens that see them.
+
+A rank's tokens see their own chunk causally. They see every earlier chunk and the cached prefix
+completely, as cross attention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core import ForwardBatch, ForwardMode, cu_seqlens, kv_indices, prefix_chunks
+from attnmux.distributed.zigzag import ZigzagStep, spans
+
+if TYPE_CHECKING:
+    from attnmux.core import RequestTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Visit:
+    """Some of the rank's tokens, as a batch whose keys come with the call."""
+
+    number: int
+    """Its place among the step's visits; 0 is that of the own chunks."""
+    tokens: slice
+    """Their rows among the rank's."""
+    batch: ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """Keys that are read at once, request by request, and the tokens that see all of them."""
+
+    keys: slice | torch.Tensor
+    """Rows of the gathered chunks, or slots [n] int64 of the prefix."""
+    is_prefix: bool
+    chunks: int
+    """How many of the step's chunks must have arrived."""
+    visits: tuple[Visit, ...]
+
+
+def own_visit(step: ZigzagStep) -> Visit:
+    """The rank's tokens on the keys of their own chunks."""
+    lens = [length for chunk in step.own_chunks for length in step.chunk_lens[chunk]]
+    tokens = slice(0, step.num_tokens)
+    no_keys = [0] * len(lens)
+    return Visit(
+        number=0,
+        tokens=tokens,
+        batch=_batch(step, step.req_pool_indices, tokens, lens, no_keys),
+    )
+
+
+def parts_of(
+    step: ZigzagStep, table: RequestTable, *, chunks_at_once: int, most_tokens: int
+) -> tuple[Part, ...]:
+    """The parts after the own chunks: the cached prefix, and then earlier chunks as they arrive.
+
+    chunks_at_once: chunks of a round, in which they arrive together. most_tokens: keys of a part at
+    most.
+    """
+    first, second = step.own_chunks
+    numbers = count(1)
+    parts = [*_prefix_parts(step, table, most_tokens, numbers)]
+    for start in range(0, second, chunks_at_once):
+        end = start + chunks_at_once
+        for halves, chunks in (
+            ((0, 1), range(start, min(end, first))),
+            ((1,), range(max(start, first), min(end, second))),
+        ):
+            if chunks:
+                parts += _chunk_parts(step, halves, chunks, most_tokens, numbers)
+    return tuple(part for part in parts if part.visits)
+
+
+def _prefix_parts(
+    step: ZigzagStep, table: RequestTable, most_tokens: int, numbers: Iterator[int]
+) -> Iterator[Part]:
+    for first, starts, lens in prefix_chunks(step.cached_lens, most_tokens):
+        device = step.req_pool_indices.device
+        of_part = torch.tensor([starts, lens], dtype=torch.int32).to(device)
+        slots = kv_indices(
+            table,
+            step.req_pool_indices[first : first + len(lens)],
+            cu_seqlens(of_part[1]),
+            kv_start=of_part[0],
+            total=sum(lens),
+        )
+        visits = _visits(step, (0, 1), first, lens, numbers)
+        yield Part(keys=slots.long(), is_prefix=True, chunks=0, visits=visits)
+
+
+def _chunk_parts(
+    step: ZigzagStep,
+    halves: Sequence[int],
+    chunks: range,
+    most_tokens: int,
+    numbers: Iterator[int],
+) -> Iterator[Part]:
+    """The keys of some chunks, for both halves of the rank's tokens or for the second alone."""
+    all_lens = torch.tensor(step.chunk_lens).view(len(step.chunk_lens), -1)
+    ends = all_lens.flatten().cumsum(0).view(all_lens.shape)
+    # Request by request, and each request's chunks in turn
+    lens, starts = (each[chunks].T for each in (all_lens, ends - all_lens))
+    rows, done = spans(starts.flatten(), lens.flatten()), 0
+    is_range = len(chunks) == 1 or step.num_requests == 1
+    for first, _, key_lens in prefix_chunks(lens.sum(1).tolist(), most_tokens):
+        found = rows[done : done + sum(key_lens)]
+        done += len(found)
+        yield Part(
+            keys=slice(int(found[0]), int(found[-1]) + 1)
+            if is_range
+            else found.to(step.order.device),
+            is_prefix=False,
+            chunks=chunks.stop,
+            visits=_visits(step, halves, first, key_lens, numbers),
+        )
+
+
+def _visits(
+    step: ZigzagStep,
+    halves: Sequence[int],
+    first: int,
+    key_lens: Sequence[int],
+    numbers: Iterator[int],
+) -> tuple[Visit, ...]:
+    """Visits to keys of requests `first`, `first + 1`, …: one for each half of the rank's tokens.
+
+    A single request's halves lie next to each other and make one visit.
+    """
+    lens = [step.chunk_lens[step.own_chunks[half]] for half in halves]
+    begin = 0 if 0 in halves else sum(step.chunk_lens[step.rank])
+    if step.num_requests == 1:
+        lens = [(sum(own for (own,) in lens),)]
+    visits = []
+    for own in lens:
+        places = [begin, *(begin + end for end in accumulate(own))]
+        begin = places[-1]
+        last = first + len(key_lens)
+        tokens = slice(places[first], places[last])
+        if tokens.start < tokens.stop:
+            rows = step.req_pool_indices[first:last]
+            batch = _batch(step, rows, tokens, own[first:last], key_lens)
+            visits.append(Visit(number=next(numbers), tokens=tokens, batch=batch))
+    return tuple(visits)
+
+
+def _batch(
+    step: ZigzagStep,
+    rows: torch.Tensor,
+    tokens: slice,
+    lens: Sequence[int],
+    key_lens: Sequence[int],
+) -> ForwardBatch:
+    """lens, key_lens: new tokens of each request, and the keys that it sees as an encoder's."""
+    on_host = torch.tensor([lens, [0] * len(lens), key_lens], dtype=torch.int32)
+    new, cached, encoder = on_host.to(rows.device)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(lens),
+        req_pool_indices=rows,
+        seq_lens=new,
+        out_cache_loc=step.out_cache_loc[tokens],
+        positions=step.positions[tokens],
+        seq_lens_cpu=on_host[0],
+        seq_lens_sum=sum(lens),
+        extend_seq_lens=new,
+        extend_seq_lens_cpu=on_host[0],
+        extend_prefix_lens=cached,
+        extend_prefix_lens_cpu=on_host[1],
+        extend_num_tokens=sum(lens),
+        encoder_lens=encoder,
+        encoder_out_cache_loc=step.out_cache_loc[:0],
+    )

@@ -1,0 +1,45 @@
+"""The benchmark of prompts that several ranks compute, on processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.prefill_parallel import covered
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [([], 0), ([(0, 100)], 30), ([(15, 25), (12, 18), (55, 90)], 23), ([(20, 50)], 0)],
+)
+def test_how_much_of_the_communication_is_covered(others, expected) -> None:
+    assert covered([(10, 20), (50, 70)], others) == pytest.approx(expected)
+
+
+def test_ranks_are_compared_with_one_alone(tmp_path: Path) -> None:
+    figures, trace = tmp_path / "figures.json", tmp_path / "trace.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--backend=torch_native", "--tokens=90", "--layers=2", "--rounds=1"]
+    files = [f"--json={figures}", f"--profile={trace}"]
+    done = subprocess.run(
+        [*launch, "-m", "benchmarks.prefill_parallel", *options, *files],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["layers"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["speedup"] > 0
+        assert 0 <= row["hidden"] <= 1
+        assert row["error"] < 0.02
+    assert "gloo:send" in trace.read_text()
