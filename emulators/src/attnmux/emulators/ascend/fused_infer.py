@@ -114,21 +114,40 @@ def emulated(
         query = torch.cat([query, query_rope], dim=-1)
         key = torch.cat([key, key_rope.unsqueeze(2)], dim=-1)
 
-    out = query.new_full((len(query), heads, value.shape[-1]), torch.nan)
-    lse = query.new_full((len(query), heads, 1), torch.nan, dtype=torch.float32)
-    first_query = first_key = 0
-    for index, (queries, length) in enumerate(zip(new, keys, strict=True)):
-        rows = slice(first_query, first_query := first_query + queries)
-        if block_table is None:
-            k, v = (each[first_key : first_key + length] for each in (key, value))
-            first_key += length
-        else:
-            pages = block_table[index, : -(-length // block_size)].long()
-            k, v = (each[pages].flatten(0, 1) for each in (key, value))
+    if block_table is None:
+        own = [(slice(end - n, end)) for n, end in zip(keys, actual_seq_kvlen, strict=True)]
+        read = [(key[rows], value[rows]) for rows in own]
+    else:
+        pages = [
+            row[: -(-n // block_size)].long() for row, n in zip(block_table, keys, strict=True)
+        ]
+        read = [(key[each].flatten(0, 1), value[each].flatten(0, 1)) for each in pages]
+    out, lse = results(
+        query, read, new, keys, atten_mask is not None, softmax_scale, learnable_sink
+    )
+    return out, lse if return_softmax_lse else lse.new_zeros(1)
+
+
+def results(
+    query: torch.Tensor,
+    read: list[tuple[torch.Tensor, torch.Tensor]],
+    new: list[int],
+    keys: list[int],
+    is_causal: bool,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """read: K and V that the kernel loads for each request, of which the first `keys` count."""
+    shape = query.shape[:2]
+    out = query.new_full((*shape, read[0][1].shape[-1]), torch.nan)
+    lse = query.new_full((*shape, 1), torch.nan, dtype=torch.float32)
+    first = 0
+    for (k, v), queries, length in zip(read, new, keys, strict=True):
+        rows = slice(first, first := first + queries)
         if not queries or not length:
             continue
         ends = torch.full((queries,), length)
-        if atten_mask is not None:
+        if is_causal:
             ends = torch.arange(length - queries, length) + 1
         # Loads beyond a request's keys have weight 0.
         result, sums = attend(
@@ -136,11 +155,11 @@ def emulated(
             k.unsqueeze(0),
             v.unsqueeze(0),
             (torch.arange(len(k)) < ends.unsqueeze(1)).unsqueeze(0),
-            scale=softmax_scale,
-            sinks=learnable_sink,
+            scale=scale,
+            sinks=sinks,
         )
         out[rows], lse[rows] = result[0].to(out.dtype), sums[0].unsqueeze(-1)
-    return out, lse if return_softmax_lse else lse.new_zeros(1)
+    return out, lse
 
 
 def check(ok: bool, message: str) -> None:

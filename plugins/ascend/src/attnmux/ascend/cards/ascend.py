@@ -31,7 +31,8 @@ def _clause(dtype: str, *phases: str, **more: Condition) -> Clause:
 
 
 def _mha(*phases: str, **more: Condition) -> Clause:
-    """MHA and GQA, in the only dtype of packed queries."""
+    """MHA and GQA, in the only dtype of packed queries. No window: its meaning of `pre_tokens` in
+    `sparse_mode` 4 was not seen on a device."""
     return _clause(
         "bfloat16",
         *phases,
@@ -69,7 +70,7 @@ ASCEND = BackendCard(
     # Emulated only: no part of it has run on an Ascend device.
     verified_on=(
         Verified(
-            on="npu_fused_infer_attention_score_v2 and _npu_paged_attention_mla of torch-npu 2.14.0",
+            on="npu_fused_infer_attention_score_v2 and _npu_paged_attention_mla, torch-npu 2.14.0",
             libraries=("torch 2.13.0+cpu",),
             date="2026-11-25",
         ),
@@ -94,16 +95,13 @@ ASCEND = BackendCard(
         "kv_lora_rank": "its docs: 512 and a rotary part of 64",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "a tree needs a mask of its own, which layout TND does not take",
-        "sinks": "its docs: `learnable_sink` for V of 64 or 128, in bfloat16",
-        "lse": (
-            "its docs: none with a latent in layout TND, none of `_npu_paged_attention_mla`; "
-            "whether sinks are part of it they do not say"
-        ),
     },
     clauses=(
         _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), lse=ANY),
+        # `learnable_sink`, for V of 64 or 128. The docs do not say whether its LSE has them.
         _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), sinks=ANY),
         _mha("encoder", head_dim=one_of(128, 64)),
+        # No LSE: layout TND has none with a latent, `_npu_paged_attention_mla` none at all.
         _mla("bfloat16"),
         _mla("float16"),
     ),
