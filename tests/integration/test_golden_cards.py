@@ -301,9 +301,14 @@ ascend/ascend ascend:910b decode gqa head_dim=72 HEAD_DIM
 ascend/ascend ascend:910b decode mla lse=1 LSE
 ascend/ascend ascend:910b verify mla spec_topk=1,page_size=16 served
 intel/intel_xpu intel:xe2 decode gqa head_dim=64|96|128|192|256|512 served
-intel/intel_xpu intel:xe2 decode gqa dtype=fp16,graph=1,lse=1,logit_cap=30 served
+intel/intel_xpu intel:xe2 decode gqa dtype=fp16,sliding_window=127,deterministic=1 served
+intel/intel_xpu intel:xe2 decode gqa logit_cap=30 LOGIT_CAP
+intel/intel_xpu intel:xe2 decode gqa lse=1 LSE
+intel/intel_xpu intel:xe2 decode gqa graph=1 GRAPH
 intel/intel_xpu intel:xe2 decode gqa sinks=1 SINKS
-intel/intel_xpu intel:xe2 decode mla dtype=fp16,graph=1 served
+intel/intel_xpu intel:xe2 decode mla dtype=fp16 served
+intel/intel_xpu intel:xe2 decode mla num_q_heads=144 NUM_Q_HEADS
+intel/intel_xpu intel:xe2 decode mla lse=1 LSE
 intel/intel_amx cpu:x86_64,features=amx extend gqa dtype=bf16,sinks=1 served
 intel/intel_amx cpu:x86_64,features=amx decode mla dtype=fp16 DTYPE+KV_DTYPE
 intel/intel_amx cpu:x86_64,features=amx extend mla kv_lora_rank=500 KV_LORA_RANK
