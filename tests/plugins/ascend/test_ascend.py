@@ -182,6 +182,27 @@ def test_a_cache_beyond_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             world.backend(world.world(decode(5)).context)
 
 
+@pytest.mark.parametrize("world", [WORLD, LATENTS])
+def test_a_request_without_keys_reads_nothing_of_the_reserved_page(world) -> None:
+    backend, made = world.prepared(decode(0, 9))
+    layer = made.inputs[0].layer.layer_id
+    backend.context.token_to_kv_pool.get_key_buffer(layer)[:16] = 1
+    first, *_ = outputs(backend, made)
+    assert not first[0].any()
+    assert first[1].any()
+
+
+@pytest.mark.parametrize("world", [WORLD, LATENTS])
+def test_rows_of_no_request_are_zero(world) -> None:
+    backend, made = world.prepared(extend((9, 3), trailing=2))
+    for given, plain in zip(made.inputs, outputs(backend, made), strict=True):
+        out = torch.full_like(plain, torch.nan)
+        one = replace(made, inputs=(given,))
+        assert outputs(backend, one, out=out)[0] is out
+        assert torch.equal(out, plain)
+        assert not out[3:].any()
+
+
 def test_trees_are_refused() -> None:
     for world in (WORLD, LATENTS):
         with pytest.raises(InvalidInput, match="custom_mask"):

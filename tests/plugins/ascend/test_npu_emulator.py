@@ -97,6 +97,7 @@ def test_without_a_mask_each_query_sees_all_keys() -> None:
         ({"actual_seq_kvlen": [130]}, "for each batch"),
         ({"actual_seq_kvlen": [300, 3]}, "too narrow"),
         ({"actual_seq_kvlen": [1, 3]}, "more queries than keys"),
+        ({"actual_seq_kvlen": [130, 0]}, "queries without keys"),
         ({"actual_seq_kvlen": None}, "should not be null"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "int32"),
         ({"block_size": 64}, "blocksize"),
@@ -142,6 +143,7 @@ def test_latents_that_the_operator_refuses(changes, match) -> None:
     [
         ({"context_lens": torch.tensor([20], dtype=torch.int64)}, "int32"),
         ({"context_lens": torch.tensor([40], dtype=torch.int32)}, "too narrow"),
+        ({"context_lens": torch.tensor([0], dtype=torch.int32)}, "without keys"),
         ({"key_cache": rows(2, 24, 576).unsqueeze(2)}, "multiple of 16"),
         ({"num_heads": 8}, "heads"),
         ({"out": rows(1, 4, 576)}, "out"),

@@ -180,6 +180,19 @@ def test_latents_that_are_refused(settings: dict[str, Any]) -> None:
         LATENTS.backend(world.context)
 
 
+@pytest.mark.parametrize("world", [WORLD, LATENTS])
+def test_rows_without_keys_or_requests_are_zero(world) -> None:
+    for step, zero in ((decode(0, 9), slice(1)), (extend((9, 3), trailing=2), slice(3, None))):
+        backend, made = world.prepared(step)
+        given = made.inputs[0]
+        backend.context.token_to_kv_pool.get_key_buffer(given.layer.layer_id)[:16] = 1
+        out = torch.full((made.batch.num_tokens, *given.q.shape[1:]), torch.nan).to(given.q.dtype)
+        outputs(backend, replace(made, inputs=(given,)), out=out)
+        assert out.isfinite().all()
+        assert not out[zero].any()
+        assert out.any()
+
+
 def test_float16_of_a_layer_outside_the_pool_is_refused() -> None:
     for world in (WORLD, LATENTS):
         setup = world.world(decode(5), kv_in_pool=True)
@@ -204,7 +217,7 @@ def call_of_fwd(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"no_such": 1}, "no_such"),
+        ({"no_such": 1}, "received 30 argument"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 3], dtype=torch.int32)}, "written over"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 4])}, "int32"),
         ({"cu_seqlens_k": torch.tensor([12, 999], dtype=torch.int32)}, "max_seqlen_k"),

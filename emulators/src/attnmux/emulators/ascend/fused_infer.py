@@ -9,7 +9,7 @@ that of `aclnnFusedInferAttentionScoreV4`, which the operator calls.
 - A cache of pages is [pages, page, Hkv * D]. All pages that a request's keys reach are loaded; what
   lies after its keys gets weight 0, so that V has to be finite there.
 - Without a mask, `sparse_mode` counts as 0: every query sees every key.
-- A request without keys: its result is undefined, here NaN.
+- What a request with queries and without keys gives is not documented: it is refused.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def emulated(
     check(len(keys) == len(new) <= MOST_REQUESTS, "lengths of as many requests")
     check(query.dtype == key.dtype == value.dtype, "key and value should be of query's dtype")
     check(query.shape[2] == key.shape[-1], "D of query and key")
+    check(all(n or not q for q, n in zip(new, keys, strict=True)), "queries without keys")
     check_mask(atten_mask, sparse_mode, new, keys)
     if query_rope is None or key_rope is None:
         check(query_rope is None and key_rope is None, "query_rope and key_rope go together")
@@ -144,7 +145,7 @@ def results(
     first = 0
     for (k, v), queries, length in zip(read, new, keys, strict=True):
         rows = slice(first, first := first + queries)
-        if not queries or not length:
+        if not queries:
             continue
         ends = torch.full((queries,), length)
         if is_causal:

@@ -3,7 +3,7 @@
 - Rows of the cache are [latent, rotary part]; the first `mla_vheadsize` numbers are V.
 - The table has a row for each query. `context_lens` lie on the host.
 - All pages that a request's keys reach are loaded, so that V after them has to be finite.
-- A request without keys: its result is undefined, here NaN.
+- What a request without keys gives is not documented: it is refused.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def emulated(
     _check(context_lens.device.type == "cpu", "context_lens lie on the host")
     _check(len(block_table) == len(context_lens) == len(query), "one row for each query")
     for index, length in enumerate(context_lens.tolist()):
-        if not length:
-            out[index] = torch.nan
-            continue
+        _check(length > 0, "a query without keys")
         pages = block_table[index, : -(-length // size)].long()
         _check(len(pages) * size >= length, "block_table is too narrow")
         k = key_cache[pages].flatten(0, 1).unsqueeze(0)
