@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from attnmux.ascend.ascend import make
 from attnmux.ascend.cards.ascend import ASCEND
+from attnmux.ascend.npu_kernels import load_kernels
 from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform
 from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
@@ -214,6 +217,18 @@ def test_an_lse_that_the_operators_do_not_give_is_refused() -> None:
         backend, made = world.prepared(decode(5), **settings)
         with pytest.raises(InvalidInput, match=r"^lse: "):
             outputs(backend, made, lse=torch.empty(1, made.inputs[0].q.shape[1]))
+
+
+def test_the_operators_are_those_of_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("npu_fused_infer_attention_score_v2", "_npu_paged_attention_mla")
+    functions = [lambda *_: None, lambda *_: None]
+    module = SimpleNamespace(**dict(zip(names, functions, strict=True)))
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    kernels = load_kernels()
+    assert [kernels.fused_infer_attention_score, kernels.paged_attention_mla] == functions
+    del module._npu_paged_attention_mla
+    with pytest.raises(BackendFailed, match="torch-npu: AttributeError"):
+        make(WORLD.world(decode(5)).context)
 
 
 def test_without_torch_npu_it_says_how_to_get_it() -> None:

@@ -29,6 +29,6 @@ make = KernelLibrary(
     backend=_backend,
     providers={"torch-npu": load_kernels},
     trial=rehearse,
-    hint="torch-npu needs CANN and the release of torch that it was built for; "
+    hint="torch-npu needs CANN, for MLA also NNAL, and the release of torch that it was built for; "
     "pip install 'attnmux-ascend[npu]'",
 )

@@ -33,13 +33,14 @@ class NPUKernels:
 def load_kernels() -> NPUKernels:
     """Import torch-npu, which registers its operators.
 
+    The second one is of NNAL, which torch-npu asks for when the operator is called.
     Raises ImportError where torch-npu or CANN is missing, OSError where a library does not load,
     and AttributeError where torch-npu lacks an operator.
     """
-    import_module("torch_npu")
+    torch_npu = import_module("torch_npu")
     return NPUKernels(
-        fused_infer_attention_score=torch.ops.npu.npu_fused_infer_attention_score_v2,
-        paged_attention_mla=torch.ops.atb._npu_paged_attention_mla,
+        fused_infer_attention_score=torch_npu.npu_fused_infer_attention_score_v2,
+        paged_attention_mla=torch_npu._npu_paged_attention_mla,
     )
 
 
