@@ -335,11 +335,10 @@ RULES: dict[str, list[Row]] = {
         Row("amd:gfx942", "gqa", "page_size=64,spec_topk=4",
             backend="aiter", refused="spec_topk=1"),
         Row("ascend:910b", "gqa", "page_size=128,spec_topk=4",
-            backend="ascend", refused="spec_topk=none"),
+            backend="ascend", refused="spec_topk=1"),
     ],
     "a backend without draft steps": [
         Row("amd:gfx942", "gqa", "spec_topk=1", backend="wave", refused="spec_topk=none"),
-        Row("ascend:910b", "gqa", "spec_topk=1", backend="ascend", refused="spec_topk=none"),
         Row("intel:xe2", "gqa", "spec_topk=1", backend="intel_xpu", refused="spec_topk=none"),
         Row("cpu:x86_64,features=amx", "gqa", "spec_topk=1",
             backend="intel_amx", refused="spec_topk=none"),
@@ -411,7 +410,6 @@ RULES: dict[str, list[Row]] = {
         Row("nvidia:sm90", "nsa", "kv_dtype=fp8_e5m2", backend="nsa", refused="kv_dtype=bfloat16"),
     ],
     "deterministic: served": [
-        Row("ascend:910b", "gqa", "deterministic=1", backend="ascend", both="ascend"),
         Row("nvidia:sm90", "gqa", "deterministic=1", backend="fa3", both="fa3"),
         Row("intel:xe2", "gqa", "deterministic=1", backend="intel_xpu", both="intel_xpu"),
         Row("nvidia:sm80", "gqa", "deterministic=1", backend="triton", both="triton"),
@@ -421,6 +419,8 @@ RULES: dict[str, list[Row]] = {
             decode_backend="flashinfer", decode="flashinfer"),
     ],
     "deterministic: no other": [
+        Row("ascend:910b", "gqa", "deterministic=1",
+            backend="ascend", refused="deterministic=none"),
         Row("nvidia:sm100", "gqa", "deterministic=1",
             backend="trtllm_mha", refused="deterministic=none"),
         Row("nvidia:sm100", "gqa", "deterministic=1",
@@ -451,13 +451,14 @@ RULES: dict[str, list[Row]] = {
             decode_backend="intel_amx", refused="deterministic=none"),
     ],
     "deterministic over a latent: served": [
-        Row("ascend:910b", "mla", "deterministic=1", backend="ascend", both="ascend"),
         Row("nvidia:sm90", "mla", "deterministic=1", backend="fa3_mla", both="fa3_mla"),
         Row("nvidia:sm80", "mla", "deterministic=1", backend="triton", both="triton"),
         Row("nvidia:sm100", "mla", "deterministic=1",
             prefill_backend="fa4", extend="fa4", decode="triton"),
     ],
     "deterministic over a latent: no other": [
+        Row("ascend:910b", "mla", "deterministic=1",
+            backend="ascend", refused="deterministic=none"),
         Row("nvidia:sm90", "mla", "deterministic=1",
             decode_backend="flashinfer_mla", refused="deterministic=none"),
         Row("nvidia:sm90", "mla", "deterministic=1",

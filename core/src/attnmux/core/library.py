@@ -226,8 +226,9 @@ def trying(address: str, device: torch.device, *, hint: str = "") -> Iterator[No
     """
     try:
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        # Launches report their errors later, on every accelerator.
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -4,68 +4,106 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, multiple_of, one_of
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Prior,
+    Verified,
+    at_most,
+    multiple_of,
+    one_of,
+)
+
+_PHASES = ("extend", "decode", "verify", "draft")
 
 
-def _clause(dtype: str, **more: Condition) -> Clause:
+def _clause(dtype: str, *phases: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         "vendor": one_of("ascend"),
         "arch": one_of("910b", "910c", "910_93"),
+        "phase": one_of(*phases),
         "dtype": one_of(dtype),
         "kv_dtype": one_of(dtype),
-        "deterministic": ANY,
-        # ACL graphs, whose lengths are updated before a replay.
-        "graph": ANY,
-        "lse": ANY,
     }
     return Clause(**{**everywhere, **more})
+
+
+def _mha(*phases: str, **more: Condition) -> Clause:
+    """MHA and GQA, in the only dtype of packed queries. No window: its meaning of `pre_tokens` in
+    `sparse_mode` 4 was not seen on a device."""
+    return _clause(
+        "bfloat16",
+        *phases,
+        kind=one_of("mha"),
+        page_size=multiple_of(128, most=512),
+        num_q_heads=at_most(256),
+        group_size=at_most(64),
+        **more,
+    )
+
+
+def _mla(dtype: str) -> Clause:
+    return _clause(
+        dtype,
+        *_PHASES,
+        kind=one_of("mla"),
+        page_size=one_of(128, 16),
+        head_dim=ANY,
+        num_q_heads=at_most(128),
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        spec_topk=one_of(1),
+    )
 
 
 ASCEND = BackendCard(
     name="ascend",
     summary="CANN's fused attention operators through torch-npu, MHA and MLA; Atlas A2 and A3",
-    status="planned",
+    factory="attnmux.ascend.ascend:make",
     requires=("torch>=2.11", "torch-npu>=2.13"),
     extra="npu",
-    # Lengths are host lists in `npu_fused_infer_attention_score`.
+    # Lengths are host lists in `npu_fused_infer_attention_score_v2`. A replay of a graph would not
+    # renew them, so that no clause has graphs.
     needs_cpu_seq_lens=True,
+    # Emulated only: no part of it has run on an Ascend device.
+    verified_on=(
+        Verified(
+            on="npu_fused_infer_attention_score_v2 and _npu_paged_attention_mla, torch-npu 2.14.0",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-25",
+        ),
+    ),
     sources={
         "arch": "Atlas A2 and A3; the 310P has operators of its own",
-        "dtype": "`npu_fused_infer_attention_score`, torch-npu 2.13: fp16 and bf16",
+        "dtype": (
+            "docs of `aclnnFusedInferAttentionScoreV4`, which the operator calls: in layout TND "
+            "bfloat16 alone, except with a latent"
+        ),
         "kv_dtype": "as dtype; int8 and int4 are dequantised by parameters that no pool here holds",
         "page_size": (
-            "the same operator: with more than one query a request, 128 to 512 tokens and a "
-            "multiple of 128; over a latent 16 or 128"
+            "docs of `npu_fused_infer_attention_score_v2`, torch-npu 2.14: with more than one "
+            "query a request, 128 to 512 tokens and a multiple of 128; with a latent 16 or 128"
         ),
-        "head_dim": "the same operator: a multiple of 16, at most 512",
-        "num_q_heads": "the same operator over a latent: 32, 64 or 128, to which fewer are padded",
-        "kv_lora_rank": "the same operator: 512 and a rotary part of 64",
+        "head_dim": (
+            "the checks of its tiling for A2 (ops-transformer, arch22): in layout TND 64, 128 and "
+            "192, of which the docs exclude V of 192 over pages"
+        ),
+        "num_q_heads": "its docs: at most 256; with a latent powers of two up to 128",
+        "group_size": "its docs: at most 64",
+        "kv_lora_rank": "its docs: 512 and a rotary part of 64",
         "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "a tree needs a mask of its own, which layout TND does not take",
     },
-    clauses=tuple(
-        clause
-        for dtype in ("bfloat16", "float16")
-        for clause in (
-            _clause(
-                dtype,
-                phase=one_of("extend", "decode", "encoder"),
-                kind=one_of("mha"),
-                page_size=multiple_of(128, most=512),
-                head_dim=multiple_of(16, most=512),
-                # `learnable_sink` of the operator's second version. No cap in either.
-                sinks=ANY,
-            ),
-            _clause(
-                dtype,
-                phase=one_of("extend", "decode"),
-                kind=one_of("mla"),
-                page_size=one_of(128),
-                head_dim=ANY,
-                num_q_heads=at_most(128),
-                kv_lora_rank=one_of(512),
-                qk_rope_head_dim=one_of(64),
-            ),
-        )
+    clauses=(
+        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), lse=ANY),
+        # `learnable_sink`, for V of 64 or 128. The docs do not say whether its LSE has them.
+        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), sinks=ANY),
+        _mha("encoder", head_dim=one_of(128, 64)),
+        # No LSE: layout TND has none with a latent, `_npu_paged_attention_mla` none at all.
+        _mla("bfloat16"),
+        _mla("float16"),
     ),
     priors=(Prior(rank=10, source="SGLang 0.5.23's default on Ascend"),),
 )

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, one_of, versions
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Prior,
+    Verified,
+    at_most,
+    one_of,
+    versions,
+)
 
 
 def _clause(dtype: str, **more: Condition) -> Clause:
@@ -14,13 +24,12 @@ def _clause(dtype: str, **more: Condition) -> Clause:
         "phase": one_of("extend", "decode"),
         "dtype": one_of(dtype),
         "kv_dtype": one_of(dtype),
-        "deterministic": ANY,
-        "graph": ANY,
     }
     return Clause(**{**everywhere, **more})
 
 
 def _mha(dtype: str, head_dim: Condition, **more: Condition) -> Clause:
+    """MHA and GQA. No cap and no LSE: the operator takes both and computes neither."""
     return _clause(
         dtype,
         kind=one_of("mha"),
@@ -28,8 +37,8 @@ def _mha(dtype: str, head_dim: Condition, **more: Condition) -> Clause:
         head_dim=head_dim,
         group_size=at_most(16),
         sliding_window=ANY,
-        logit_cap=ANY,
-        lse=ANY,
+        # Keys are not split then, so that what a request reads depends on nothing else.
+        deterministic=ANY,
         **more,
     )
 
@@ -37,19 +46,32 @@ def _mha(dtype: str, head_dim: Condition, **more: Condition) -> Clause:
 INTEL_XPU = BackendCard(
     name="intel_xpu",
     summary="SYCL FlashAttention kernels for Intel GPUs, MHA and MLA",
-    status="planned",
-    requires=("torch>=2.11", "sglang-kernel-xpu"),
+    factory="attnmux.intel.xpu:make",
+    # The build for Intel's GPUs, which is on no index, has the name of the one for CUDA, whose
+    # versions end before 0.4.
+    requires=("torch>=2.11", "sgl-kernel>=0.11"),
+    # A step leaves out requests without new tokens.
+    needs_cpu_seq_lens=True,
+    # Emulated only: no part of it has run on an Intel GPU.
+    verified_on=(
+        Verified(
+            on="fwd, flash_mla_decode and flash_mla_prefill, sgl-kernel-xpu 0.11.0",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-25",
+        ),
+    ),
     sources={
         "version": "XMX units as Xe2 has them",
-        "dtype": "sgl-kernel-xpu's flash_attn_with_kvcache: fp16 and bf16",
+        "dtype": "sgl-kernel-xpu's flash_attention.cpp: fp16 and bf16",
         "kv_dtype": "SGLang's manual: no 8-bit KV, although the kernel takes its scales",
         "page_size": (
-            "decode is built for pages of 64 and 128 tokens; SGLang 0.5.23 also lets 16 and 32 be "
-            "over a latent"
+            "flash_attention.cpp, decode: pages of 64 and 128 tokens; mla_decode.cpp and "
+            "mla_prefill.cpp: 16, 32, 64 and 128"
         ),
-        "head_dim": "sgl-kernel-xpu's instances; sinks are built for 64 alone",
-        "group_size": "sgl-kernel-xpu's decode: at most 16 query heads a KV head",
-        "kv_lora_rank": "flash_mla_decode: rows of 512 and 64",
+        "head_dim": "flash_attention.cpp: its list of dims; sinks are built for 64 alone",
+        "group_size": "flash_attention.cpp, decode: at most 16 query heads a KV head",
+        "num_q_heads": "sgl_kernel/attention.py, flash_mla_decode: at most 128",
+        "kv_lora_rank": "sgl_kernel/attention.py, flash_mla_decode: rows of 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
     },
     clauses=tuple(
@@ -63,6 +85,7 @@ INTEL_XPU = BackendCard(
                 kind=one_of("mla"),
                 page_size=one_of(128, 64, 32, 16),
                 head_dim=ANY,
+                num_q_heads=at_most(128),
                 kv_lora_rank=one_of(512),
                 qk_rope_head_dim=one_of(64),
             ),

@@ -1,0 +1,51 @@
+"""The operators of torch-npu that the adapters call, and what is common to their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+MOST_REQUESTS = 4096
+"""Lengths of a list (docs of `npu_fused_infer_attention_score_v2`, layout TND)."""
+MASK_SIZE = 2048
+"""Rows and columns of the mask that stands for causality."""
+NO_MASK, CAUSAL = 0, 3
+"""Values of `sparse_mode`: all keys, and causality from the end of each request's keys."""
+INT32 = torch.iinfo(torch.int32).max
+"""The numbers of a paged cache that a query of one token reads: the docs give no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NPUKernels:
+    """Operators that torch-npu registers. Lengths are lists or tensors on the host."""
+
+    fused_infer_attention_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """`npu_fused_infer_attention_score_v2`: attention of packed queries to pages or to packed keys.
+    It returns the result and its LSE, a natural logarithm [T, Hq, 1], or a dummy."""
+    paged_attention_mla: Callable[..., None]
+    """`_npu_paged_attention_mla`: attention of one query a request to pages whose rows hold the
+    latent and the rotary part. It writes the result to a tensor of the caller."""
+
+
+def load_kernels() -> NPUKernels:
+    """Import torch-npu, which registers its operators.
+
+    The second one is of NNAL, which torch-npu asks for when the operator is called.
+    Raises ImportError where torch-npu or CANN is missing, OSError where a library does not load,
+    and AttributeError where torch-npu lacks an operator.
+    """
+    torch_npu = import_module("torch_npu")
+    return NPUKernels(
+        fused_infer_attention_score=torch_npu.npu_fused_infer_attention_score_v2,
+        paged_attention_mla=torch_npu._npu_paged_attention_mla,
+    )
+
+
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """[2048, 2048] bool, True where a key is masked: the operator reads no other mask for
+    `CAUSAL`, whatever the lengths."""
+    ones = torch.ones((MASK_SIZE, MASK_SIZE), dtype=torch.bool, device=device)
+    return ones.triu(1)

@@ -1,0 +1,215 @@
+"""`npu_fused_infer_attention_score_v2` for MHA and GQA: packed queries, over pages or own keys.
+
+Layout TND: queries of all requests end to end, with the ends as a list. One call serves prefill,
+decode and drafts. Causality is `sparse_mode` 3 with a fixed mask of 2048 x 2048; without a mask the
+operator ignores the mode, and every query sees every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmux.ascend.host_lens import HostLens
+from attnmux.ascend.npu_kernels import (
+    CAUSAL,
+    INT32,
+    MOST_REQUESTS,
+    NO_MASK,
+    NPUKernels,
+    causal_mask,
+)
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    KeyGroup,
+    LibraryBackend,
+    PageTables,
+    check_keys_dtype,
+    check_page_size,
+    not_in_pool,
+)
+
+if TYPE_CHECKING:
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+
+PAGE_SIZES = (128, 256, 384, 512)
+"""With more than one query a request: 128 to 512 tokens, and a multiple of 128."""
+HEAD_DIMS = (64, 128)
+"""Of K and V alike, in layout TND, with sinks and without."""
+MOST_HEADS = 256
+MOST_GROUP = 64
+MOST_ROW = 65535
+"""Numbers of a token's K in a cache [pages, page, Hkv * D]: a hardware instruction's limit."""
+DTYPE = torch.bfloat16
+"""The only one of layout TND with other dims than the latent's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedLayer:
+    """A layer's arguments that no step changes."""
+
+    arguments: dict[str, Any]
+    group: KeyGroup | None = None
+    """None for a layer that the pool does not store."""
+    kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[pages, page, Hkv * D], the pool's memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedStep:
+    """A step of any phase."""
+
+    tables: PageTables
+    lens: HostLens
+
+
+class AscendPagesBackend(LibraryBackend[NPUKernels, PagedLayer, PagedStep, None]):
+    """MHA and GQA; draft trees are another backend's."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: NPUKernels
+    ) -> None:
+        """Raises InvalidInput for layers and pools that the operator does not serve."""
+        super().__init__(context, options, kernels)
+        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
+        self._groups = tuple(dict.fromkeys(groups))
+        self._mask = causal_mask(context.device)
+
+    def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
+        _check_layer(layer)
+        arguments: dict[str, Any] = {
+            "num_query_heads": layer.tp_q_head_num,
+            "num_key_value_heads": layer.tp_k_head_num,
+            "softmax_scale": layer.scaling,
+            "input_layout": "TND",
+            "learnable_sink": None if layer.sinks is None else layer.sinks.to(DTYPE),
+        }
+        pool = self.context.token_to_kv_pool
+        if not layer.is_causal or layer.layer_id not in pool.layer_ids:
+            return PagedLayer(arguments=arguments)
+        if pool.dtype != DTYPE:
+            raise InvalidInput("token_to_kv_pool", got=pool.dtype, expected=str(DTYPE))
+        check_page_size(self.context, *PAGE_SIZES)
+        k, v = pool.get_kv_buffer(layer.layer_id)
+        kv = _pages(k, pool.page_size), _pages(v, pool.page_size)
+        return PagedLayer(arguments=arguments, group=KeyGroup.of(layer, self.context), kv=kv)
+
+    def plan_step(self, batch: ForwardBatch, buffers: None) -> PagedStep:
+        if batch.batch_size > MOST_REQUESTS:
+            expected = f"at most {MOST_REQUESTS} requests in a step"
+            raise InvalidInput("batch_size", got=batch.batch_size, expected=expected)
+        tables = PageTables.of(batch, self.context, {})
+        return PagedStep(tables=tables, lens=HostLens.of(batch))
+
+    def fill_step(self, step: PagedStep, batch: ForwardBatch) -> None:
+        step.tables.fill(batch, self._groups, self.context)
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
+        raise GraphUnsupported("lengths are host lists, which a replay of a graph would not renew")
+
+    def attend(
+        self, call: AttentionCall, layer: PagedLayer, step: PagedStep, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if call.lse is not None and call.layer.sinks is not None:
+            expected = "None for a layer with sinks: whether the operator's LSE has them is unknown"
+            raise InvalidInput("lse", got="a tensor", expected=expected)
+        lens, count = step.lens, step.lens.num_queries
+        if not count:
+            return call.empty_result()
+        q = call.q[:count].contiguous()
+        if q.dtype != DTYPE:
+            raise InvalidInput("q", got=q.dtype, expected=str(DTYPE))
+        is_causal = call.layer.is_causal and not lens.has_one_query_each
+        out, lse = self.kernels.fused_infer_attention_score(
+            q,
+            **self._keys(call, layer, step),
+            **layer.arguments,
+            actual_seq_qlen=lens.bounds,
+            atten_mask=self._mask if is_causal else None,
+            sparse_mode=CAUSAL if is_causal else NO_MASK,
+            return_softmax_lse=call.lse is not None,
+        )
+        if call.lse is not None:
+            call.lse[:count].copy_(lse.squeeze(-1))
+        return self._completed(call, out, step)
+
+    def _keys(self, call: AttentionCall, layer: PagedLayer, step: PagedStep) -> dict[str, Any]:
+        """Arguments that say where K and V are."""
+        lens = step.lens
+        if call.has_own_kv:
+            if call.k is None or call.v is None:
+                raise not_in_pool(call.layer)
+            check_keys_dtype(call.q, call.k, call.v)
+            k, v = (rows[: lens.num_queries].contiguous() for rows in (call.k, call.v))
+            return {"key": k, "value": v, "actual_seq_kvlen": lens.bounds}
+        if layer.group is None or layer.kv is None:
+            raise not_in_pool(call.layer)
+        return {
+            "key": layer.kv[0],
+            "value": layer.kv[1],
+            "block_table": step.tables.keys[layer.group].page_table.contiguous(),
+            "block_size": layer.group.page_size,
+            "actual_seq_kvlen": lens.at_least_one_key,
+        }
+
+    def _completed(self, call: AttentionCall, out: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """The result of all tokens: 0 for those without keys and those of no request."""
+        lens, rows = step.lens, call.q.shape[0]
+        hidden = [] if call.has_own_kv else lens.rows_without_keys
+        if hidden:
+            out[hidden] = 0
+            if call.lse is not None:
+                call.lse[hidden] = -torch.inf
+        if lens.num_queries == rows:
+            return out
+        if call.lse is not None:
+            call.lse[lens.num_queries :] = -torch.inf
+        whole = out.new_zeros((rows, *out.shape[1:])) if call.out is None else call.out
+        whole[: lens.num_queries] = out
+        whole[lens.num_queries :] = 0
+        return whole
+
+
+def _pages(rows: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[pages, page, Hkv * D]: a view of a buffer of the pool, [slots, Hkv, D]."""
+    row = rows.shape[1] * rows.shape[2]
+    limits = {
+        "rows with gaps": not rows.is_contiguous(),
+        f"{row} numbers a token": row > MOST_ROW,
+        f"{rows.numel()} numbers": rows.numel() > INT32,
+    }
+    got = [name for name, is_beyond in limits.items() if is_beyond]
+    if got:
+        raise InvalidInput(
+            "token_to_kv_pool",
+            got=" and ".join(got),
+            expected=f"K and V without gaps, at most {MOST_ROW} numbers a token, {INT32} in all",
+        )
+    return rows.view(-1, page_size, row)
+
+
+def _check_layer(layer: LayerSpec) -> None:
+    dims = layer.qk_head_dim, layer.v_head_dim
+    heads, group = layer.tp_q_head_num, layer.tp_q_head_num // layer.tp_k_head_num
+    unserved = {
+        f"kind {layer.kind}": layer.kind != "mha",
+        f"dims {dims[0]} and {dims[1]}": dims not in [(dim, dim) for dim in HEAD_DIMS],
+        f"{heads} heads": heads > MOST_HEADS,
+        f"{group} query heads a KV head": group > MOST_GROUP,
+        "is_cross_attention": layer.is_cross_attention,
+        "sliding_window_size": layer.sliding_window_size >= 0,
+        "attention_chunk_size": layer.attention_chunk_size > 0,
+        "logit_cap": layer.logit_cap > 0,
+    }
+    got = [name for name, is_set in unserved.items() if is_set]
+    if got:
+        raise InvalidInput(
+            f"layer {layer.layer_id}",
+            got=" and ".join(got),
+            expected=f"mha to all keys; K and V of {' or '.join(map(str, HEAD_DIMS))}; at most "
+            f"{MOST_HEADS} heads, {MOST_GROUP} a KV head; no cap, window or chunks",
+        )
