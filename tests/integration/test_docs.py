@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from attnmux.core import Verified
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -24,6 +27,18 @@ COMMANDS = [
     # The conformance suite has tests of its own, which take longer than the rest of this page.
     if line.startswith("    attnmux ") and "verify" not in line
 ]
+BRING_UP = re.findall(
+    r"^    (attnmux .*)$", (ROOT / "docs/bring-up.md").read_text(), flags=re.MULTILINE
+)
+MODEL = ROOT / "tests/core/choosing/data/qwen3-0.6b"
+SHORTER = {
+    "verify": ("--device", "cpu", "--page-size", "16", "--budget", "1", "-k", "uneven|sampled-0-"),
+    "bench": (
+        *("--backend", "torch_native", "--workload", "decode:bs=2,ctx=64", "--seconds", "0.01"),
+        *("--check-seconds", "1", "--platform", "cpu"),
+    ),
+}
+"""Arguments that come after those of the page, so that minutes become seconds."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -44,11 +59,39 @@ def test_the_readme_has_commands() -> None:
     assert len(COMMANDS) >= 6
 
 
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", "from attnmux.core.cli import main; main()"]
+    return subprocess.run([*program, *words], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_succeeds(command: str) -> None:
-    program = [sys.executable, "-c", "from attnmux.core.cli import main; main()"]
-    words = shlex.split(command, comments=True)
-    done = subprocess.run([*program, *words[1:]], capture_output=True, text=True, check=False)
+    done = run(shlex.split(command, comments=True)[1:])
     assert done.returncode == 0, done.stderr
     if "?S" in command:
         assert done.stdout.strip() == "3051"
+
+
+def test_the_commands_of_bring_up_lead_to_a_report(tmp_path, monkeypatch) -> None:
+    """In the order of the page, in one folder, on a CPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    verbs = []
+    for command in BRING_UP:
+        asked = command.replace("NAME", "torch_native").replace("MODEL", str(MODEL))
+        words = shlex.split(asked, comments=True)[1:]
+        verbs.append(words[0])
+        done = run([*words, *SHORTER.get(words[0], ())])
+        assert done.returncode == 0, (command, done.stderr)
+    assert verbs == ["doctor", "verify", "verify", "verify", "bench", "report"]
+    (backend,) = json.loads((tmp_path / "attnmux-report.json").read_text())["backends"]
+    assert backend["verify"]["failures"] == 0 < sum(backend["verify"]["agreed"].values())
+    assert backend["measurements"]
+
+
+def test_the_entry_on_the_bring_up_page_is_one() -> None:
+    """As `attnmux report` prints it."""
+    page = (ROOT / "docs/bring-up.md").read_text()
+    (entry,) = re.findall(r"^    (Verified\(.*?\))$", page, flags=re.MULTILINE | re.DOTALL)
+    shown = eval(entry, {"Verified": Verified})
+    assert repr(shown) == " ".join(entry.split())

@@ -63,6 +63,8 @@ def test_an_installed_backend_passes(fewer_cases) -> None:
     answer = json.loads(result.stdout)
     assert answer["backend"] == "torch_native"
     assert answer["failed"] == 0
+    assert answer["complete"] is False  # of one page size
+    assert {"attnmux-cpu", "attnmux-core", "torch"} <= set(answer["versions"])
     assert answer["passed"] + answer["refused"] == len(answer["cases"])
     assert answer["passed"] > 50
     assert answer["limits"]
@@ -70,6 +72,13 @@ def test_an_installed_backend_passes(fewer_cases) -> None:
     steps = [step for case in answer["cases"] for step in case["steps"]]
     assert all(0 <= step["rms"] <= 1.01 * step["worst"] for step in steps)
     assert len({step["keys"] for step in steps}) > 5
+
+
+def test_a_pattern_that_no_sampled_case_has_ends_with_the_budget(on_trial) -> None:
+    on_trial(card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
+    given = ["fake", "-k", "decode-uneven-page16$", "--budget", "0.5", "--json"]
+    answer = json.loads(invoke(*given).stdout)
+    assert (answer["passed"], answer["sampled"]) == (1, 0)
 
 
 def test_counts_what_ran_and_what_was_refused(on_trial) -> None:

@@ -243,35 +243,41 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
     cards = """
     return [
         BackendCard(name=name, summary="", factory="a:b", clauses=clauses, status=status,
-                    requires=("no_such_library>=2",) if needs else ())
-        for name, clauses, status, needs in (
-            ("other", (when(vendor=one_of("zeta", "omega")),), "available", True),
-            ("unmade", (when(vendor=one_of("acme")),), "planned", True),
-            ("unwanted", (), "available", False),
-            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), "available", True),
-            ("able", (when(vendor=one_of("acme")),), "available", False),
+                    requires=("no_such_library>=2",) if needs else (), verified_on=runs)
+        for name, clauses, status, needs, runs in (
+            ("other", (when(vendor=one_of("zeta", "omega")),), "available", True, ()),
+            ("unmade", (when(vendor=one_of("acme")),), "planned", True, ()),
+            ("unwanted", (), "available", False, ()),
+            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), "available", True,
+             (Verified(on="it", libraries=(), date="2026-11-21"),)),
+            ("able", (when(vendor=one_of("acme")),), "available", False,
+             (Verified(on="H", platform="zeta:z1", libraries=(), date="2026-11-21"),)),
         )
     ]
 """
     head = "from attnmux.core.choosing.offer.card import when\n"
     head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
+    head += "from attnmux.core.choosing.offer.verified import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
     monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
     result = ask(good=source)
     assert result.exit_code == 0, result.output
     table = result.stdout.partition("libraries")[2].splitlines()
-    said = {line.split()[0]: line.split(None, 1)[1].strip() for line in table if "good/" in line}
+    said = {line.split()[0]: " ".join(line.split()[1:]) for line in table if "good/" in line}
     assert said == {
-        "good/other": "other hardware",
-        "good/unmade": "planned",
-        "good/unwanted": "denied",
-        "good/here": "lacks libraries  no_such_library>=2: missing",
-        "good/able": "ready",
+        "good/other": "nothing other hardware",
+        "good/unmade": "nothing planned",
+        "good/unwanted": "nothing denied",
+        "good/here": "emulated lacks libraries no_such_library>=2: missing",
+        "good/able": "other device ready",
     }
     assert result.stdout.count("pip install") == 1
     backends = rows(ask("--json"))["dist-good"]["backends"]
     assert [backend["vendors"] for backend in backends] == [
         *(["omega", "zeta"], ["acme"], [], [], ["acme"]),
+    ]
+    assert [backend["proof"] for backend in backends] == [
+        *("nothing", "nothing", "nothing", "emulated", "other device"),
     ]
 
 

@@ -76,6 +76,7 @@ def test_backends(call) -> None:
     assert card["sources"]["kv_dtype"].startswith("8-bit floats are widened")
     (on_cpu,) = [run for run in card["verified_on"] if run["platform"] == "cpu:x86_64"]
     assert on_cpu["emulated"] is False
+    assert card["proof"] == "hardware"
     assert "torch_native" in call("backends").stdout
 
 

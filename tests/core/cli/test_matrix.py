@@ -190,23 +190,39 @@ def test_what_holds_of_two_backends_together() -> None:
 
 
 def test_what_a_backend_was_run_on() -> None:
-    """The machines that a kind is served on, or that it was an emulator alone."""
+    """A kind's proof goes by the machines that it is served on; all runs are listed below."""
     device = {"platform": "nvidia:sm90", "libraries": (), "date": "2026-11-21"}
     emulator = Verified(on="a library", libraries=(), date="2026-11-21")
     clauses = ({"vendor": one_of("nvidia")}, {"kind": one_of("mla"), "vendor": one_of("cpu")})
     runs = (Verified(on="H200", **device), emulator)
     mha, mla = rows_of([offer(*clauses, verified_on=runs)])
-    assert (mha.verified_on, mla.verified_on) == (runs, (emulator,))
-    assert mha.to_dict()["verified_on"][0]["on"] == "H200"
-    (first, second) = [line for line in markdown((mha, mla)).splitlines() if line[:3] == "| `"]
-    assert "| any | H200 |" in first
-    assert "| any | an emulator alone |" in second
+    assert (mha.proven.word, mla.proven.word) == ("hardware", "other device")
+    assert mha.to_dict()["proof"] == "hardware"
+    assert [run["proof"] for run in mha.to_dict()["verified_on"]] == ["hardware", "emulated"]
+    page, _, below = markdown((mha, mla)).partition("## Runs")
+    (first, second) = [line for line in page.splitlines() if line[:3] == "| `"]
+    assert "| any | hardware: H200 (2026-11-21) |" in first
+    assert "| any | other device: H200 (2026-11-21) |" in second
+    assert [line for line in below.splitlines() if line[:3] == "| `"] == [
+        "| `a` | hardware | H200 |  |  | 2026-11-21 |",
+        "| `a` | emulated | an emulator of a library |  |  | 2026-11-21 |",
+    ]
+
+
+def test_what_never_ran_is_listed_as_such() -> None:
+    emulator = Verified(on="a library", libraries=("lib 1",), date="2026-11-21", cases=7)
+    rows = rows_of([offer(name="b"), offer(verified_on=(emulator,))])
+    below = markdown(rows).partition("## Runs")[2]
+    assert [line for line in below.splitlines() if line[:3] == "| `"] == [
+        "| `a` | emulated | an emulator of a library | lib 1 | 7 | 2026-11-21 |",
+        "| `b` | nothing |  |  |  |  |",
+    ]
 
 
 def test_the_page_numbers_its_limits_once() -> None:
     some = ({}, {"sinks": ANY, "lse": ANY, "page_size": one_of(1)})
     page = markdown(rows_of([offer(*some, name="b"), offer(*some)]))
-    lines = page.splitlines()
+    lines = page.partition("## Runs")[0].splitlines()
     (first, second) = [line for line in lines if line.startswith("| `")]
     assert first.startswith("| `a` | fake | available | any | extend, decode | any |")
     assert second.count("yes (1)") == 2
@@ -253,7 +269,7 @@ def test_the_verb_takes_third_parties_as_they_come(call) -> None:
 def test_json_has_what_markdown_has(call) -> None:
     pytest.importorskip("attnmux.cpu.plugin")
     data = json.loads(call("--json").stdout)
-    page = call("--markdown").stdout
+    page = call("--markdown").stdout.partition("## Runs")[0]
     assert len(data["rows"]) == sum(line.startswith("| `") for line in page.splitlines())
     for row in data["rows"]:
         assert f"| `{row['backend']}` | {row['plugin']} | {row['status']} |" in page

@@ -53,6 +53,7 @@ def test_json_form(call) -> None:
         "coercions",
         "notes",
         "candidates",
+        "proof",
         "warnings",
     }
     assert (data["page_size"], data["kv_dtype"]) == (1, "bfloat16")

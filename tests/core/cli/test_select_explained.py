@@ -127,6 +127,64 @@ def test_what_the_winner_was_never_run_on(call, monkeypatch) -> None:
         assert "never run on" not in words(call().stdout)
 
 
+WHERE = {"libraries": ("lib 1.0",), "date": "2026-11-21"}
+RAN = Verified(on="a laptop", platform="cpu:x86_64", **WHERE)
+ELSEWHERE = Verified(on="NVIDIA H200", platform="nvidia:sm90", **WHERE)
+INTERPRETED = Verified(on="Triton's interpreter", interpreted=True, **WHERE)
+EMULATED = Verified(on="lib 1.0's functions", **WHERE)
+PROOFS = (
+    ((RAN, EMULATED), "hardware"),
+    ((ELSEWHERE, EMULATED), "other device"),
+    ((INTERPRETED, EMULATED), "interpreted"),
+    ((EMULATED,), "emulated"),
+    ((), "nothing"),
+)
+
+
+@pytest.mark.parametrize(("runs", "word"), PROOFS)
+def test_every_answer_says_how_a_backend_was_proven(call, monkeypatch, runs, word) -> None:
+    given = (replace(CARDS[0], verified_on=runs), replace(CARDS[1], verified_on=(RAN,)))
+    monkeypatch.setitem(globals(), "CARDS", given)
+    for how in ((), ("--explain",), ("--all",)):
+        said = words(call(*how).stdout)
+        assert f"best fake 10 {word} " in said
+        assert "second fake 20 hardware " in said
+    assert json.loads(call("--json").stdout)["proof"] == {
+        "fake/best": word,
+        "fake/second": "hardware",
+    }
+    told = explanation(call("--explain", "--json"))["outcomes"]
+    assert [each["proof"] for each in told] == [word, "hardware"]
+
+
+@pytest.mark.parametrize(("runs", "word"), PROOFS)
+def test_a_rank_over_a_backend_that_ran_on_a_device_is_told(call, monkeypatch, runs, word) -> None:
+    given = (replace(CARDS[0], verified_on=runs), replace(CARDS[1], verified_on=(RAN,)))
+    monkeypatch.setitem(globals(), "CARDS", given)
+    line = "; it ranks above second (a laptop), which ran on a device"
+    is_told = word in ("interpreted", "emulated", "nothing")
+    plain, in_full = call("--json"), call("--explain", "--json")
+    assert (line in plain.stderr) == is_told
+    assert (line in "".join(json.loads(plain.stdout)["warnings"])) == is_told
+    assert (line in "".join(explanation(in_full)["doubts"])) == is_told
+    assert (line in words(call("--explain").stdout)) == is_told
+    # A backend that the user names is the user's choice, and one that does not fit none at all
+    assert line not in call("--backend", "best").stderr
+    monkeypatch.setitem(globals(), "CARDS", (given[0], replace(given[1], clauses=())))
+    assert "it ranks above" not in call().stderr
+
+
+def test_several_machines_say_which_winner_ran_on_none_of_their_kind(call, monkeypatch) -> None:
+    given = (replace(CARDS[0], verified_on=(RAN,)),)
+    monkeypatch.setitem(globals(), "CARDS", given)
+    result = call("--platform", "nvidia:sm90,cuda=13.0")
+    assert [line.split()[-1] for line in result.stdout.splitlines()[1:]] == ["bfloat16", "device"]
+    assert "best: other device" in words(result.stdout)
+    both = json.loads(call("--platform", "nvidia:sm90,cuda=13.0", "--json").stdout)["machines"]
+    words_of = [machine["proof"]["fake/best"] for machine in both]
+    assert words_of == ["hardware", "other device"]
+
+
 def test_what_a_compiler_would_add(call, monkeypatch) -> None:
     given = (*CARDS, card("compiled", 1, features=includes("cxx_compiler")))
     monkeypatch.setitem(globals(), "CARDS", given)
@@ -220,7 +278,7 @@ def test_a_refusal_is_explained_too(call) -> None:
     result = call("--explain", *args)
     assert result.exit_code == 3
     said = words(result.stdout)
-    assert "best fake kind: wanted nsa, offered mha" in said
+    assert "best fake nothing kind: wanted nsa, offered mha" in said
     assert "page_size user 64 (command line)" in said
     assert result.stderr.splitlines()[-1] == (
         f"attnmux: no attention backend serves extend, decode on {HERE}"

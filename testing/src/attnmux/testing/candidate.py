@@ -101,6 +101,11 @@ class Candidate:
         if not self.device:
             object.__setattr__(self, "device", self.platform.device_type)
 
+    @property
+    def address(self) -> str:
+        """`plugin/name`."""
+        return f"{self.plugin}/{self.card.name}"
+
     def refusals(self, request: Request, platform: Platform | None = None) -> tuple[Reason, ...]:
         """Why the selector would not choose the backend for the request; () if it would.
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from random import SystemRandom
@@ -19,16 +16,21 @@ from rich.progress import track
 from attnmux.core import InvalidInput, NoBackend, Plugins
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
-from attnmux.testing.card_limits import outside_points, try_point
-from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.sampling import Sampler
+from attnmux.testing.summary import kept_file, summarised
 from attnmux.testing.verify_report import report
+from attnmux.testing.verify_run import (
+    QUICK,
+    Plan,
+    Verification,
+    limits_of,
+    run_trials,
+    stopping,
+)
 
 FAILED, NOTHING_RAN = 1, 3
-QUICK = 30.0
-"""Seconds for sampled cases in a quick run."""
 
 
 @click.command()
@@ -78,6 +80,7 @@ QUICK = 30.0
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep the cases that pass in this file, and do not run those that passed there before.",
 )
+@click.option("--keep", is_flag=True, help="Keep a summary for `attnmux report`.")
 @common_options
 @pass_run
 def verify(
@@ -94,6 +97,7 @@ def verify(
     jobs: int,
     timeout: float,
     resume: Path | None,
+    keep: bool,
     as_json: bool,
 ) -> int:
     """Run the conformance suite on BACKEND.
@@ -115,71 +119,52 @@ def verify(
         raise NoBackend(
             "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
         )
+    summary_file = kept_file(candidate.address) if keep else None
     wanted = _pattern(pattern)
     cases = _admitted(candidate, page_sizes, execution)
+    owners = {plugin.name: plugin.distribution for plugin in plugins.loaded}
+    distribution = owners.get(candidate.plugin, "")
     kept = None
     if resume is not None:
-        owners = {plugin.name: plugin.distribution for plugin in plugins.loaded}
-        kept = KeptRun.open(resume, candidate, owners.get(candidate.plugin, ""), seed)
+        kept = KeptRun.open(resume, candidate, distribution, seed)
         seed = kept.seed
     seed = SystemRandom().randrange(1 << 31) if seed is None else seed
     sampler = Sampler(candidate=candidate, seed=seed, page_sizes=frozenset(page_sizes))
-    plan = _Plan(
+    plan = Plan(
         fixed=[] if quick else [case for case in cases if wanted.search(case.name)],
-        sampled=(
-            case
-            for case in sampler.cases()
-            if execution in (case.execution, "all") and wanted.search(case.name)
+        sampled=sampler.cases(),
+        is_wanted=lambda case: (
+            execution in (case.execution, "all") and wanted.search(case.name) is not None
         ),
         budget=min(budget, QUICK) if quick else budget,
         seed=seed,
         kept=kept,
     )
-    trials = _trials(candidate, plan, jobs, timeout)
-    trials = _stopping(kept.keeping(trials) if kept else trials, fail_fast=fail_fast)
+    trials = run_trials(candidate, plan, jobs=jobs, timeout=timeout)
+    trials = stopping(kept.keeping(trials) if kept else trials, fail_fast=fail_fast)
     outcomes = list(trials if as_json else _track(trials, candidate))
-    outcomes += plan.resumed
-    limits = _limits(candidate)
-    if not as_json:
-        report(candidate, outcomes, limits)
-        if kept:
-            click.echo(f"{len(plan.resumed)} of these passed in an earlier run: {kept.path}")
-        _say_sampled(sampler, plan)
-        return _exit_code(outcomes, limits)
-    answer = _to_dict(candidate, plan, sampler, outcomes, limits)
-    echo_json({**answer, "warnings": run.warnings})
-    return _exit_code(outcomes, limits)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Plan:
-    """The fixed cases, then sampled ones until the budget is spent."""
-
-    fixed: Sequence[AnyCase]
-    sampled: Iterator[AnyCase]
-    budget: float
-    seed: int
-    kept: KeptRun | None
-    drawn: int = field(default=0, init=False)
-    """Sampled cases so far."""
-    resumed: list[Outcome] = field(default_factory=list, init=False)
-    """Of the cases that passed in the run that this one continues."""
-
-    def trials(self) -> Iterator[Trial]:
-        """The cases that are left to run."""
-        for case in self._cases():
-            if self.kept is not None and self.kept.has(case):
-                self.resumed.append(self.kept.passed[case.name, case.execution])
-            else:
-                yield case, self.seed
-
-    def _cases(self) -> Iterator[AnyCase]:
-        yield from self.fixed
-        end = time.monotonic() + self.budget
-        # An unlimited source that is not asked once the time is over
-        while time.monotonic() < end and (drawn := next(self.sampled, None)) is not None:
-            self.drawn += 1
-            yield drawn
+    verification = Verification(
+        candidate=candidate,
+        distribution=distribution,
+        outcomes=(*outcomes, *plan.resumed),
+        limits=tuple(limits_of(candidate)),
+        seed=seed,
+        is_complete=not (quick or pattern or page_sizes or fail_fast) and execution == "all",
+        sampled=plan.drawn,
+        pairs=sampler.coverage.total,
+        pairs_covered=sampler.coverage.covered,
+        resumed=len(plan.resumed),
+    )
+    if summary_file is not None:
+        summarised(verification).write(summary_file)
+    if as_json:
+        echo_json({**verification.to_dict(), "warnings": run.warnings})
+        return _exit_code(verification)
+    report(candidate, verification.outcomes, verification.limits)
+    if kept:
+        click.echo(f"{len(plan.resumed)} of these passed in an earlier run: {kept.path}")
+    _say_sampled(sampler, plan)
+    return _exit_code(verification)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -203,63 +188,17 @@ def _admitted(candidate: Candidate, page_sizes: tuple[int, ...], execution: str)
     return cases
 
 
-def _to_dict(
-    candidate: Candidate,
-    plan: _Plan,
-    sampler: Sampler,
-    outcomes: list[Outcome],
-    limits: list[Outcome],
-) -> dict[str, object]:
-    """The finished run, for `--json`."""
-    counts = Counter(outcome.status for outcome in outcomes)
-    return {
-        "backend": candidate.card.name,
-        "plugin": candidate.plugin,
-        "platform": candidate.platform.to_dict(),
-        "device": candidate.device,
-        "seed": plan.seed,
-        "resumed": len(plan.resumed),
-        **{status: counts[status] for status in ("passed", "failed", "refused")},
-        "sampled": plan.drawn,
-        "pairs": sampler.coverage.total,
-        "pairs_covered": sampler.coverage.covered,
-        "max_error": max((outcome.max_error for outcome in outcomes), default=0.0),
-        "cases": [outcome.to_dict() for outcome in outcomes],
-        "limits": [outcome.to_dict() for outcome in limits],
-    }
-
-
-def _trials(candidate: Candidate, plan: _Plan, jobs: int, timeout: float) -> Iterator[Outcome]:
-    """The outcomes, from child processes unless `jobs` is 0."""
-    if jobs:
-        return run_in_children(candidate, plan.trials(), jobs=jobs, timeout=timeout)
-    from attnmux.testing.runner import run_case  # noqa: PLC0415  # torch, after the name is known
-
-    return (run_case(candidate, case, seed=seed) for case, seed in plan.trials())
-
-
-def _stopping(outcomes: Iterable[Outcome], *, fail_fast: bool) -> Iterator[Outcome]:
-    for outcome in outcomes:
-        yield outcome
-        if fail_fast and outcome.status == "failed":
-            return
-
-
-def _say_sampled(sampler: Sampler, plan: _Plan) -> None:
+def _say_sampled(sampler: Sampler, plan: Plan) -> None:
     Console(highlight=False, soft_wrap=True).print(
         f"{plan.drawn} cases sampled from the card in {math.ceil(plan.budget)} s at most: "
         f"{sampler.coverage}; repeat them with --seed {plan.seed}"
     )
 
 
-def _limits(candidate: Candidate) -> list[Outcome]:
-    return [try_point(candidate, point) for point in outside_points(candidate)]
-
-
-def _exit_code(outcomes: list[Outcome], limits: list[Outcome]) -> int:
-    if any(outcome.status == "failed" for outcome in (*outcomes, *limits)):
+def _exit_code(verification: Verification) -> int:
+    if verification.has_failed:
         return FAILED
-    return 0 if any(outcome.status == "passed" for outcome in outcomes) else NOTHING_RAN
+    return 0 if verification.count("passed") else NOTHING_RAN
 
 
 def _track(trials: Iterable[Outcome], candidate: Candidate) -> Iterator[Outcome]:

@@ -6,11 +6,14 @@ import pytest
 
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.verified import Verified, doubt, emulated_alone, hardware
+from attnmux.core.choosing.offer.verified import Verified, doubt
 from attnmux.core.errors import InvalidInput
 
 H200 = Verified(
     on="NVIDIA H200", platform="nvidia:sm90", libraries=("torch 2.11.0",), date="2026-11-21"
+)
+INTERPRETED = Verified(
+    on="Triton's interpreter", interpreted=True, libraries=("triton 3.6.0",), date="2026-11-24"
 )
 EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), date="2026-11-22")
 
@@ -23,6 +26,9 @@ EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), da
         ({"platform": "sm90"}, "verified, platform: expected VENDOR:ARCH"),
         ({"platform": "nvidia:sm90,cuda=13.0"}, "verified, platform: expected VENDOR:ARCH"),
         ({"platform": None}, "verified, platform: expected text, got None"),
+        ({"platform": "nvidia:sm90", "interpreted": True}, "verified, platform: expected nothing"),
+        ({"interpreted": "yes"}, "verified, interpreted: expected true or false, got 'yes'"),
+        ({"cases": -1}, "verified, cases: expected a whole number, 0 or more, got -1"),
         ({"libraries": "torch 2.11"}, "verified, libraries: expected a tuple of text"),
         ({"libraries": (2.11,)}, "verified, libraries: expected a tuple of text"),
         ({"date": "yesterday"}, "verified, date: expected a day"),
@@ -42,17 +48,6 @@ def test_a_card_takes_runs_alone(runs) -> None:
         BackendCard(name="x", summary="", clauses=(), factory="a:b", verified_on=runs)
 
 
-def test_hardware() -> None:
-    assert hardware(()) == ""
-    assert hardware((EMULATOR, H200, H200)) == "NVIDIA H200"
-    assert hardware((EMULATOR,)) == "an emulator alone"
-    assert [emulated_alone(runs) for runs in ((), (EMULATOR,), (EMULATOR, H200))] == [
-        False,
-        True,
-        False,
-    ]
-
-
 def test_doubt_is_about_the_kind_of_device() -> None:
     assert doubt((EMULATOR, H200), Platform.parse("nvidia:sm90,cuda=13.0")) == ""
     elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
@@ -69,8 +64,11 @@ def test_as_json() -> None:
     assert H200.to_dict() == {
         "on": "NVIDIA H200",
         "platform": "nvidia:sm90",
+        "interpreted": False,
         "emulated": False,
         "libraries": ["torch 2.11.0"],
         "date": "2026-11-21",
+        "cases": 0,
     }
     assert EMULATOR.to_dict()["emulated"] is True
+    assert INTERPRETED.to_dict()["emulated"] is False

@@ -185,7 +185,7 @@ def test_a_refusal(offer, cpu) -> None:
     request = Request.parse("dtype=bf16")
     with pytest.raises(NoBackend) as caught:
         solve(request, cpu, cards)
-    told = outcomes_of_refusal(request, caught.value.candidates, cards, Policy())
+    told = outcomes_of_refusal(request, cpu, caught.value.candidates, cards, Policy())
     assert one(told, "a", "extend").why == "fits, but nothing serves decode"
     assert [reason.code for reason in one(told, "a", "decode").reasons] == ["PHASE"]
     assert {each.standing for each in told if each.backend == "b"} == {"rejected"}
@@ -200,7 +200,7 @@ def test_a_refusal_tells_of_the_named_first(offer, cpu) -> None:
     request, policy = Request.parse("page_size=16"), Policy(prefill_backend="asked")
     with pytest.raises(NoBackend) as caught:
         solve(request, cpu, cards, policy)
-    told = outcomes_of_refusal(request, caught.value.candidates, cards, policy)
+    told = outcomes_of_refusal(request, cpu, caught.value.candidates, cards, policy)
     assert [(each.backend, each.phases) for each in told[:2]] == [
         ("half", ("extend",)),
         ("fits", ("extend",)),

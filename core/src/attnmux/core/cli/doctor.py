@@ -147,7 +147,7 @@ def _state(plugin: Diagnosed) -> str:
 
 
 def _backends(diagnosis: Diagnosis) -> Table:
-    table = plain_table("backend", "here", "libraries")
+    table = plain_table("backend", "proof", "here", "libraries")
     present = {platform.vendor for platform in diagnosis.detection.platforms}
     for plugin in diagnosis.plugins:
         for backend in plugin.backends:
@@ -155,7 +155,7 @@ def _backends(diagnosis: Diagnosis) -> Table:
             # Installing a library helps only where nothing else is missing
             mendable = here in ("ready", HERE["LIBRARY"])
             libraries = "\n".join(_libraries(backend)) if mendable else ""
-            table.add_row(backend["address"], here, libraries)
+            table.add_row(backend["address"], backend["proof"], here, libraries)
     return table
 
 

@@ -19,6 +19,7 @@ from attnmux.core.choosing.offer.libraries import (
     specifiers,
     within,
 )
+from attnmux.core.choosing.offer.proof import proven
 from attnmux.core.settings import Settings
 
 STATES = ("present", "too old", "too new", "missing")
@@ -34,7 +35,7 @@ class Diagnosed:
     distribution: str
     version: str
     backends: tuple[Mapping[str, Any], ...] = ()
-    """Name, address, status, vendors, reasons and libraries of each."""
+    """Name, address, status, vendors, proof, reasons and libraries of each."""
     cards: tuple[BackendCard, ...] = ()
     platforms: tuple[Platform, ...] = ()
     failures: tuple[PluginFailure, ...] = ()
@@ -71,6 +72,7 @@ def _backend(offer: Offer, policy: Policy) -> dict[str, Any]:
         "address": offer.address,
         "status": offer.card.status,
         "vendors": _vendors(offer.card),
+        "proof": proven(offer.card.verified_on, offer.card.clauses).word,
         "reasons": [asdict(reason) for reason in reasons],
         "libraries": libraries(offer.card, offer.distribution),
     }

@@ -13,6 +13,7 @@ from attnmux.core.choosing.judge.checking import standing
 from attnmux.core.choosing.offer.card import Clause, Offer, Option
 from attnmux.core.choosing.offer.conditions import ANY, NONE
 from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.offer.proof import proven
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
@@ -68,6 +69,7 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
         "fp8_products": card.fp8_products,
         "error_bounds": [bound.to_dict() for bound in card.error_bounds],
+        "proof": proven(card.verified_on, card.clauses).word,
         "verified_on": [run.to_dict() for run in card.verified_on],
         "reasons": [asdict(reason) for reason in reasons],
     }

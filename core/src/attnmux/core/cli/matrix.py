@@ -11,7 +11,8 @@ import click
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.machine.platform import GRAMMAR
-from attnmux.core.choosing.offer.verified import hardware
+from attnmux.core.choosing.offer.proof import PROOFS, Proof
+from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import machine
@@ -23,12 +24,18 @@ INTRODUCTION = """\
 What each backend serves, as its card says. `attnmux matrix --markdown` prints this page; cards of
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
 under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
-"Run on" is the hardware on which a backend passed the conformance suite; "an emulator alone" is
-none of it: the vendor's functions in plain torch. A device of another vendor than the machines' is
-where portable kernels ran instead.
+"Proof" is the strongest run of the conformance suite that the backend passed, and its last day. In
+order: "hardware", a device that the row is for; "other device", where the same kernels ran;
+"interpreted", the library's kernels without a device; "emulated", a stand-in of the library in
+plain torch, which proves nothing about the hardware; "nothing". [Runs](#runs) lists all of them.
 
 Not implemented here, though other engines list it: 4-bit KV (triton, trtllm_mha, fa4 and
 flashinfer_mla), since no pool stores it."""
+
+RUNS = """\
+The runs on the cards (`verified_on`), by day. "Cases" counts those that agreed eagerly and from
+graphs, where the run was counted; further runs, with their commands, are in
+[conformance.md](../benchmarks/results/conformance.md)."""
 
 TITLES = {
     "mha": "MHA and GQA",
@@ -43,7 +50,7 @@ TITLES = {
     "conv": "Short convolution",
 }
 
-LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "run on")
+LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "proof")
 
 
 @click.command()
@@ -113,7 +120,27 @@ def markdown(rows: Sequence[Row]) -> str:
         for kind in KINDS
         if any(row.kind == kind for row in rows)
     ]
-    return "\n\n".join([INTRODUCTION, *sections])
+    return "\n\n".join([INTRODUCTION, *sections, _runs(rows)])
+
+
+def _runs(rows: Sequence[Row]) -> str:
+    """Every run of every backend, with the most that it proves in a kind of attention."""
+    header = ("backend", "proof", "ran on", "libraries", "cases that agreed", "date")
+    found: dict[tuple[str, str], list[tuple[Proof, Verified]]] = {}
+    for row in rows:
+        found.setdefault((row.backend, row.plugin), []).extend(row.proven.runs)
+    lines = [_line(header), _line("---" for _ in header)]
+    for (backend, _), runs in sorted(found.items()):
+        strongest: dict[Verified, Proof] = {}
+        for word, run in sorted(runs, key=lambda each: PROOFS.index(each[0])):
+            strongest.setdefault(run, word)
+        for run, word in strongest.items():
+            cases = str(run.cases or "")
+            where = (str(run), ", ".join(run.libraries), cases, run.date)
+            lines.append(_line((f"`{backend}`", word, *where)))
+        if not runs:
+            lines.append(_line((f"`{backend}`", "nothing", "", "", "", "")))
+    return "\n\n".join(("## Runs", RUNS, "\n".join(lines)))
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
@@ -128,7 +155,7 @@ def _section(title: str, rows: Sequence[Row]) -> str:
             "; ".join(row.machines),
             ", ".join(row.phases),
             row.page_sizes,
-            hardware(row.verified_on),
+            str(row.proven),
         )
         lines.append(_line((*leading, *(_said(cell, notes) for cell in row.cells))))
     limits = [f"{number}. {text}" for text, number in notes.items()]

@@ -14,9 +14,9 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, CACHED, PLATFORM, Axis, Question, meets
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.card import Clause, Offer
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import Proven, proven
 from attnmux.core.choosing.search.problem import opposed
 from attnmux.core.cli.matrix_clauses import covers, either, restrictions, union, union_said
 
@@ -73,8 +73,8 @@ class Row:
     machines: tuple[str, ...]
     phases: tuple[str, ...]
     page_sizes: str
-    verified_on: tuple[Verified, ...]
-    """Runs on hardware of the vendors that it serves the kind for."""
+    proven: Proven
+    """By its runs, for the machines that it serves the kind on."""
     cells: tuple[Cell, ...]
     """In the order of COLUMNS."""
     excludes: tuple[str, ...]
@@ -95,7 +95,8 @@ class Row:
             "machines": list(self.machines),
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
-            "verified_on": [run.to_dict() for run in self.verified_on],
+            "proof": self.proven.word,
+            "verified_on": [{"proof": word, **run.to_dict()} for word, run in self.proven.runs],
             "features": {column.title: asdict(cell) for column, cell in self.features()},
             "excludes": list(self.excludes),
             "companions": list(self.companions),
@@ -169,23 +170,11 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        verified_on=_runs(offer.card, clauses),
+        proven=proven(offer.card.verified_on, clauses),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,
         sources=offer.card.sources,
-    )
-
-
-def _runs(card: BackendCard, clauses: Sequence[Clause]) -> tuple[Verified, ...]:
-    """Those on the clauses' machines or an emulator of them; without any, those elsewhere."""
-    return (
-        tuple(
-            run
-            for run in card.verified_on
-            if run.emulated or any(clause.vendor.admits(run.vendor) for clause in clauses)
-        )
-        or card.verified_on
     )
 
 

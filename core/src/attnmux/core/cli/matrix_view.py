@@ -9,7 +9,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from attnmux.core.choosing.judge.axes import CACHED
-from attnmux.core.choosing.offer.verified import hardware
 from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row
 from attnmux.core.cli.render import plain_console, plain_table
 
@@ -49,8 +48,7 @@ def show(
 def _print_by_backend(console: Console, rows: Sequence[Row]) -> None:
     """Paragraphs, since the lists are too long for the columns of a narrow terminal."""
     for row in rows:
-        machines, run_on = "; ".join(row.machines), hardware(row.verified_on)
-        facts = f"  {machines}" + (f"; run on {run_on}" if run_on else "")
+        facts = f"  {'; '.join(row.machines)}; proof: {row.proven}"
         console.print(Text.assemble((_named(row), "bold"), (facts, "dim")))
         phases = [phase for phase in row.phases if phase in CACHED]
         console.print(Padding(Text(", ".join([*phases, *_features(row)])), (0, 0, 0, 4)))
@@ -72,7 +70,7 @@ def _print_in_full(console: Console, row: Row) -> None:
         ("machines", "; ".join(row.machines)),
         ("phases", ", ".join(row.phases)),
         ("page sizes", row.page_sizes),
-        ("run on", hardware(row.verified_on)),
+        ("proof", str(row.proven)),
     ):
         table.add_row(name, value)
     for column, cell in row.features():

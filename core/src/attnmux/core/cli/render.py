@@ -13,7 +13,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.verified import emulated_alone, hardware
+from attnmux.core.choosing.offer.proof import proven, proven_on
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
@@ -60,26 +60,24 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
 
 
 def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
-    table = plain_table("backend", "plugin", "from", "here", "summary")
+    table = plain_table("backend", "plugin", "from", "proof", "here", "summary")
     for offer, reasons in rows:
         table.add_row(
             offer.card.name,
             offer.plugin,
             f"{offer.distribution} {offer.version}".strip(),
-            _here(offer, reasons),
+            proven(offer.card.verified_on, offer.card.clauses).word,
+            _here(reasons),
             offer.card.summary,
         )
     plain_console().print(table)
 
 
-def _here(offer: Offer, reasons: Sequence[Reason]) -> str:
-    """What a backend lacks to run here, and whether only an emulator has run it. A planned
-    backend does not run whatever is installed."""
+def _here(reasons: Sequence[Reason]) -> str:
+    """What a backend lacks to run here. A planned backend does not run whatever is installed."""
     if any(reason.code == "PLANNED" for reason in reasons):
         return "planned"
-    lacking = "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
-    runs = offer.card.verified_on
-    return f"{lacking} (so far run on {hardware(runs)})" if emulated_alone(runs) else lacking
+    return "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
 
 
 def render_codes(meanings: Mapping[str, str]) -> None:
@@ -87,9 +85,13 @@ def render_codes(meanings: Mapping[str, str]) -> None:
 
 
 def render_machines(
-    answers: Sequence[tuple[Platform, Decision | NoBackend]], phases: Sequence[str]
+    answers: Sequence[tuple[Platform, Decision | NoBackend]],
+    phases: Sequence[str],
+    offers: Sequence[Offer],
 ) -> None:
-    """A row for each machine: the backend of each phase, or why there is none."""
+    """A row for each machine: the backend of each phase with its proof unless that is hardware, or
+    why there is none."""
+    cards = {offer.address: offer.card for offer in offers}
     table = plain_table("machine", *phases, "page", "KV", "note")
     for device, answer in answers:
         if isinstance(answer, NoBackend):
@@ -97,8 +99,14 @@ def render_machines(
             table.add_row(str(device), *[""] * len(phases), "", "", note)
             continue
         chosen = [answer.phases[phase].backend for phase in phases]
+        proofs = {
+            choice.backend: proven_on(cards[choice.address].verified_on, device).word
+            for choice in answer.phases.values()
+            if choice.address in cards
+        }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
         notes += ["planned"] * any(answer.phases[phase].factory is None for phase in phases)
+        notes += [f"{name}: {word}" for name, word in proofs.items() if word != "hardware"]
         page, dtype = str(answer.page_size), answer.kv_dtype
         table.add_row(str(device), *chosen, page, dtype, "; ".join((*notes, *answer.notes)))
     plain_console().print(table)
@@ -133,7 +141,7 @@ def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
     fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
     rows = [(*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting]
     strong = [outcome.standing == "chosen" for outcome in fitting]
-    _print_rows(console, ("for", "backend", "plugin", "rank", ""), rows, strong)
+    _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
     fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
     others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
     if others:
@@ -162,7 +170,7 @@ def render_explanation(
         for outcome in told
         if outcome.standing == "chosen"
     ]
-    _print_rows(console, ("for", "chosen", "plugin", "rank", "because"), rows)
+    _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
     for doubt in doubts:
         console.print(Text(doubt, style="dim"))
     _print_losers(console, told, len(decision.phases), every=every)
@@ -191,7 +199,7 @@ def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, eve
     rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
     if rows:
         console.print()
-        _print_rows(console, ("for", "not chosen", "plugin", "rank", "because"), rows)
+        _print_rows(console, ("for", "not chosen", "plugin", "rank", "proof", "because"), rows)
 
 
 def _print_values(console: Console, values: Sequence[Stated]) -> None:
@@ -203,12 +211,12 @@ def _print_values(console: Console, values: Sequence[Stated]) -> None:
     _print_rows(console, ("field", "set by", "value"), rows)
 
 
-def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str]:
+def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str, str]:
     """Every column but the last; `phases` is the number that the request asks for."""
     alike = len(outcome.phases)
     served = "all" if alike == phases > 2 else ", ".join(outcome.phases)
     rank = "" if outcome.rank is None else str(outcome.rank)
-    return served, outcome.backend, outcome.plugin, rank
+    return served, outcome.backend, outcome.plugin, rank, outcome.proof
 
 
 def _standing(outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from attnmux.core.choosing.offer.libraries import (
     installed_version,
     parsed_requirement,
 )
+from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.invocation import Run
@@ -69,10 +70,10 @@ def select(
     ]
     device, policy, answer = asked[0]
     line = _launch_line(engine, answer, model, backends, settings)
-    plain = {**_answered(answer, request, device), "warnings": run.warnings}
+    plain = {**_answered(answer, request, device, plugins.offers()), "warnings": run.warnings}
     plain |= {"launch": line} if line else {}
     if len(asked) > 1:
-        _compare(run, asked, request, as_json=as_json)
+        _compare(run, asked, request, plugins.offers(), as_json=as_json)
     elif as_json and not in_full:
         run.echo_json(plain)
     else:
@@ -178,16 +179,23 @@ def _ask(
     return device, policy, answer
 
 
-def _compare(run: Run, asked: Sequence[Answer], request: Request, *, as_json: bool) -> None:
+def _compare(
+    run: Run,
+    asked: Sequence[Answer],
+    request: Request,
+    offers: Sequence[Offer],
+    *,
+    as_json: bool,
+) -> None:
     """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
     answers = [(device, answer) for device, _, answer in asked]
     if as_json:
-        machines = [_answered(answer, request, device) for device, answer in answers]
+        machines = [_answered(answer, request, device, offers) for device, answer in answers]
         run.echo_json({"machines": machines, "warnings": run.warnings})
         return
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 
-    render_machines(answers, request.phases)
+    render_machines(answers, request.phases, offers)
 
 
 def decided(
@@ -206,10 +214,14 @@ def decided(
     return solve_measured(request, device, offers, policy, measurements=measurements)
 
 
-def _answered(answer: Decision | NoBackend, request: Request, device: Platform) -> dict[str, Any]:
-    """The decision as JSON. A refusal has the same keys, with nothing decided."""
+def _answered(
+    answer: Decision | NoBackend, request: Request, device: Platform, offers: Sequence[Offer]
+) -> dict[str, Any]:
+    """The decision as JSON, with the proof of each backend on the machine. A refusal has the same
+    keys, with nothing decided."""
+    proof = {offer.address: proven_on(offer.card.verified_on, device).word for offer in offers}
     if not isinstance(answer, NoBackend):
-        return answer.to_dict()
+        return {**answer.to_dict(), "proof": proof}
     return {
         "platform": device.to_dict(),
         "request": request.to_dict(),
@@ -224,6 +236,7 @@ def _answered(answer: Decision | NoBackend, request: Request, device: Platform) 
         "coercions": [],
         "notes": [],
         "candidates": [verdict.to_dict() for verdict in answer.candidates],
+        "proof": proof,
     }
 
 

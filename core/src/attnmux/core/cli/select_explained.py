@@ -9,6 +9,7 @@ from typing import Any
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.measured.unverified import passed_over
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.compiled import lacking_compiler
 from attnmux.core.choosing.offer.named import read_options
@@ -71,7 +72,9 @@ class Explanation:
 def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
     """Explain a decision or a refusal."""
     if isinstance(answer, NoBackend):
-        told = outcomes_of_refusal(asked.request, answer.candidates, asked.offers, asked.policy)
+        told = outcomes_of_refusal(
+            asked.request, asked.device, answer.candidates, asked.offers, asked.policy
+        )
         return Explanation(outcomes=tuple(told), values=tuple(_stated(asked, None)), doubts=())
     return Explanation(
         outcomes=tuple(outcomes(answer, asked.offers, asked.policy)),
@@ -85,13 +88,16 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
 
 def _doubts(decision: Decision, offers: Sequence[Offer]) -> Iterator[str]:
     """A planned backend never ran at all, which the tables say next to its name."""
-    choices = [*decision.phases.values(), *(choice for _, _, choice in decision.linear_choices)]
-    chosen = {(choice.plugin, choice.backend) for choice in choices}
-    for offer in offers:
-        if (offer.plugin, offer.card.name) in chosen and offer.card.status == "available":
+    phases: dict[str, list[str]] = {choice.address: [] for _, _, choice in decision.linear_choices}
+    for phase, choice in decision.phases.items():
+        phases.setdefault(choice.address, []).append(phase)
+    by_address = {offer.address: offer for offer in offers}
+    for address, offer in by_address.items():
+        if address in phases and offer.card.status == "available":
             said = doubt(offer.card.verified_on, decision.platform)
+            over = passed_over(decision, offer, phases[address], by_address)
             if said:
-                yield f"{offer.card.name}: {said}"
+                yield f"{offer.card.name}: {said}{over}"
 
 
 def _stated(asked: Asked, decision: Decision | None) -> Iterator[Stated]:

@@ -37,6 +37,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "bench": ("attnmux-bench", "Time every backend here on the same steps."),
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
     "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
+    "report": ("attnmux-testing", "Write down how backends did on this machine."),
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }

@@ -124,7 +124,8 @@ TRITON = BackendCard(
                 "torch 2.11.0+cu130",
                 "triton 3.6.0",
             ),
-            date="2026-11-22",
+            date="2026-11-23",
+            cases=969,
         ),
     ),
     sources={

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.common.facts import dataclass
+from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.offer.verified import doubt
 
 if TYPE_CHECKING:
@@ -56,9 +57,30 @@ def unverified(
         is_new = offer.card.status == "available" and (address, choice.version) not in passed
         if reason and is_new:
             phases = tuple(dict.fromkeys(phase for phase, _ in uses))
+            reason += passed_over(decision, offer, () if kind else phases, by_address)
             found.append(
                 Unverified(
                     offer=offer, choice=choice, request=request, phases=phases, reason=reason
                 )
             )
     return tuple(found)
+
+
+def passed_over(
+    decision: Decision, chosen: Offer, phases: Sequence[str], offers: Mapping[str, Offer]
+) -> str:
+    """The backends that fit for these phases and ran on a device, in words, where the chosen one
+    ran on none; else empty. offers: by address."""
+    if proven_on(chosen.card.verified_on, decision.platform).is_on_a_device:
+        return ""
+    fitting = [each for each in decision.candidates if each.phase in phases and each.eligible]
+    found: dict[str, str] = {}
+    for verdict in sorted(fitting, key=lambda each: each.rank or 0):
+        offer = offers.get(verdict.address)
+        if offer is None or offer is chosen:
+            continue
+        proof = proven_on(offer.card.verified_on, decision.platform)
+        if proof.is_on_a_device:
+            found[verdict.address] = f"{verdict.backend} ({proof.devices})"
+    names = ", ".join(found.values())
+    return f"; it ranks above {names}, which ran on a device" if found else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several
+from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several, whole
 from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.machine.platform import Platform
 
@@ -14,6 +14,8 @@ PLATFORM = r"[^:,\s]+:[^:,\s]+"
 
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("on", "platform", "date"), TEXT),
+    "interpreted": Check("true or false", lambda value: isinstance(value, bool)),
+    "cases": whole(0),
     "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
 }
 
@@ -23,19 +25,24 @@ class Verified:
     """A run of the conformance suite that the backend passed.
 
     Raises InvalidInput for a field of another type, an empty `on`, a platform that is not
-    VENDOR:ARCH, and a date that does not exist.
+    VENDOR:ARCH, an interpreted run with a platform, and a date that does not exist.
     """
 
     on: str
-    """The name of the device ("NVIDIA H200"), or of the emulator, with the functions that it
-    emulates."""
+    """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), or of
+    the functions that an emulator stands in for."""
     platform: str = ""
-    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty for an
-    emulator of the vendor's functions, which proves nothing about the hardware."""
+    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
+    none ran the kernels, which proves nothing about the hardware."""
+    interpreted: bool = False
+    """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
+    emulator ran in their place."""
     libraries: tuple[str, ...]
     """With their versions; for an emulator, also the one whose signatures it was compared with."""
     date: str
     """The day of the run, as 2026-11-21."""
+    cases: int = 0
+    """Cases of the suite that agreed, eagerly and from graphs; 0 where nobody counted them."""
 
     def __post_init__(self) -> None:
         check_fields("verified", self, CHECKS)
@@ -43,6 +50,9 @@ class Verified:
             raise refusal("verified, on", self.on, "the name of a device or an emulator")
         if self.platform and not re.fullmatch(PLATFORM, self.platform):
             expected = "VENDOR:ARCH, or nothing for an emulator"
+            raise refusal("verified, platform", self.platform, expected)
+        if self.platform and self.interpreted:
+            expected = "nothing where the kernels were interpreted"
             raise refusal("verified, platform", self.platform, expected)
         from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
 
@@ -53,13 +63,18 @@ class Verified:
 
     @property
     def emulated(self) -> bool:
-        """Whether the run used no device."""
-        return not self.platform
+        """Whether a stand-in of the library ran, and none of its kernels."""
+        return not self.platform and not self.interpreted
 
     @property
     def vendor(self) -> str:
-        """As in `Platform`; empty for an emulator."""
+        """As in `Platform`; empty without a device."""
         return self.platform.partition(":")[0]
+
+    @property
+    def arch(self) -> str:
+        """As in `Platform`; empty without a device."""
+        return self.platform.partition(":")[2]
 
     def __str__(self) -> str:
         return f"an emulator of {self.on}" if self.emulated else self.on
@@ -68,22 +83,12 @@ class Verified:
         return {
             "on": self.on,
             "platform": self.platform,
+            "interpreted": self.interpreted,
             "emulated": self.emulated,
             "libraries": list(self.libraries),
             "date": self.date,
+            "cases": self.cases,
         }
-
-
-def emulated_alone(runs: Sequence[Verified]) -> bool:
-    """Whether there were runs, none of them on hardware."""
-    return bool(runs) and all(run.emulated for run in runs)
-
-
-def hardware(runs: Sequence[Verified]) -> str:
-    """The devices, each once; "an emulator alone" where there was none; empty without runs."""
-    if emulated_alone(runs):
-        return "an emulator alone"
-    return ", ".join(dict.fromkeys(run.on for run in runs if not run.emulated))
 
 
 def doubt(runs: Sequence[Verified], platform: Platform) -> str:

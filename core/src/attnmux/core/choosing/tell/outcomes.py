@@ -17,7 +17,9 @@ from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.judge.axes import questions_of
 from attnmux.core.choosing.judge.checking import prior_for
 from attnmux.core.choosing.judge.shortcomings import shortcomings
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.search.problem import opposed, phases_by_lead
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import effort, excluded
@@ -43,6 +45,8 @@ class Outcome:
     source: str = ""
     """Where the rank of a chosen backend comes from."""
     planned: bool = False
+    proof: str = ""
+    """What its card's runs prove for the machine, a word of `offer/proof.py`."""
     reasons: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +65,11 @@ def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tup
 
 
 def outcomes_of_refusal(
-    request: Request, candidates: Sequence[Verdict], offers: Iterable[Offer], policy: Policy
+    request: Request,
+    platform: Platform,
+    candidates: Sequence[Verdict],
+    offers: Iterable[Offer],
+    policy: Policy,
 ) -> tuple[Outcome, ...]:
     """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
     cards = {offer.address: offer for offer in offers}
@@ -75,7 +83,8 @@ def outcomes_of_refusal(
         other = f"{named[1]} was named" if named else blocked
         why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
         offer = cards.get(verdict.address)
-        found.append(_outcome(verdict, offer, verdict.verdict, why, verdict.reasons))
+        told = _outcome(verdict, offer, platform, verdict.verdict, why, verdict.reasons)
+        found.append(told)
 
     def is_other(outcome: Outcome) -> bool:
         offer = cards.get(f"{outcome.plugin}/{outcome.backend}")
@@ -106,19 +115,23 @@ class _Account:
 
     def outcome(self, verdict: Verdict) -> Outcome:
         offer = self.cards.get(verdict.address)
+
+        def told(standing: Standing, why: str, reasons: Sequence[Reason] = ()) -> Outcome:
+            return _outcome(verdict, offer, self.decision.platform, standing, why, reasons)
+
         if self.decision.phases[verdict.phase].address == verdict.address:
-            chosen = _outcome(verdict, offer, "chosen", self._why_chosen(verdict))
+            chosen = told("chosen", self._why_chosen(verdict))
             return replace(chosen, source=self._source(verdict, offer))
         if verdict.verdict == "rejected":
-            return _outcome(verdict, offer, "rejected", "", verdict.reasons)
+            return told("rejected", "", verdict.reasons)
         if verdict.eligible:
-            return _outcome(verdict, offer, "fits", self._why_behind(verdict))
+            return told("fits", self._why_behind(verdict))
         phase, reasons = self._obstacle(verdict, offer)
         if verdict.verdict == "coerced":
-            return _outcome(verdict, offer, "coerced", "not as asked", reasons)
+            return told("coerced", "not as asked", reasons)
         serving = "" if phase == verdict.phase else f" for {phase}"
         why = f"fits alone, but not{serving} {self._where(reasons)}"
-        return _outcome(verdict, offer, "elsewhere", why, reasons)
+        return told("elsewhere", why, reasons)
 
     def _obstacle(self, verdict: Verdict, offer: Offer | None) -> tuple[str, list[Reason]]:
         """The phase in which the card fails as decided, and the reasons: its own phase first, then
@@ -210,9 +223,10 @@ def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
 def _outcome(
     verdict: Verdict,
     offer: Offer | None,
+    platform: Platform,
     standing: Standing,
     why: str,
-    reasons: Sequence[Reason] = (),
+    reasons: Sequence[Reason],
 ) -> Outcome:
     return Outcome(
         backend=verdict.backend,
@@ -222,6 +236,7 @@ def _outcome(
         rank=verdict.rank,
         why=why,
         planned=offer is not None and offer.card.status == "planned",
+        proof="" if offer is None else proven_on(offer.card.verified_on, platform).word,
         reasons=tuple(reasons),
     )
 

@@ -76,6 +76,7 @@ AITER = BackendCard(
             platform="nvidia:sm90",
             libraries=("torch 2.11.0+cu130", "triton 3.6.0", "amd-aiter 0.1.7.post2.dev18"),
             date="2026-11-24",
+            cases=320,
         ),
     ),
     sources={

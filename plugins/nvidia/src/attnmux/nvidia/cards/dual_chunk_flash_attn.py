@@ -13,7 +13,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     # Before 0.4, under the name sgl-kernel, the function had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=147),),
     sources={
         "version": "sgl_kernel.flash_attn.is_fa3_supported: SM80 to SM90",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

@@ -95,7 +95,7 @@ FA3 = BackendCard(
         ),
     ),
     options=(NUM_SPLITS,),
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=671),),
     sources={
         "version": "the library is built for SM80 to SM89 too; the backend was run on SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

@@ -58,7 +58,7 @@ FA3_MLA = BackendCard(
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     options=(NUM_SPLITS,),
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=56),),
     sources={
         "version": "kernels with `qv` are built for SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

@@ -88,7 +88,7 @@ FA4 = BackendCard(
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
     verified_on=(
-        on_h200("flash-attn-4 4.0.0b18", "nvidia-cutlass-dsl 4.8.1", date="2026-11-22"),
+        on_h200("flash-attn-4 4.0.0b18", "nvidia-cutlass-dsl 4.8.1", date="2026-11-23", cases=44),
         Verified(
             on="flash_attn_varlen_func of flash-attn-4 4.0.0b18",
             libraries=("torch 2.13.0+cpu",),

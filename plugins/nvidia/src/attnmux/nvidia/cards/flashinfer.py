@@ -58,7 +58,7 @@ FLASHINFER = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22"),),
+    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),
     sources={
         "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
         "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',

@@ -54,7 +54,7 @@ FLASHINFER_MLA = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22"),),
+    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=63),),
     sources={
         "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90",
         "runtime": 'README, "Supported CUDA Versions"',

@@ -36,7 +36,7 @@ FLASHMLA = BackendCard(
     companions=("flashinfer_mla",),
     # Over e4m3 rows, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-22"),),
+    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=18),),
     sources={
         "version": "only SM90a has dense decode; on SM100 the library has sparse kernels",
         "dtype": "dense_decode.h: fp16 and bf16",

@@ -13,7 +13,7 @@ NSA = BackendCard(
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
     extra="flashmla",
     verified_on=(
-        on_h200("sglang-kernel 0.4.5", date="2026-11-22"),
+        on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=26),
         Verified(
             on="flash_mla_sparse_fwd of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
             libraries=("torch 2.13.0+cpu",),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from attnmux.core import Verified
 
 
-def on_h200(*libraries: str, date: str) -> Verified:
-    """libraries: with their versions, beside torch."""
+def on_h200(*libraries: str, date: str, cases: int) -> Verified:
+    """libraries: with their versions, beside torch. date, cases: as in
+    benchmarks/results/conformance.md."""
     return Verified(
         on="NVIDIA H200",
         platform="nvidia:sm90",
         libraries=("torch 2.11.0+cu130", *libraries),
         date=date,
+        cases=cases,
     )

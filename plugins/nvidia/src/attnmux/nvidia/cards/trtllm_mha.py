@@ -103,7 +103,7 @@ TRTLLM_MHA = BackendCard(
         ),
     ),
     verified_on=(
-        on_h200("flashinfer-python 0.6.13", date="2026-11-22"),
+        on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=570),
         Verified(
             on="the trtllm and XQA functions of flashinfer 0.6.13",
             libraries=("torch 2.13.0+cpu",),

@@ -1,0 +1,78 @@
+"""The runs that cards name are those of benchmarks/results/conformance.md, and the latest ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from attnmux.core import Verified, load_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks/results/conformance.md"
+ALL_OF = re.compile(r"(\d+) of \1")
+"""All cases agreed. Where the time was over before the end, the cell says more or less."""
+
+
+def recorded(text: str) -> Iterator[tuple[str, str, int]]:
+    """(backend, day, cases) of each whole run. A table without days is of the day above it."""
+    day, header = "", []
+    for line in text.splitlines():
+        if found := re.search(r"On (\d{4}-\d\d-\d\d)", line):
+            day = found[1]
+        if not line.startswith("|"):
+            header = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not header:
+            header = cells
+        row = dict(zip(header, cells, strict=True))
+        counts = [row.get(name, "-") for name in ("agreed eagerly", "from graphs")]
+        whole = [ALL_OF.fullmatch(count) for count in counts if count != "-"]
+        if whole and all(whole):
+            cases = sum(int(found[1]) for found in whole if found)
+            for name in re.findall(r"`(\w+)`", row["backend"]):
+                yield name, row.get("date", day), cases
+
+
+def named() -> Iterator[tuple[str, Verified]]:
+    """The runs on devices of this repository's cards that were counted."""
+    ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
+    for offer in load_plugins(ours, ()).offers():
+        for run in offer.card.verified_on:
+            if run.platform and run.cases:
+                yield offer.card.name, run
+
+
+def test_a_counted_run_is_recorded() -> None:
+    runs = {(name, run.date, run.cases) for name, run in named()}
+    assert len(runs) > 10
+    assert runs - set(recorded(RECORDS.read_text())) == set()
+
+
+def test_the_latest_whole_run_is_on_the_card() -> None:
+    latest: dict[str, str] = {}
+    for name, day, _ in recorded(RECORDS.read_text()):
+        latest[name] = max(latest.get(name, ""), day)
+    on_cards: dict[str, str] = {}
+    for name, run in named():
+        on_cards[name] = max(on_cards.get(name, ""), run.date)
+    assert on_cards == latest
+
+
+def test_runs_are_read_as_people_read_them() -> None:
+    text = """On 2026-11-23, after a change:
+
+| backend | agreed eagerly | from graphs |
+|---|---|---|
+| `a` | 3 of 3 | 2 of 2 |
+| `b` | 3 of 4 | 2 of 2 |
+| `c` | 3 of 3 that ran | - |
+| `d` | 5 of 5 | - |
+
+| date | backend | agreed eagerly |
+|---|---|---|
+| 2026-11-20 | `e` | 7 of 7 |
+"""
+    expected = [("a", "2026-11-23", 5), ("d", "2026-11-23", 5), ("e", "2026-11-20", 7)]
+    assert list(recorded(text)) == expected
