@@ -120,6 +120,8 @@ class World:
         setup = make_setup(case, fake_platform(), "cpu", seed=seed)
         setup = self.setup = replace(setup, context=replace(setup.context, debug=debug))
         self.whole = prepare_step(setup, case.steps[0], host_lens=case.host_lens)
+        if group.rank:
+            self._move_pages()
         made = BACKENDS[backends[group.rank % len(backends)]]
         self.backend = PrefillParallelBackend(
             inner=made(setup.context),
@@ -138,6 +140,21 @@ class World:
         shape = self.whole.batch.num_tokens, case.num_q_heads, case.head_dim
         self.latent_q = [setup.random(*shape) for _ in self.whole.inputs]
         self.before = self.pool_bytes()
+
+    def _move_pages(self) -> None:
+        """To the other end of the pool: each rank has slots of its own."""
+        context, page = self.setup.context, self.case.page_size
+        pages = context.token_to_kv_pool.num_slots // page
+        order = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(pages - 1, 0, -1)])
+        slots = (order.unsqueeze(1) * page + torch.arange(page)).flatten()
+        for layer in context.layers:
+            for buffer in buffers(self.setup, layer.layer_id):
+                rows = buffer.view(torch.uint8)
+                rows.copy_(rows[slots])
+        table, batch = context.req_to_token_pool.req_to_token, self.whole.batch
+        table.copy_(slots[table.long()])
+        batch = replace(batch, out_cache_loc=slots[batch.out_cache_loc])
+        self.whole = replace(self.whole, batch=batch)
 
     def pool_bytes(self) -> list[torch.Tensor]:
         """The pool without the reserved page."""
@@ -426,6 +443,33 @@ def check_refusals(group: RankGroup) -> None:
         backend.init_forward_metadata(other)
     with pytest.raises(GraphUnsupported, match="cannot be captured"):
         backend.init_forward_metadata_out_graph(step, in_capture=True)
+    check_construction(group)
+
+
+def check_construction(group: RankGroup) -> None:
+    context = make_setup(case_of(extend((0, 4)), windows=(None, 4)), fake_platform(), "cpu").context
+    inner, part = TorchNativeBackend(context), TorchNativeBackend(split_context(context))
+    other = make_setup(case_of(extend((0, 4))), fake_platform(), "cpu").context
+    for parts, options, match in (
+        ([], {}, "parts: expected at least 1"),
+        ([inner], {}, "backends of split_context"),
+        ([part, TorchNativeBackend(split_context(other))], {}, "backends of split_context"),
+        ([part], {"chunk_bytes": 0}, "chunk_bytes"),
+        ([part], {"chunks_at_once": 0}, "chunks_at_once"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            PrefillParallelBackend(inner=inner, parts=parts, group=group, **options)
+    world = World(group, case_of(extend((0, 4)), windows=(None, 4)), 1)
+    narrow = replace(world.setup.context, max_batch_size=1)
+    backend = PrefillParallelBackend(
+        inner=TorchNativeBackend(narrow),
+        parts=[TorchNativeBackend(split_context(narrow))],
+        group=group,
+    )
+    backend.init_forward_metadata(world.step)
+    world.backend = backend
+    with pytest.raises(InvalidInput, match="at most 1 pieces, the context's max_batch_size"):
+        world.call(1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
