@@ -97,12 +97,15 @@ def layers_of_parts(
 
     Raises InvalidInput where `parts` is not such a context.
     """
-    expected = "backends of split_context(inner.context)"
-    pairs = tuple(zip(parts.layers[::2], parts.layers[1::2], strict=False))
-    of_shape = {_of_pair(own, context.layers[0]): (own, cross) for own, cross in pairs}
+    pool, pairs = context.token_to_kv_pool, zip(parts.layers[::2], parts.layers[1::2], strict=False)
+    of_shape = {
+        _of_pair(own, context.layers[0]): (own, cross)
+        for own, cross in pairs
+        if own.layer_id not in pool.layer_ids and cross.is_cross_attention
+    }
     served = {layer.layer_id: _Shape.of(layer) for layer in context.layers if is_mergeable(layer)}
-    is_alike = parts.token_to_kv_pool is context.token_to_kv_pool
-    if not is_alike or not of_shape.keys() == set(served.values()):
+    if parts.token_to_kv_pool is not pool or of_shape.keys() != set(served.values()):
+        expected = "backends of split_context(inner.context)"
         raise InvalidInput("parts", got="backends of another context", expected=expected)
     return {layer_id: of_shape[shape] for layer_id, shape in served.items()}
 
