@@ -6,7 +6,7 @@ cuts them, runs this rank's part, and puts the results together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,7 @@ from attnmux.distributed import (
     decode_context,
     prompt_context,
 )
+from attnmux.testing import Candidate, Case
 
 
 class WholeHeadsView(AttentionBackend):
@@ -231,3 +232,38 @@ def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpP
     eye = torch.eye(rank, dtype=dtype, device=device)
     weight = eye.repeat(2 * layer.tp_q_head_num, 1)
     return UpProjection(weight=weight, num_heads=layer.tp_q_head_num, v_head_dim=rank)
+
+
+def can_be_split(case: Case, size: int) -> bool:
+    """Whether the case's keys may lie on several ranks, and its heads too."""
+    modes = {step.mode for step in case.steps}
+    return (
+        modes <= {ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}
+        and case.kind in ("mha", "mla")
+        and not any(case.windows)
+        and not case.attention_chunk
+        and not case.cross_attention
+        and not case.multi_item
+        and not case.is_encoder
+        and case.save_kv_cache
+        and not (case.kv_in_pool and modes != {ForwardMode.DECODE})
+        and case.num_q_heads % size == 0
+        and case.page_size % size == 0
+    )
+
+
+def copies_of(case: Case, size: int) -> int:
+    """How many ranks hold the same KV heads."""
+    return 1 if case.num_kv_heads % size == 0 else size // case.num_kv_heads
+
+
+def viewed(
+    context: BackendContext,
+    options: Mapping[str, object],
+    *,
+    heads: HeadSplit,
+    candidate: Candidate,
+    **settings: int,
+) -> WholeHeadsView:
+    """The factory of a candidate that tests a group of ranks. settings: of `WholeHeadsView`."""
+    return WholeHeadsView(context, heads, candidate.build, **settings)
