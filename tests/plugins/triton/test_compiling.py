@@ -6,6 +6,7 @@ As a script it compiles for one target and prints a line for each kernel.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +20,16 @@ from attnmux.testing import Case, decode, extend, make_setup, prepare_step, veri
 
 pytest.importorskip("triton")
 
-TARGETS = {"sm80": 166912, "sm90": 232448, "gfx942": 65536}
+TARGETS = {"sm80": 166912, "sm90": 232448, "gfx942": 65536, "gfx950": 163840, "gfx1201": 65536}
 """Bytes of shared memory that one program may take, by NVIDIA's and AMD's manuals."""
+
+THREADS = {"gfx942": 64, "gfx950": 64, "gfx1201": 32}
+"""Of a warp on AMD's GPUs."""
+SCRATCH = {"gfx942": 0, "gfx950": 0, "gfx1201": 64}
+"""The most bytes of registers that a thread may spill."""
+LATENT_SCRATCH = {**SCRATCH, "gfx1201": 640}
+"""The same over latents: there a row of Q has 576 columns, and 16 rows take 144 of the 256
+registers of each thread of a warp of 32."""
 
 TREE: dict[str, Any] = {"spec_topk": 4}
 LATENT: dict[str, Any] = {
@@ -69,8 +78,18 @@ WORDS = {
 }
 
 
+WIDE = {
+    "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
+    "decode, 256": CASES["decode, 256"],
+}
+FEW = ("decode, 8-bit", "verify", "extend", "decode, latent", "extend, latent")
+"""A kernel of each launch configuration, for GPUs that share the others' code."""
+
+
 def cases_of(arch: str) -> dict[str, Case]:
-    """Narrow heads where they have launches of their own."""
+    """Narrow heads where they have launches of their own; for AMD's GPUs but one, a few cases."""
+    if arch in ("gfx950", "gfx1201"):
+        return {**{name: CASES[name] for name in FEW}, **WIDE}
     return {**CASES, **(NARROW if arch == "sm90" else {})}
 
 
@@ -105,10 +124,21 @@ def main(arch: str) -> None:
     from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
 
     target = (
-        GPUTarget("hip", arch, 64)
+        GPUTarget("hip", arch, THREADS[arch])
         if arch.startswith("gfx")
         else GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
     )
+
+    def tell(case: str, kernel: Any, compiled: Any) -> None:
+        facts = {
+            "case": case,
+            "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
+            "shared": compiled.metadata.shared,
+        }
+        if arch.startswith("gfx"):
+            facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
+        print(json.dumps(facts))
+
     for name, launch in rehearsed(arch):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
@@ -122,12 +152,28 @@ def main(arch: str) -> None:
                 name for name, value in values.items() if isinstance(value, int) and value % 16
             ),
         )
-        facts = {
-            "case": name,
-            "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
-            "shared": compiled.metadata.shared,
-        }
-        print(json.dumps(facts))
+        tell(name, kernel, compiled)
+    for kernel, words, values in merges():
+        compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 4})
+        tell("merge", kernel, compiled)
+
+
+def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
+    """(kernel, Triton's types, constants) of those that merge partial results of 128 columns."""
+    from attnmux.triton import merge, splits  # noqa: PLC0415  # not the interpreter's
+
+    sizes = {"HEADS": 8, "DV": 128, "BLOCK_D": 128}
+    floats = {name: "*fp32" for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks")}
+    words = {**floats, **dict.fromkeys(("out", "out_a", "out_b"), "*bf16")}
+    yield merge.merge_rows, words, {**sizes, "BLOCK_R": merge.TILE // 128}
+    flags = {"HAS_SINKS": True, "HAS_LSE": True, "BLOCK_R": splits.MERGED_ROWS}
+    yield splits.merge_splits, words, {**sizes, **flags}
+
+
+def scratch_bytes(assembly: str) -> int:
+    """Bytes that each thread of a kernel keeps outside of its registers."""
+    (found,) = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return int(found)
 
 
 def word(value: Any) -> str:
@@ -154,12 +200,23 @@ HOPPER = {
 }
 
 
+MERGES = {"merge.merge_rows", "merge.merge_splits"}
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_kernel_compiles_and_fits(arch, script):
     lines = script(arch)
-    assert {line["case"] for line in lines} == set(cases_of(arch))
-    assert {line["kernel"] for line in lines} == PORTABLE | (HOPPER if arch == "sm90" else set())
+    assert {line["case"] for line in lines} == {*cases_of(arch), "merge"}
+    expected = PORTABLE | MERGES | (HOPPER if arch == "sm90" else set())
+    assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
+    if arch in SCRATCH:
+        spilling = [
+            line
+            for line in lines
+            if line["scratch"] > (LATENT_SCRATCH if "latent" in line["case"] else SCRATCH)[arch]
+        ]
+        assert spilling == []
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The tables of launch configurations: those of this version, and those tuned on this machine.
 
-Entries without `measured` were not measured: they fit the shared memory of their architectures, or
-repeat a measured neighbour.
+Entries without `measured` were not measured: they fit the shared memory and the registers of their
+architectures, or repeat a measured neighbour.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ),
     # The configuration of 128 columns, not measured here.
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
+    # A thread has 256 registers and a warp 32 threads: tiles for half as many warps of 64 spill.
+    ConfigEntry(arch="gfx12", width="narrow", config=_tiles(64, 32, 8, 2)),
+    ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
+    ConfigEntry(arch="gfx12", width="latent", config=_tiles(32, 16, 8, 1)),
 )
 
 NARROW = ShareConfig(
@@ -122,6 +126,14 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_SHARES),
     ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
+    # As in TILES.
+    ConfigEntry(
+        arch="gfx12",
+        width="narrow",
+        config=replace(NARROW, block_n=32, num_warps=8, least_share=4),
+    ),
+    ConfigEntry(arch="gfx12", width="wide", config=replace(WIDE, num_warps=8)),
+    ConfigEntry(arch="gfx12", width="latent", config=replace(LATENT, num_warps=8, num_stages=1)),
 )
 
 
