@@ -58,6 +58,18 @@ def test_configs_for_any_gpu(arch):
     )
 
 
+def test_gfx12_has_launches_of_its_own():
+    """Its warps have 32 threads; gfx9 and gfx11 take those for any GPU."""
+    tables = ConfigTables()
+    for shape in (GQA, MLA):
+        any_gpu, gfx9, gfx11, gfx12 = (
+            (tables.tiles(query(shape, arch)), tables.shares(query(shape, arch)))
+            for arch in ("unheard-of", "gfx942", "gfx1100", "gfx1201")
+        )
+        assert any_gpu == gfx9 == gfx11
+        assert all(config.num_warps == 8 for config in gfx12)
+
+
 @pytest.mark.parametrize("width", ["narrow", "wide", "latent"])
 def test_every_width_has_an_entry_for_any_gpu(width):
     for table in (TILES, SHARES):
