@@ -110,6 +110,7 @@ def decode_context(context: BackendContext, heads: HeadSplit, request: Request) 
         request=request,
         layers=tuple(heads.whole(layer) for layer in context.layers),
         token_to_kv_pool=pool.own,
+        kv_writer=None,  # one that was given writes to another pool
         req_to_token_pool=table,
         max_context_len=table.max_context_len,
         debug=False,
@@ -122,7 +123,9 @@ def prompt_context(context: BackendContext, request: Request) -> BackendContext:
     Raises InvalidInput for a pool that is not interleaved, and as `part_context` does.
     """
     pool = _interleaved(context).own
-    own = replace(context, token_to_kv_pool=pool, layers=unscaled(context.layers, pool))
+    own = replace(
+        context, token_to_kv_pool=pool, kv_writer=None, layers=unscaled(context.layers, pool)
+    )
     return part_context(own, request)
 
 
