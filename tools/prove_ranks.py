@@ -34,7 +34,9 @@ def main() -> None:
     cases += in_graphs(cases) if asked.graphs else ()
     began, counts, failed = time.monotonic(), {True: 0, False: 0}, []
     for number, case in enumerate(cases):
-        if not can_be_split(case, group.size):
+        # CUDA writes keys that requests share in no set order, so that ranks would have other keys
+        shares = any(step.shared_prefix for step in case.steps)
+        if not can_be_split(case, group.size) or (shares and group.device.type != "cpu"):
             continue
         # Every rank ends after the same case
         spent = min(each for (each,) in group.exchange_numbers([int(time.monotonic() - began)]))
