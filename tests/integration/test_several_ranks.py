@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnmux.core import RankGroup, load_plugins
+from attnmux.core import RankFailed, RankGroup, RanksDiffer, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.emulators.ranks import run_ranks
+from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
     NgramProposer,
@@ -21,6 +24,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
+from attnmux.transformers.parallel import agreement
 from attnmux.transformers.parallel.ranks import InterleavedRanks, TensorParallelRanks
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}
@@ -95,3 +99,104 @@ def test_the_text_is_that_of_one_rank(
     expected = alone(model, prompts)
     assert [tokens for tokens, _ in found] == [expected] * size
     assert len({decision for _, decision in found}) == 1
+
+
+def other_library(group: RankGroup, folder: Path) -> str:
+    checkpoint = open_checkpoint(folder)
+    patch = pytest.MonkeyPatch()
+    if group.rank == 1:
+        older = {"torch": ("2.0.0", "0123456789abcdef")}
+        patch.setattr(agreement, "installed", lambda names: older)
+    with pytest.raises(RanksDiffer) as info:
+        load_runner(
+            checkpoint,
+            probe_cpu(),
+            load_plugins().offers(),
+            RunnerOptions(**OPTIONS, ranks=TensorParallelRanks(group, checkpoint.config)),
+        )
+    patch.undo()
+    return str(info.value)
+
+
+def test_ranks_with_other_libraries_are_an_error_on_each(tiny, tmp_path: Path) -> None:
+    _, folder = tiny("llama")
+    first, second = run_ranks(other_library, 2, tmp_path, folder)
+    assert first == second
+    assert "rank 1: " in first
+    assert "torch 2.0.0 (01234567)" in first
+    assert first.endswith("install the same distributions on every rank")
+
+
+def other_prompt(group: RankGroup, folder: Path) -> tuple[str, int]:
+    checkpoint = open_checkpoint(folder)
+    ranks = TensorParallelRanks(group, checkpoint.config)
+    options = RunnerOptions(**OPTIONS, ranks=ranks)
+    engine = Engine(load_runner(checkpoint, probe_cpu(), load_plugins().offers(), options))
+    engine.add([1, 2, 3] + [4] * group.rank, max_new_tokens=3)
+    with pytest.raises(RanksDiffer) as info:
+        engine.step()
+    return str(info.value), engine.runner.steps.allocator.available_size()
+
+
+def test_other_lengths_are_an_error_on_each_before_the_step(tiny, tmp_path: Path) -> None:
+    _, folder = tiny("llama")
+    first, second = run_ranks(other_prompt, 2, tmp_path, folder)
+    assert first == second
+    assert "rank 0: extend of [[0, 3, 3, 0]]; rank 1: extend of [[0, 4, 4, 0]]" in first[0]
+
+
+def run_to_end(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def dying(group: RankGroup, folder: Path) -> tuple[str, float]:
+    checkpoint = open_checkpoint(folder)
+    ranks = TensorParallelRanks(group, checkpoint.config)
+    options = RunnerOptions(**OPTIONS, ranks=ranks)
+    engine = Engine(load_runner(checkpoint, probe_cpu(), load_plugins().offers(), options))
+    engine.add([1, 2, 3], max_new_tokens=9)
+    engine.step()
+    if group.rank == 1:
+        die()
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as info:
+        run_to_end(engine)
+    return str(info.value), time.monotonic() - began
+
+
+def test_a_rank_that_dies_between_steps_is_an_error_within_the_time(tiny, tmp_path: Path) -> None:
+    _, folder = tiny("llama")
+    first, second = end_ranks(dying, 2, tmp_path, folder, seconds=5.0)
+    assert second.exit_code == -9
+    assert not first.error, first.error
+    message, seconds = first.value
+    assert "another rank ended or did not arrive within 5 s" in message
+    assert seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "said"),
+    [("llama", 3, "tp: expected a divisor"), ("gpt2", 2, "which has no tp_plan")],
+)
+def test_models_that_cannot_be_split(tiny, tmp_path: Path, architecture, size, said) -> None:
+    _, folder = tiny(architecture)
+    for result in end_ranks(generated, size, tmp_path, folder, [[1]], False, {}, 0, {}):
+        assert "InvalidInput" in result.error
+        assert said in result.error
+
+
+def test_generate_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
+    options = ["--tp", "2", "--dcp", "--page-size", "4", "--backend", "torch_native"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "77\n"
+    assert "2 ranks: KV memory for" in done.stderr
+    refused = subprocess.run(
+        [*command, "--dcp"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert refused.returncode == 2
+    assert "--dcp: expected --tp with 2 ranks or more, got 1 rank" in refused.stderr

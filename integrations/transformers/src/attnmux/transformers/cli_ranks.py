@@ -25,7 +25,7 @@ class Parallel:
     dcp: bool
     """Whether KV is interleaved over the ranks."""
 
-    def start(self) -> None:
+    def start(self, run: Run) -> None:
         """Start the ranks, if they are asked for and this process is none of them, and exit with
         their status. Raises InvalidInput without attnmux-distributed."""
         if self.tp in (None, 1):
@@ -37,7 +37,9 @@ class Parallel:
         if not launch.is_rank():
             # This process only waits: the ranks read the command line
             arguments = ("-m", "attnmux.core", *sys.argv[1:])
-            raise click.exceptions.Exit(launch.run_ranks(arguments, self.tp))
+            raise click.exceptions.Exit(
+                launch.run_ranks(arguments, self.tp, run.answer or sys.stdout)
+            )
 
     def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
         """This process's place among the ranks. Raises InvalidInput for `dcp` on one."""
@@ -58,7 +60,7 @@ class Parallel:
 
 
 @contextlib.contextmanager
-def only_first(ranks: Ranks, run: Run) -> Iterator[None]:
+def only_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 alone print. Errors that every rank raises are printed by rank 0; those of one
     rank, by that rank."""
     if ranks.rank == 0:

@@ -109,7 +109,7 @@ def run_command(
     budget = None if memory is None else MemoryBudget.parse(memory)
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
     parallel = Parallel(tp=tp, dcp=dcp)
-    parallel.start()
+    parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
@@ -124,7 +124,7 @@ def run_command(
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, device)
         ranks = parallel.ranks(platform.device_type, checkpoint.config)
-        stack.enter_context(only_first(ranks, run))
+        stack.enter_context(only_first(ranks))
         measurements, launches = run.measurements(settings), run.launches(settings)
         most = _most_tokens(wanted, context, max_running)
         options = RunnerOptions(

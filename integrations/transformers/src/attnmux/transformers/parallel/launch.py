@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,8 +26,8 @@ def is_rank() -> bool:
     return bool(torch.distributed.is_torchelastic_launched())
 
 
-def run_ranks(arguments: Sequence[str], size: int) -> int:
-    """Run `python ARGUMENTS` in `size` processes. Returns their exit status.
+def run_ranks(arguments: Sequence[str], size: int, stdout: TextIO) -> int:
+    """Run `python ARGUMENTS` in `size` processes that print to `stdout`. Returns their exit status.
 
     When one fails, the others are ended. Raises RankFailed for one that a signal ended.
     """
@@ -42,7 +45,8 @@ def run_ranks(arguments: Sequence[str], size: int) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        with _descriptor_1(stdout):
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -50,6 +54,20 @@ def run_ranks(arguments: Sequence[str], size: int) -> int:
             raise RankFailed(f"rank {rank}", reason=f"ended by {name}", seconds=0) from None
         return int(failure.exitcode)
     return 0
+
+
+@contextmanager
+def _descriptor_1(stdout: TextIO) -> Iterator[None]:
+    """Let children, which inherit descriptor 1, write to `stdout`: the command keeps that
+    descriptor from plugins."""
+    stdout.flush()
+    before = os.dup(1)
+    try:
+        os.dup2(stdout.fileno(), 1)
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def join(device_type: str, size: int | None) -> RankGroup:
