@@ -15,6 +15,7 @@ import torch
 
 from attnmux.core import RankGroup
 from attnmux.distributed import HeadSplit, exchange_and_merge
+from attnmux.triton.rank_merge import RankMerger
 
 CALLS = 20
 """In one graph, so that a launch costs nothing."""
@@ -52,6 +53,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     group = RankGroup.start("cuda")
     heads = HeadSplit(group=group)
+    kernels = RankMerger()
     where = torch.cuda.get_device_name()
     if group.rank == 0:
         print(f"{group.size} x {where}, torch {torch.__version__}, us of a layer, bfloat16")
@@ -62,14 +64,17 @@ def main() -> None:
             q = torch.randn(
                 batch, num_heads // group.size, q_dim, device=group.device, dtype=torch.bfloat16
             )
-            merged = microseconds(lambda: exchange_and_merge(group, out, lse), rounds)  # noqa: B023  # called here
+            plain, fused = (
+                microseconds(lambda: exchange_and_merge(group, out, lse, merger), rounds)  # noqa: B023  # called here
+                for merger in (None, kernels)
+            )
             gathered = microseconds(lambda: heads.gather_queries(q), rounds)  # noqa: B023  # likewise
             packed = out.new_empty((group.size, batch, num_heads // group.size, dim + 2))
             moved = microseconds(lambda: group.all_to_all(packed), rounds)  # noqa: B023  # likewise
             if group.rank == 0:
                 print(
-                    f"{name}, batch {batch}: exchange and merge {merged:.1f} (the all-to-all "
-                    f"alone {moved:.1f}), gathering Q {gathered:.1f}",
+                    f"{name}, batch {batch}: exchange and merge {fused:.1f}, in plain torch "
+                    f"{plain:.1f} (the all-to-all alone {moved:.1f}), gathering Q {gathered:.1f}",
                     flush=True,
                 )
     torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | kernel | the function returns |
 |---|---|
 | `kv_writer` | a `KVWriter` of the context's pool |
+| `rank_merger` | a `RankMerger` of attnmux-distributed |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |
 """
 

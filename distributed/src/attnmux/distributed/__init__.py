@@ -16,7 +16,7 @@ from attnmux.distributed.interleaved_building import (
 )
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 from attnmux.distributed.interleaving import Interleaving
-from attnmux.distributed.merging import exchange_and_merge
+from attnmux.distributed.merging import RankMerger, exchange_and_merge, merge_packed, pack
 from attnmux.distributed.prefill_parallel import PrefillParallelBackend
 from attnmux.distributed.split_context import split_context, split_request
 from attnmux.distributed.zigzag import ZigzagStep, zigzag_step
@@ -31,6 +31,7 @@ __all__ = [
     "Interleaving",
     "PaddingMode",
     "PrefillParallelBackend",
+    "RankMerger",
     "TokensOfRanks",
     "ZigzagStep",
     "agree_on_step",
@@ -40,6 +41,8 @@ __all__ = [
     "decode_context",
     "exchange_and_merge",
     "idle_batch",
+    "merge_packed",
+    "pack",
     "prompt_context",
     "split_context",
     "split_request",

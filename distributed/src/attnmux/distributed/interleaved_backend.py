@@ -21,11 +21,12 @@ from attnmux.core import (
     part_layers,
     parts_of,
     quantise,
+    shared_kernel,
 )
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
-from attnmux.distributed.merging import exchange_and_merge
+from attnmux.distributed.merging import RankMerger, exchange_and_merge
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec, UpProjection
@@ -83,6 +84,7 @@ class InterleavedAttnBackend(AttentionBackend):
         self._pool, self._table = pool, table
         self._interleaving = pool.interleaving
         self.decode = decode
+        self._merger: RankMerger | None = shared_kernel("rank_merger", context)
         self._parts = PartAttention(prompts)
         self._layers = part_layers(unscaled(context.layers, pool.own), prompts[0].context)
         layer = context.layers[0]
@@ -166,7 +168,7 @@ class InterleavedAttnBackend(AttentionBackend):
         lse = torch.where(step.has_keys, lse, unseen)
         if layer.sinks is not None:  # whose weight would otherwise count what was computed
             out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
-        out, lse = exchange_and_merge(self._heads.group, out, lse)
+        out, lse = exchange_and_merge(self._heads.group, out, lse, self._merger)
         if call.lse is not None:
             call.lse.copy_(lse)
         return out

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from attnmux.core import RankGroup
 
 
+class RankMerger(Protocol):
+    """`pack` and `merge_packed` for a device, as a plugin may offer them (`rank_merger`)."""
+
+    def fits(self, out: torch.Tensor) -> bool:
+        """Whether it takes results of this dtype and of these dims."""
+
+    def pack(self, out: torch.Tensor, lse: torch.Tensor, size: int) -> torch.Tensor: ...
+
+    def merge_packed(self, packed: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def exchange_and_merge(
-    group: RankGroup, out: torch.Tensor, lse: torch.Tensor
+    group: RankGroup, out: torch.Tensor, lse: torch.Tensor, merger: RankMerger | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's heads over the keys of all ranks, in one all-to-all.
 
     out: [T, size * H, Dv] of all heads over this rank's keys. lse: [T, size * H] float32, natural
     logarithms, -inf where this rank has no key. Returns [T, H, Dv] in the dtype of `out` and
-    [T, H] float32.
+    [T, H] float32. merger: used for results that it takes, in place of plain operations.
     """
+    if merger is not None and merger.fits(out):
+        received = group.all_to_all(merger.pack(out, lse, group.size))
+        return merger.merge_packed(received, out.shape[-1])
     packed = pack(out, lse, group.size)
     return merge_packed(group.all_to_all(packed), out.shape[-1])
 
