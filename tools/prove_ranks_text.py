@@ -1,0 +1,85 @@
+"""Compare the text of several ranks with that of one, on a random model of 2.9 B parameters.
+
+    python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
+
+Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`, and
+with `--tp 2 --dcp`, and prints the share of equal tokens and the tokens per second of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attnmux.transformers import open_checkpoint, recall
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, CONTEXT = 28, 3072, 24, 8, 4096
+
+
+def make_model(folder: Path, layers: int) -> None:
+    """A Llama with random weights, and the tokenizer of the model that ships."""
+    config = LlamaConfig(
+        vocab_size=open_checkpoint(recall.PATH).vocabulary_size,
+        hidden_size=HIDDEN,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=CONTEXT,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in Path(recall.PATH).glob("*token*"):
+        shutil.copy(file, folder)
+
+
+def generated(folder: Path, prompts: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "attnmux.core", "generate", "--model", str(folder)]
+    command += ["--prompts", str(prompts), "--max-new-tokens", "64", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(options)}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    asked = parser.parse_args()
+    if not (asked.folder / "config.json").exists():
+        make_model(asked.folder, asked.layers)
+    rng = random.Random(1)
+    lines = [recall.make_prompt(rng, rng.randrange(40, 400))[0] for _ in range(asked.prompts)]
+    prompts = asked.folder / "prompts.txt"
+    prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
+    expected: list[int] = []
+    for options in ([], ["--tp", "2"], ["--tp", "2", "--dcp"]):
+        answer = generated(asked.folder, prompts, "--dtype", asked.dtype, *options)
+        tokens = [token for each in answer["results"] for token in each["token_ids"]]
+        expected = expected or tokens
+        same = sum(a == b for a, b in zip(tokens, expected, strict=False)) / len(expected)
+        speed = answer["timings"]["decode_tokens_per_second"]
+        served = {phase: each["backend"] for phase, each in answer["decision"]["phases"].items()}
+        print(
+            f"{' '.join(options) or 'one rank'}: {len(tokens)} tokens, {same:.1%} as on one rank; "
+            f"decode {speed:.0f} tokens/s, graphs {answer['graph_batch_sizes'][-1:]}, {served}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
