@@ -2,8 +2,9 @@
 
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
 
-Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`, and
-with `--tp 2 --dcp`, and prints the share of equal tokens and the tokens per second of each.
+Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
+and with `--tp 2 --dcp`. Prints the share of tokens before the first difference of each prompt, and
+the tokens per second.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,13 @@ def generated(folder: Path, prompts: Path, *options: str) -> dict[str, Any]:
     return answer
 
 
+def equal_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    pairs = enumerate(zip(found, expected, strict=False))
+    shorter = min(len(found), len(expected))
+    return next((place for place, (a, b) in pairs if a != b), shorter)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -66,16 +75,17 @@ def main() -> None:
     lines = [recall.make_prompt(rng, rng.randrange(40, 400))[0] for _ in range(asked.prompts)]
     prompts = asked.folder / "prompts.txt"
     prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
-    expected: list[int] = []
+    expected: list[list[int]] = []
     for options in ([], ["--tp", "2"], ["--tp", "2", "--dcp"]):
         answer = generated(asked.folder, prompts, "--dtype", asked.dtype, *options)
-        tokens = [token for each in answer["results"] for token in each["token_ids"]]
+        tokens = [each["token_ids"] for each in answer["results"]]
         expected = expected or tokens
-        same = sum(a == b for a, b in zip(tokens, expected, strict=False)) / len(expected)
+        total = sum(map(len, expected))
+        same = sum(map(equal_tokens, tokens, expected)) / total
         speed = answer["timings"]["decode_tokens_per_second"]
         served = {phase: each["backend"] for phase, each in answer["decision"]["phases"].items()}
         print(
-            f"{' '.join(options) or 'one rank'}: {len(tokens)} tokens, {same:.1%} as on one rank; "
+            f"{' '.join(options) or 'one rank'}: {total} tokens, {same:.1%} as on one rank; "
             f"decode {speed:.0f} tokens/s, graphs {answer['graph_batch_sizes'][-1:]}, {served}",
             flush=True,
         )
