@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.prefill_parallel import covered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ("others", "expected"),
     [([], 0), ([(0, 100)], 30), ([(15, 25), (12, 18), (55, 90)], 23), ([(20, 50)], 0)],
 )
-def test_how_much_of_the_communication_is_covered(others, expected) -> None:
+def test_how_much_of_the_communication_is_covered(others, expected, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    covered = importlib.import_module("benchmarks.prefill_parallel").covered
     assert covered([(10, 20), (50, 70)], others) == pytest.approx(expected)
 
 

@@ -194,7 +194,7 @@ def test_a_long_prompt_runs_expanded_after_its_cached_prefix(
     assert runner.decision.expanded is not None
     merged = []
     monkeypatch.setattr(
-        "attnmux.core.chunked_prefix.merge_into", lambda *given: merged.append(merge_into(*given))
+        "attnmux.core.part_attention.merge_into", lambda *given: merged.append(merge_into(*given))
     )
     ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     (theirs,) = eager_logits(model, [ids])
