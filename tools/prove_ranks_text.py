@@ -4,7 +4,7 @@
 
 Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
 and with `--tp 2 --dcp`. Prints the share of tokens before the first difference of each prompt, and
-the tokens per second.
+the tokens per second of prefill and decode.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from attnmux.transformers import open_checkpoint, recall
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, CONTEXT = 28, 3072, 24, 8, 4096
+PHASES = "prefill", "decode"
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -82,11 +83,13 @@ def main() -> None:
         expected = expected or tokens
         total = sum(map(len, expected))
         same = sum(map(equal_tokens, tokens, expected)) / total
-        speed = answer["timings"]["decode_tokens_per_second"]
+        timings = answer["timings"]
+        prefill, decode = (f"{timings[f'{phase}_tokens_per_second']:,.0f}" for phase in PHASES)
         served = {phase: each["backend"] for phase, each in answer["decision"]["phases"].items()}
         print(
             f"{' '.join(options) or 'one rank'}: {total} tokens, {same:.1%} as on one rank; "
-            f"decode {speed:.0f} tokens/s, graphs {answer['graph_batch_sizes'][-1:]}, {served}",
+            f"prefill {prefill} and decode {decode} tokens/s, "
+            f"graphs {answer['graph_batch_sizes'][-1:]}, {served}",
             flush=True,
         )
 
