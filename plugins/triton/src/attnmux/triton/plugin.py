@@ -60,6 +60,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             v_head_dim=multiple_of(1, most=512),
             sliding_window=ANY,
             attention_chunk=ANY,
+            cross_attention=ANY,
             sinks=ANY,
             logit_cap=ANY,
             **spec,
