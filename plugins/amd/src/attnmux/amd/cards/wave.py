@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, emulated, multiple_of, one_of
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Option,
+    Prior,
+    Verified,
+    emulated,
+    multiple_of,
+    one_of,
+)
 
 WAVE = BackendCard(
     name="wave",
     summary="kernels written in Wave and compiled through IREE, for MI300 and MI350",
-    status="planned",
+    factory="attnmux.amd.wave:make",
     requires=("torch>=2.11", "wave-lang>=3.9.1"),
     extra="wave",
+    options=(
+        Option(
+            name="num_kv_splits",
+            type=int,
+            default=8,
+            summary="parts of each request's keys in decode, for which kernels are compiled",
+        ),
+    ),
+    # Emulated only: no part of it has run on an AMD device.
+    verified_on=(
+        Verified(
+            on="the templates of paged decode and extend, wave-lang 3.9.1",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-25",
+        ),
+    ),
     sources={
         "arch": "the templates use MFMA shapes that gfx942 introduced",
         "dtype": "SGLang 0.5.23 compiles the templates for fp16 and bf16",

@@ -1,0 +1,246 @@
+"""Wave's kernels: MHA and GQA by the slots of the keys, whatever the page size.
+
+Decode splits the keys of each request and merges the parts in a second kernel. Other steps attend
+to cached rows by their slots, then to the new tokens' own rows. No kernel returns LSE, reads a mask
+or skips keys outside of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
+from attnmux.core import (
+    InvalidInput,
+    KernelLibrary,
+    LibraryBackend,
+    PageTables,
+    aligned,
+    check_keys_dtype,
+    check_plain,
+    check_positive,
+    check_sixteen_bits,
+    filled,
+    is_writable,
+    kv_indices,
+    kv_indptr,
+    kv_pages,
+    not_in_pool,
+    rehearse,
+)
+
+if TYPE_CHECKING:
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WaveLayer:
+    """A layer with its compiled kernels."""
+
+    decode: tuple[Compiled, Compiled]
+    extend: Compiled
+    group: int
+    """The result of `KVPool.group_of`."""
+    kv: tuple[torch.Tensor, torch.Tensor] | None
+    """[slots, Hkv, D] and [slots, Hkv, Dv], the pool's memory; None for a layer that it does not
+    store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SlotLists:
+    """The cached keys of a step, request by request; in decode, also the new tokens."""
+
+    indptr: torch.Tensor
+    """[B + 1] int32."""
+    indices: dict[int, torch.Tensor]
+    """By group of the pool, [indptr[-1]] int32."""
+    hidden: torch.Tensor | None
+    """[T, 1, 1] bool: rows that see no key or belong to no request."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class WaveStep:
+    """A step of any phase."""
+
+    tables: PageTables
+    """Its shape and the bounds of queries; no tables."""
+    buffers: WaveBuffers | None
+    cached: SlotLists | None = None
+    """Set by `fill_step`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WaveBuffers:
+    """What graphs replay with."""
+
+    indptr: torch.Tensor
+    """[max_bs + 1] int32."""
+    slots: torch.Tensor
+    """[max_bs * max_context_len] int32."""
+    hidden: torch.Tensor
+    """[max_bs] bool."""
+
+
+class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers]):
+    """MHA and GQA of 16-bit floats."""
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: WaveKernels
+    ) -> None:
+        """options: `num_kv_splits`, parts of each request's keys in decode.
+
+        Raises InvalidInput for layers, pools and options that the kernels do not serve.
+        """
+        self._splits = int(str(options.get("num_kv_splits", 8)))
+        check_positive("num_kv_splits", self._splits)
+        self._compiled: dict[Heads, tuple[tuple[Compiled, Compiled], Compiled]] = {}
+        self._compile = kernels
+        super().__init__(context, options, kernels)
+        pool = context.token_to_kv_pool
+        self._groups = {pool.group_of(number): number for number in pool.layer_ids}
+
+    def prepare_layer(self, layer: LayerSpec) -> WaveLayer:
+        if layer.kind != "mha":
+            expected = "mha"
+            raise InvalidInput(
+                f"layer {layer.layer_id}", got=f"kind {layer.kind}", expected=expected
+            )
+        check_plain(replace(layer, logit_cap=0.0))  # the kernels do caps
+        check_sixteen_bits(self.context)
+        decode, extend = self._kernels_of(layer)
+        pool = self.context.token_to_kv_pool
+        if layer.layer_id not in pool.layer_ids:
+            return WaveLayer(decode=decode, extend=extend, group=-1, kv=None)
+        k, v = (pages.squeeze(1) for pages in kv_pages(layer, self.context, 1))
+        for name, rows in (("K", k), ("V", v)):
+            if not rows.is_contiguous():
+                got = f"strides {rows.stride()} of {name}"
+                raise InvalidInput("token_to_kv_pool", got=got, expected="rows side by side")
+        group = pool.group_of(layer.layer_id)
+        return WaveLayer(decode=decode, extend=extend, group=group, kv=(k, v))
+
+    def plan_step(self, batch: ForwardBatch, buffers: WaveBuffers | None) -> WaveStep:
+        return WaveStep(tables=PageTables.of(batch, self.context, {}), buffers=buffers)
+
+    def fill_step(self, step: WaveStep, batch: ForwardBatch) -> None:
+        step.tables.fill(batch, (), self.context)
+        is_decode, buffers = batch.forward_mode.is_decode(), step.buffers
+        lens = batch.seq_lens if is_decode else batch.extend_prefix_lens
+        on_host = batch.seq_lens_cpu if is_decode else batch.extend_prefix_lens_cpu
+        if lens is None:
+            raise InvalidInput("extend_prefix_lens", got=None, expected="lengths in an extend step")
+        indptr = kv_indptr(lens, out=buffers.indptr if buffers else None)
+        slots = kv_indices(
+            self.context.req_to_token_pool,
+            batch.req_pool_indices,
+            indptr,
+            total=None if on_host is None or buffers else int(on_host.sum()),
+            out=buffers.slots if buffers else None,
+        )
+        pool = self.context.token_to_kv_pool
+        step.cached = SlotLists(
+            indptr=indptr,
+            indices={
+                group: pool.translate(slots, number).int() for group, number in self._groups.items()
+            },
+            hidden=_without_keys(lens, buffers) if is_decode else step.tables.unowned_rows(batch),
+        )
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> WaveBuffers:
+        device, most = self.context.device, max_bs * self.context.max_context_len
+        return WaveBuffers(
+            indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
+            slots=torch.zeros(most, dtype=torch.int32, device=device),
+            hidden=torch.zeros(max_bs, dtype=torch.bool, device=device),
+        )
+
+    def attend(
+        self, call: AttentionCall, layer: WaveLayer, step: WaveStep, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = call.out
+        if out is None or not is_writable(out):
+            out = call.q.new_empty((*call.q.shape[:2], call.layer.v_head_dim))
+        cached = filled(step.cached)
+        if batch.forward_mode.is_decode():
+            self._decode(call, out, layer, cached)
+        else:
+            self._extend(call, out, layer, step, batch)
+        return out if cached.hidden is None else out.masked_fill_(cached.hidden, 0)
+
+    def _decode(
+        self, call: AttentionCall, out: torch.Tensor, layer: WaveLayer, cached: SlotLists
+    ) -> None:
+        if layer.kv is None:
+            raise not_in_pool(call.layer)
+        attend, merge = layer.decode
+        parts = out.new_empty((self._splits, *out.shape), dtype=torch.float32)
+        parts_lse = out.new_empty((self._splits, *out.shape[:2]), dtype=torch.float32)
+        indices = cached.indices[layer.group]
+        attend(aligned(call.q.contiguous()), *layer.kv, cached.indptr, indices, parts, parts_lse)
+        merge(parts, parts_lse, cached.indptr, out)
+
+    def _extend(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        layer: WaveLayer,
+        step: WaveStep,
+        batch: ForwardBatch,
+    ) -> None:
+        bounds, cached = step.tables.query_bounds(out.device), filled(step.cached)
+        if call.k is not None and call.v is not None:
+            k, v = aligned(call.k.contiguous()), aligned(call.v.contiguous())
+        elif layer.kv is None:
+            raise not_in_pool(call.layer)
+        else:
+            slots = self.context.token_to_kv_pool.translate(
+                batch.out_cache_loc, call.layer.layer_id
+            )
+            k, v = (rows[slots] for rows in layer.kv)
+        check_keys_dtype(call.q, k, v)
+        rows, indptr = layer.kv, cached.indptr
+        if call.has_own_kv or rows is None:
+            rows, indptr, indices = (k, v), torch.zeros_like(bounds), bounds
+        else:
+            indices = cached.indices[layer.group]
+        longest = step.tables.max_seqlen_q
+        layer.extend(
+            aligned(call.q.contiguous()), k, v, *rows, bounds, indptr, indices, longest, out
+        )
+
+    def _kernels_of(self, layer: LayerSpec) -> tuple[tuple[Compiled, Compiled], Compiled]:
+        pool_dtype = self.context.token_to_kv_pool.dtype
+        heads = Heads(
+            target=self.context.platform.arch,
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            v_head_dim=layer.v_head_dim,
+            dtype=pool_dtype,
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+        )
+        if heads not in self._compiled:
+            decode = self._compile.decode(heads, self._splits)
+            extend = self._compile.extend(heads, self.context.max_context_len)
+            self._compiled[heads] = decode, extend
+        return self._compiled[heads]
+
+
+def _without_keys(lens: torch.Tensor, buffers: WaveBuffers | None) -> torch.Tensor:
+    """[B, 1, 1] bool: the requests of which decode makes NaN."""
+    room = buffers.hidden[: len(lens)] if buffers else None
+    return torch.eq(lens, 0, out=room).view(-1, 1, 1)
+
+
+make = KernelLibrary(
+    address="amd/wave",
+    backend=WaveBackend,
+    providers=PROVIDERS,
+    trial=rehearse,
+    hint="Wave compiles for MI300 and MI350; pip install 'attnmux-amd[wave]'",
+)
