@@ -188,7 +188,7 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
         ),
         (HOPPER, LLAMA.replace(sinks=True, logit_cap=30.0), {"backend": "flashinfer"}, "logit_cap"),
         (HOPPER, LLAMA.replace(multi_item=True), {"backend": "fa3"}, "multi_item"),
-        (HOPPER, LLAMA.replace(cross_attention=True), {"backend": "triton"}, "cross_attention"),
+        (HOPPER, LLAMA.replace(cross_attention=True), {"backend": "fa4"}, "cross_attention"),
         (
             HOPPER,
             LLAMA.replace(spec_topk=4, page_size=16),

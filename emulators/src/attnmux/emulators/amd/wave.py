@@ -17,24 +17,26 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch.library import Library
 
 from attnmux.amd.wave_kernels import WaveKernels, WaveLang
 
 TARGETS = ("gfx942", "gfx950")
 MATRIX_UNIT = "F32_16x16x16_F16"
 LOG2_E = math.log2(math.e)
-OPERATORS = torch.library.Library("attnmux_wave", "DEF")
-OPERATORS.define(
-    "decode(Tensor q, Tensor k, Tensor v, Tensor request_indices, Tensor kv_indices, "
-    "Tensor(a!) output, Tensor(b!) output_max, float scaling, float cap) -> ()"
-)
-OPERATORS.define(
-    "merge(Tensor logits, Tensor logits_max, Tensor request_indices, Tensor(a!) output) -> ()"
-)
-OPERATORS.define(
-    "extend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, "
-    "Tensor kv_indptr, Tensor kv_indices, int most, Tensor(a!) c, float scaling, float cap) -> ()"
-)
+SCHEMAS = {
+    "decode": (
+        "(Tensor q, Tensor k, Tensor v, Tensor request_indices, Tensor kv_indices, "
+        "Tensor(a!) output, Tensor(b!) output_max, float scaling, float cap) -> ()"
+    ),
+    "merge": "(Tensor logits, Tensor logits_max, Tensor request_indices, Tensor(a!) output) -> ()",
+    "extend": (
+        "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, "
+        "Tensor kv_indptr, Tensor kv_indices, int most, Tensor(a!) c, float scaling, float cap) "
+        "-> ()"
+    ),
+}
+"""Of the operators that compute."""
 
 
 class DecodeShape(NamedTuple):
@@ -291,10 +293,6 @@ def _run_extend(
         c[own] = torch.einsum("hqk,khd->qhd", weights, read).to(c.dtype)
 
 
-for _name, _run in (("decode", _run_decode), ("merge", _run_merge), ("extend", _run_extend)):
-    OPERATORS.impl(_name, _run, "CPU")
-
-
 def _logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -347,3 +345,16 @@ LANG = WaveLang(
     wave_compile=wave_compile,
 )
 KERNELS = WaveKernels.of(LANG)
+
+
+def _register() -> Library:
+    library = Library("attnmux_wave", "DEF")  # type: ignore[no-untyped-call]  # torch's
+    functions = {"decode": _run_decode, "merge": _run_merge, "extend": _run_extend}
+    for name, function in functions.items():
+        library.define(name + SCHEMAS[name])  # type: ignore[no-untyped-call]  # torch's
+        library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]  # torch's
+    return library
+
+
+OPERATORS = _register()
+"""Registered as long as it lives."""
