@@ -18,7 +18,7 @@ from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTab
 from attnmux.distributed.interleaving import Interleaving
 from attnmux.distributed.merging import RankMerger, exchange_and_merge, merge_packed, pack
 from attnmux.distributed.prefill_parallel import PrefillParallelBackend
-from attnmux.distributed.split_context import split_context, split_request
+from attnmux.distributed.split_context import split_context
 from attnmux.distributed.zigzag import ZigzagStep, zigzag_step
 
 __all__ = [
@@ -45,6 +45,5 @@ __all__ = [
     "pack",
     "prompt_context",
     "split_context",
-    "split_request",
     "zigzag_step",
 ]

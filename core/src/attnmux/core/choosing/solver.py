@@ -132,7 +132,7 @@ def _with_expanded(
     if unfit or not request.dtype or not request.head_dim:
         return decision
     try:
-        found = again(request.expanded_prompts(), decision.platform)
+        found = again(request.of_parts(), decision.platform)
     except NoBackend:
         return decision
     if rank(found) > rank(decision):
