@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
+from attnmux.transformers.parallel import launch
 from attnmux.transformers.parallel.prefill import TOKENS_EACH, PrefillParallelRanks
 from attnmux.transformers.sequence import SequenceState
 
@@ -94,7 +94,8 @@ def every_text(
     found["drafts"] = generated(runner, prompts, drafts=NgramProposer(draft_token_num=4))
     check_logits_of_first(runner)
     check_short_prompts(runner)
-    check_refusals(group, folders["llama"])
+    check_construction(group)
+    check_command(group)
     return found
 
 
@@ -124,10 +125,37 @@ def check_short_prompts(runner: ModelRunner) -> None:
         runner.release(states)
 
 
-def check_refusals(group: RankGroup, folder: Path) -> None:
+def check_construction(group: RankGroup) -> None:
     with pytest.raises(InvalidInput, match="expected at least 4, a token for each of 2 chunks"):
         PrefillParallelRanks(group, least_tokens=3)
     assert PrefillParallelRanks(group).least_tokens == 2 * TOKENS_EACH
+
+
+def check_command(group: RankGroup) -> None:
+    """As the ranks run it that `attnmux generate --pcp 2` starts."""
+    options = ["--pcp", "2", "--pcp-min-tokens", "4", "--backend", "torch_native"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "test")
+        done = CliRunner().invoke(verbs, ["generate", "The key is K77. ?K", *options])
+        other = CliRunner().invoke(verbs, ["generate", "?", "--pcp", "3"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == ("" if group.rank else "77\n")
+    said = "prompts of 4 tokens or more are split over 2 ranks: torch_native (cpu) serves extend"
+    assert (said in done.stderr) == (not group.rank)
+    assert "--pcp: expected 2, the processes that were started, got 3" in other.stderr
+
+
+def test_the_command_starts_the_ranks(monkeypatch) -> None:
+    started = []
+
+    def run_ranks(arguments, size, stdout) -> int:
+        started.append((arguments, size))
+        return 3
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(sys, "argv", ["attnmux", "generate", "text", "--pcp", "2"])
+    assert CliRunner().invoke(verbs, sys.argv[1:]).exit_code == 3
+    assert started == [(("-m", "attnmux.core", "generate", "text", "--pcp", "2"), 2)]
 
 
 def test_the_text_is_that_of_one_rank(tiny, tmp_path: Path) -> None:
@@ -148,23 +176,12 @@ def test_the_text_is_that_of_one_rank(tiny, tmp_path: Path) -> None:
         assert found == expected
 
 
-def test_generate_on_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
-    options = ["--pcp", "2", "--pcp-min-tokens", "4", "--backend", "torch_native"]
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "77\n"
-    said = "prompts of 4 tokens or more are split over 2 ranks: torch_native (cpu) serves extend"
-    assert said in done.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--pcp", "2", "--tp", "2"], "--pcp: expected --pcp alone"),
         (["--pcp", "2", "--dcp"], "got --dcp too"),
+        (["--pcp", "2", "--canary", "1"], "got --canary or --keep-failures too"),
         (["--pcp-min-tokens", "9"], "--pcp-min-tokens: expected --pcp, whose prompts it splits"),
     ],
 )

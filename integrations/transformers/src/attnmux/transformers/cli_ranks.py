@@ -39,21 +39,26 @@ class Parallel:
         """The one that asks for them."""
         return "--tp" if self.pcp is None else "--pcp"
 
-    def check(self) -> None:
-        """Raise InvalidInput for options that exclude each other."""
+    def check(self, *, watched: bool) -> None:
+        """Raise InvalidInput for options that exclude each other.
+
+        watched: whether the reference watches steps, or failures are kept.
+        """
         if self.pcp is not None and (self.tp is not None or self.dcp):
             expected = "--pcp alone, where each device has the whole model and all K and V"
             raise InvalidInput(
                 "--pcp", got=f"--{'dcp' if self.dcp else 'tp'} too", expected=expected
             )
+        if self.pcp is not None and watched:
+            expected = "1 rank for these: a rank sees a part of a split step"
+            raise InvalidInput("--pcp", got="--canary or --keep-failures too", expected=expected)
         if self.pcp is None and self.pcp_min_tokens is not None:
             expected = "--pcp, whose prompts it splits"
             raise InvalidInput("--pcp-min-tokens", got=self.pcp_min_tokens, expected=expected)
 
     def start(self, run: Run) -> None:
         """Start the ranks, if they are asked for and this process is none of them, and exit with
-        their status. Raises InvalidInput as `check` does, and without attnmux-distributed."""
-        self.check()
+        their status. Raises InvalidInput without attnmux-distributed."""
         if self.size is None or self.size == 1:
             return
         try:

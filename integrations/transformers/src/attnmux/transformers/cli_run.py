@@ -111,6 +111,7 @@ def run_command(
     budget = None if memory is None else MemoryBudget.parse(memory)
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
     parallel = Parallel(tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens)
+    parallel.check(watched=canary > 0 or keep_failures is not None)
     parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
