@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import InvalidInput, RankGroup, load_plugins
+from attnmux.core import InvalidInput, Policy, RankGroup, Request, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
 from attnmux.emulators.ranks import run_ranks
@@ -128,7 +128,14 @@ def check_short_prompts(runner: ModelRunner) -> None:
 def check_construction(group: RankGroup) -> None:
     with pytest.raises(InvalidInput, match="expected at least 4, a token for each of 2 chunks"):
         PrefillParallelRanks(group, least_tokens=3)
-    assert PrefillParallelRanks(group).least_tokens == 2 * TOKENS_EACH
+    ranks = PrefillParallelRanks(group)
+    assert ranks.least_tokens == 2 * TOKENS_EACH
+    for changes, match in (
+        ({"linear_layers": (("gdn", 2),)}, "got linear layers"),
+        ({"deterministic": True}, "got a deterministic request"),
+    ):
+        with pytest.raises(InvalidInput, match=f"pcp: expected attention in every layer.*{match}"):
+            ranks.solve(Request(**changes), probe_cpu(), (), Policy(), ())
 
 
 def check_command(group: RankGroup) -> None:
