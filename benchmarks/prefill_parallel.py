@@ -49,7 +49,6 @@ from attnmux.distributed import (
     PrefillParallelBackend,
     ZigzagStep,
     split_context,
-    split_request,
     zigzag_step,
 )
 from attnmux.distributed.chunk_gather import ChunkGather
@@ -140,7 +139,7 @@ def make_sides(
     decision = solve(asked, platform, offers, policy)
     choice, note = decision.phases["extend"], ""
     try:
-        choice = solve(split_request(asked), platform, offers, policy).phases["extend"]
+        choice = solve(asked.of_parts(), platform, offers, policy).phases["extend"]
     except NoBackend:
         if not backend:
             raise

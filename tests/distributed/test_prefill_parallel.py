@@ -21,18 +21,18 @@ from attnmux.core import (
     RanksDiffer,
     UpProjection,
     imported,
+    part_attention,
     torch_dtype,
 )
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
     PrefillParallelBackend,
-    part_attention,
-    prefill_parallel,
     split_context,
     zigzag_step,
 )
 from attnmux.distributed.kv_rows import KVRows
+from attnmux.distributed.split_parts import ChunkRows
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 from attnmux.testing.comparison import (
@@ -451,9 +451,9 @@ def check_construction(group: RankGroup) -> None:
     inner, part = TorchNativeBackend(context), TorchNativeBackend(split_context(context))
     other = make_setup(case_of(extend((0, 4))), fake_platform(), "cpu").context
     for parts, options, match in (
-        ([], {}, "parts: expected at least 1"),
-        ([inner], {}, "backends of split_context"),
-        ([part, TorchNativeBackend(split_context(other))], {}, "backends of split_context"),
+        ([], {}, "backends of a part_context, got none"),
+        ([inner], {}, "backends of a part_context"),
+        ([part, TorchNativeBackend(split_context(other))], {}, "backends of a part_context"),
         ([part], {"chunk_bytes": 0}, "chunk_bytes"),
         ([part], {"chunks_at_once": 0}, "chunks_at_once"),
     ):
@@ -520,23 +520,27 @@ def test_without_overlap_it_does(tmp_path: Path) -> None:
 
 
 def without_a_chunk(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
-    runner = backend._attention
-    runner.parts = tuple(part for part in runner.parts if part.chunks != 1)
+    backend._parts.parts = tuple(
+        part
+        for part in backend._parts.parts
+        if not isinstance(part.keys, ChunkRows) or part.keys.chunks != 1
+    )
 
 
 def with_a_part_twice(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
-    backend._attention.parts += backend._attention.parts[-1:]
+    backend._parts.parts += backend._parts.parts[-1:]
 
 
 def without_the_prefix(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
-    runner = backend._attention
-    runner.parts = tuple(part for part in runner.parts if not part.is_prefix)
+    backend._parts.parts = tuple(
+        part for part in backend._parts.parts if not isinstance(part.keys, torch.Tensor)
+    )
 
 
 def without_causality(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
-    backend._layers = {
+    backend._parts.layers = {
         number: (replace(own, is_causal=False), cross)
-        for number, (own, cross) in backend._layers.items()
+        for number, (own, cross) in backend._parts.layers.items()
     }
 
 
@@ -549,7 +553,7 @@ def with_equal_weights(backend: PrefillParallelBackend, patch: pytest.MonkeyPatc
 
 
 def without_sinks(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefill_parallel, "add_sinks", lambda out, lse, sinks: None)
+    patch.setattr(part_attention, "add_sinks", lambda out, lse, sinks: None)
 
 
 def without_writing(backend: PrefillParallelBackend, patch: pytest.MonkeyPatch) -> None:

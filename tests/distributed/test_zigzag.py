@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from attnmux.core import ForwardMode, InvalidInput, MultiItem, SpecInput
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.distributed import ZigzagStep, split_context, split_request, zigzag_step
-from attnmux.distributed.split_parts import own_visit, parts_of
+from attnmux.distributed import ZigzagStep, split_context, zigzag_step
+from attnmux.distributed.split_parts import ChunkRows, parts_of
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 
 SMALL = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float32"}
@@ -51,20 +51,16 @@ def test_every_token_sees_the_keys_before_it_once(requests, size, at_once, most)
         assert torch.equal(step.order, steps[0].order)
         seen: list[list[int]] = [[] for _ in range(step.num_tokens)]
         positions = whole.positions[step.order]
-        own = own_visit(step).batch
-        for start, length in zip(
-            own.extend_seq_lens.cumsum(0) - own.extend_seq_lens, own.extend_seq_lens, strict=True
-        ):
-            for token in range(int(start), int(start + length)):
-                seen[token] += step.positions[start : token + 1].tolist()
-        parts = parts_of(step, table, chunks_at_once=at_once, most_tokens=most)
-        numbers = [visit.number for part in parts for visit in part.visits]
-        assert numbers == list(range(1, len(numbers) + 1))
-        for part in parts:
-            places = place_of(table, whole)[part.keys] if part.is_prefix else positions[part.keys]
+        for part in parts_of(step, table, chunks_at_once=at_once, most_tokens=most):
+            if part.keys is None:
+                note_own(seen, part, step)
+                continue
+            if isinstance(part.keys, ChunkRows):
+                places = positions[part.keys.rows]
+            else:
+                places = place_of(table, whole)[part.keys]
             assert 0 < len(places) <= most
-            for visit in part.visits:
-                note(seen, visit, places)
+            note(seen, part, places)
         for token, position in enumerate(step.positions.tolist()):
             assert sorted(seen[token]) == list(range(position + 1))
 
@@ -78,9 +74,17 @@ def place_of(table, whole) -> torch.Tensor:
     return places
 
 
-def note(seen, visit, places) -> None:
-    batch, token, key = visit.batch, visit.tokens.start, 0
-    assert batch.num_tokens == visit.tokens.stop - visit.tokens.start
+def note_own(seen, part, step) -> None:
+    assert part.tokens == slice(0, step.num_tokens)
+    lens = part.batch.extend_seq_lens
+    for start, length in zip(lens.cumsum(0) - lens, lens, strict=True):
+        for token in range(int(start), int(start + length)):
+            seen[token] += step.positions[start : token + 1].tolist()
+
+
+def note(seen, part, places) -> None:
+    batch, token, key = part.batch, part.tokens.start, 0
+    assert batch.num_tokens == part.tokens.stop - part.tokens.start
     for new, keys in zip(batch.extend_seq_lens.tolist(), batch.encoder_lens.tolist(), strict=True):
         for each in range(token, token + new):
             seen[each] += places[key : key + keys].tolist()
@@ -163,12 +167,12 @@ def test_contexts_of_parts() -> None:
     assert cross.is_cross_attention
     assert other_cross.is_cross_attention
     assert own.sinks is None
-    assert made.request == split_request(context.request)
+    assert made.request == context.request.of_parts()
     assert made.request.cross_attention
     assert made.request.sliding_window is None
     for changes, match in (
         ({"windows": (4,)}, "a layer without a window"),
-        ({"is_encoder": True, "save_kv_cache": False}, "causal layers of a decoder"),
+        ({"is_encoder": True, "save_kv_cache": False}, "causal self attention"),
     ):
         with pytest.raises(InvalidInput, match=match):
             split_context(setup_of(step, **changes).context)

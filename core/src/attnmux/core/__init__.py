@@ -188,9 +188,9 @@ if TYPE_CHECKING:
     from attnmux.core.page_tables import fixed_buffers as fixed_buffers
     from attnmux.core.part_attention import MOST_LANES as MOST_LANES
     from attnmux.core.part_attention import PartAttention as PartAttention
+    from attnmux.core.part_attention import is_mergeable as is_mergeable
     from attnmux.core.part_attention import merge_into as merge_into
     from attnmux.core.part_attention import part_context as part_context
-    from attnmux.core.part_attention import part_layers as part_layers
     from attnmux.core.pool_views import FP8 as FP8
     from attnmux.core.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
     from attnmux.core.pool_views import check_bfloat16_or_fp8 as check_bfloat16_or_fp8
@@ -457,9 +457,9 @@ _NAMES_BY_MODULE = {
     "part_attention": (
         "MOST_LANES",
         "PartAttention",
+        "is_mergeable",
         "merge_into",
         "part_context",
-        "part_layers",
     ),
     "pool_views": (
         "FP8",

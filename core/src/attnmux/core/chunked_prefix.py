@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,10 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.measured.launches import current_launches
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
-from attnmux.core.expanded_parts import Part, parts_of
+from attnmux.core.expanded_parts import parts_of
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.latent import crossing_by_operations
-from attnmux.core.part_attention import PartAttention, part_context, part_layers
+from attnmux.core.part_attention import PartAttention, part_context
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
@@ -60,21 +61,13 @@ class ChunkedPrefixBackend(DispatchingBackend):
         Raises InvalidInput for a backend of another context, and for no memory.
         """
         super().__init__(absorbed.context)
-        pool = self.context.token_to_kv_pool
-        if not expanded or any(
-            each.context.token_to_kv_pool is not pool
-            or any(layer.kind == "mla" for layer in each.context.layers)
-            for each in expanded
-        ):
-            expected = "backends of expanded_context(absorbed.context)"
-            raise InvalidInput("expanded", got="backends of another context", expected=expected)
+        layers, pool = self.context.layers, self.context.token_to_kv_pool
         check_positive("chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
         self.expanded = tuple(expanded)
-        self._parts = PartAttention(expanded)
-        self._layers = part_layers(self.context.layers, expanded[0].context)
-        layer = self.context.layers[0]
-        own, _ = self._layers[layer.layer_id]
+        self._parts = PartAttention[torch.Tensor](expanded, layers, pool)
+        layer = layers[0]
+        own, _ = self._parts.layers[layer.layer_id]
         self._dims = (own.tp_q_head_num, own.qk_head_dim, own.v_head_dim)
         row = own.tp_q_head_num * (own.qk_head_dim + own.v_head_dim)
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
@@ -129,22 +122,19 @@ class ChunkedPrefixBackend(DispatchingBackend):
         if not self.runs_expanded or batch.forward_mode is ForwardMode.IDLE:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.absorbed.save_kv(latent, None, layer, batch, k_rope=k_rope)
-        return self._parts.attend(
-            q,
-            lambda part: self._keys(part, layer, projection, q.dtype),
-            self._layers[layer.layer_id],
-        )
+        read = partial(self._keys, layer=layer, projection=projection, dtype=q.dtype)
+        return self._parts.attend(q, read, layer)
 
     def _keys(
-        self, part: Part, layer: LayerSpec, projection: UpProjection, dtype: torch.dtype
+        self, slots: torch.Tensor, layer: LayerSpec, projection: UpProjection, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [n, H, nope + rope] and V [n, H, v] of the part's keys.
+        """K [n, H, nope + rope] and V [n, H, v] of the keys in slots [n].
 
         The pool's values are read for new tokens too: it may have rounded them.
         """
         pool, workspace = self.context.token_to_kv_pool, self.context.workspace
         buffer = pool.get_key_buffer(layer.layer_id)
-        rows = gather_rows(buffer, pool.translate(part.slots, layer.layer_id)).squeeze(1).to(dtype)
+        rows = gather_rows(buffer, pool.translate(slots, layer.layer_id)).squeeze(1).to(dtype)
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         if scale != 1.0:
             rows = rows * scale
@@ -162,9 +152,9 @@ def expanded_context(context: BackendContext) -> BackendContext:
     """
     for layer in context.layers:
         if layer.kind != "mla":
-            expected = "MLA without windows, chunks or sinks"
+            expected = "MLA without windows and chunks"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
-    return part_context(context, context.request.expanded_prompts())
+    return part_context(context, context.request.of_parts())
 
 
 def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -17,25 +17,28 @@ if TYPE_CHECKING:
     from attnmux.core.kv.request_table import RequestTable
 
 
+K = TypeVar("K")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
-    """Keys of a step that are attended to at once, and the new tokens that see them."""
+class Part(Generic[K]):
+    """Keys of a step that are attended to at once, and new tokens that see them."""
 
     batch: ForwardBatch
-    """Of the requests that have such keys."""
+    """Of the requests that have such keys, which each of its tokens sees as an encoder's. The own
+    keys of a step's new tokens make the first part, and are seen causally."""
     tokens: slice
     """Their new tokens' rows in the step."""
-    slots: torch.Tensor
-    """[n] int64: the keys, in the order of the requests."""
-    is_prefix: bool
-    """Whether every new token of a request sees all of its keys."""
+    keys: K
+    """Where the keys are, in the order of the requests."""
 
 
 def parts_of(
     batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
-) -> Iterator[Part]:
+) -> Iterator[Part[torch.Tensor]]:
     """The parts of a step of prompts, the new tokens' own first; none of another step.
 
+    Their keys are slots [n] int64.
     crossing: of `expansion_pays`, below which a step has no parts; None cuts every step.
     chunk_tokens: cached tokens of a part at most. Lengths without a host mirror are read from the
     device.
@@ -63,7 +66,7 @@ def parts_of(
         tbo_children=(),
     )
     tokens = slice(0, batch.num_tokens)
-    yield Part(batch=own, tokens=tokens, slots=batch.out_cache_loc, is_prefix=False)
+    yield Part(batch=own, tokens=tokens, keys=batch.out_cache_loc)
     for first, starts, lens in prefix_chunks(cached_lens, chunk_tokens):
         yield _chunk(own, table, new_lens, first, starts, lens)
 
@@ -75,7 +78,7 @@ def _chunk(
     first: int,
     starts: Sequence[int],
     lens: Sequence[int],
-) -> Part:
+) -> Part[torch.Tensor]:
     last, before = first + len(lens), sum(new[:first])
     tokens = slice(before, before + sum(new[first:last]))
     batch = own.slice(first, last, first_token=tokens.start, last_token=tokens.stop)
@@ -88,7 +91,7 @@ def _chunk(
         total=sum(lens),
     ).long()
     batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
-    return Part(batch=batch, tokens=tokens, slots=slots, is_prefix=True)
+    return Part(batch=batch, tokens=tokens, keys=slots)
 
 
 def prefix_chunks(

@@ -18,8 +18,8 @@ from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTab
 from attnmux.distributed.interleaving import Interleaving
 from attnmux.distributed.merging import RankMerger, exchange_and_merge, merge_packed, pack
 from attnmux.distributed.prefill_parallel import PrefillParallelBackend
-from attnmux.distributed.split_context import split_context, split_request
-from attnmux.distributed.zigzag import ZigzagStep, zigzag_step
+from attnmux.distributed.split_context import split_context
+from attnmux.distributed.zigzag import ZigzagStep, can_be_split, zigzag_step
 
 __all__ = [
     "AgreedStep",
@@ -36,6 +36,7 @@ __all__ = [
     "ZigzagStep",
     "agree_on_step",
     "build_interleaved",
+    "can_be_split",
     "capture_on_all_ranks",
     "decide_interleaved",
     "decode_context",
@@ -45,6 +46,5 @@ __all__ = [
     "pack",
     "prompt_context",
     "split_context",
-    "split_request",
     "zigzag_step",
 ]

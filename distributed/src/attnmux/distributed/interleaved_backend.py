@@ -18,7 +18,6 @@ from attnmux.core import (
     KVPool,
     Part,
     PartAttention,
-    part_layers,
     parts_of,
     quantise,
     shared_kernel,
@@ -77,21 +76,20 @@ class InterleavedAttnBackend(AttentionBackend):
         if not isinstance(pool, InterleavedKVPool) or not isinstance(table, InterleavedTable):
             expected = "an InterleavedKVPool, and a decode backend of decode_context"
             raise InvalidInput("context", got=type(pool).__name__, expected=expected)
-        if any(each.context.token_to_kv_pool is not pool.own for each in (decode, *prompts)):
-            expected = "decode_context and prompt_context of this context"
+        if decode.context.token_to_kv_pool is not pool.own:
+            expected = "decode_context of this context"
             raise InvalidInput("decode", got="a backend of another context", expected=expected)
         self._heads = heads
         self._pool, self._table = pool, table
         self._interleaving = pool.interleaving
         self.decode = decode
         self._merger: RankMerger | None = shared_kernel("rank_merger", context)
-        self._parts = PartAttention(prompts)
-        self._layers = part_layers(unscaled(context.layers, pool.own), prompts[0].context)
+        self._parts = PartAttention[KeysOfRanks | None](
+            prompts, unscaled(context.layers, pool.own), pool.own
+        )
         layer = context.layers[0]
         row = layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim)
         self._chunk_tokens = max(chunk_bytes // (row * pool.dtype.itemsize), 1)
-        self._keys: dict[int, KeysOfRanks] = {}
-        """By the part's `id`, of the prepared step."""
         self._step: _Decode | None = None
         self._writes: ForwardBatch | None = None
         """The prepared step, with this rank's slots."""
@@ -110,7 +108,6 @@ class InterleavedAttnBackend(AttentionBackend):
     ) -> None:
         self._step = self._writes = None
         self._parts.begin(())
-        self._keys = {}
         if batch.forward_mode is ForwardMode.IDLE:
             return
         self._table.follow(batch.req_pool_indices)
@@ -124,10 +121,12 @@ class InterleavedAttnBackend(AttentionBackend):
         if not parts:
             expected = "DECODE, or EXTEND and MIXED of text alone: KV is interleaved over ranks"
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
-        self._parts.begin(parts)
+        found = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
+        self._parts.begin(
+            Part(batch=part.batch, tokens=part.tokens, keys=keys)
+            for part, keys in zip(parts, (None, *found), strict=True)
+        )
         self._writes = replace(batch, out_cache_loc=self._interleaving.mine(batch.out_cache_loc))
-        for part in parts[1:]:
-            self._keys[id(part)] = KeysOfRanks.of(part.slots, self._interleaving)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         if self._step is not None:
@@ -182,10 +181,10 @@ class InterleavedAttnBackend(AttentionBackend):
             raise InvalidInput("k", got=got, expected=expected)
         own = self._as_stored(k, layer.k_scale, call.q), self._as_stored(v, layer.v_scale, call.q)
 
-        def keys(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._gathered(part, layer, call.q) if part.is_prefix else own
+        def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return own if keys is None else self._gathered(keys, layer, call.q)
 
-        out = self._parts.attend(call.q, keys, self._layers[layer.layer_id], call.lse)
+        out = self._parts.attend(call.q, read, layer, call.lse)
         return self._scaled(out, layer)
 
     def forward_latent(
@@ -202,15 +201,15 @@ class InterleavedAttnBackend(AttentionBackend):
         self.save_kv(latent, None, layer, batch, k_rope=k_rope)
         own = self._as_stored(torch.cat((latent, k_rope), -1), layer.k_scale, q)
 
-        def keys(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = self._gathered(part, layer, q)[0] if part.is_prefix else own
-            spec, _ = self._layers[layer.layer_id]
+        def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = own if keys is None else self._gathered(keys, layer, q)[0]
+            spec, _ = self._parts.layers[layer.layer_id]
             k = q.new_empty((len(rows), spec.tp_k_head_num, spec.qk_head_dim))
             v = q.new_empty((len(rows), spec.tp_v_head_num, spec.v_head_dim))
             projection.expand(rows.squeeze(1), k, v)
             return k, v
 
-        return self._scaled(self._parts.attend(q, keys, self._layers[layer.layer_id]), layer)
+        return self._scaled(self._parts.attend(q, read, layer), layer)
 
     def _decode_step(self, batch: ForwardBatch) -> _Decode:
         held = self._interleaving.lens(batch.seq_lens)
@@ -234,9 +233,9 @@ class InterleavedAttnBackend(AttentionBackend):
         return _Decode(batch=own, has_keys=has_keys)
 
     def _gathered(
-        self, part: Part, layer: LayerSpec, q: torch.Tensor
+        self, keys: KeysOfRanks, layer: LayerSpec, q: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys[id(part)].gather(self._pool.own, layer, self._heads, q.dtype)
+        return keys.gather(self._pool.own, layer, self._heads, q.dtype)
 
     def _as_stored(self, rows: torch.Tensor, scale: float | None, q: torch.Tensor) -> torch.Tensor:
         """K or V as the pool stores them, which may have rounded them."""

@@ -72,8 +72,7 @@ def decide_interleaved(
     if whole.page_size is None and interleave > 1:
         whole = whole.replace(origin="default", page_size=interleave)
     decode = solve_measured(whole, platform, offers, policy, measurements=measurements)
-    of_parts = request.expanded_prompts() if request.latent else request.of_parts()
-    of_parts = of_parts.replace(origin="default", page_size=decode.page_size)
+    of_parts = request.of_parts().replace(origin="default", page_size=decode.page_size)
     prompts = solve_measured(of_parts, platform, offers, policy, measurements=measurements)
     return InterleavedDecision(decode=decode, prompts=prompts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,16 @@ from attnmux.core import (
     ForwardBatch,
     GraphUnsupported,
     InvalidInput,
+    PartAttention,
     RankGroup,
     RanksDiffer,
     UpProjection,
     check_positive,
+    is_mergeable,
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
-from attnmux.distributed.part_attention import Expand, PartAttention, add_sinks
-from attnmux.distributed.split_context import layers_of_parts
+from attnmux.distributed.split_parts import ChunkRows, SplitKeys, parts_of
 from attnmux.distributed.zigzag import SPLIT_MODES, ZigzagStep
 
 if TYPE_CHECKING:
@@ -67,25 +68,21 @@ class PrefillParallelBackend(DispatchingBackend):
         Raises InvalidInput for backends of another context, and for sizes below 1.
         """
         super().__init__(inner.context)
-        check_positive("parts", len(parts))
         self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
         check_positive("chunks_at_once", self.chunks_at_once)
         check_positive("chunk_bytes", chunk_bytes)
-        for each in parts:
-            self._layers = layers_of_parts(inner.context, each.context)
+        layers = [layer for layer in inner.context.layers if is_mergeable(layer)]
+        pool = inner.context.token_to_kv_pool
+        self._parts = PartAttention[SplitKeys](parts, layers, pool)
         self.inner = inner
         self.group = group
         self.overlap = overlap
         row = max(
             own.tp_k_head_num * (own.qk_head_dim + own.v_head_dim)
-            for own, _ in self._layers.values()
+            for own, _ in self._parts.layers.values()
         )
         itemsize = 2 if self._dtype is None else self._dtype.itemsize
-        self._attention = PartAttention(
-            parts,
-            chunks_at_once=self.chunks_at_once,
-            part_tokens=max(chunk_bytes // (row * itemsize), 1),
-        )
+        self._part_tokens = max(chunk_bytes // (row * itemsize), 1)
         self._step: ZigzagStep | None = None
         self._is_inner_prepared = False
 
@@ -123,7 +120,14 @@ class PrefillParallelBackend(DispatchingBackend):
         if in_capture:
             raise GraphUnsupported("a step that is split over ranks cannot be captured")
         self._check_step(batch)
-        self._attention.prepare(batch, self.context.req_to_token_pool)
+        self._parts.begin(
+            parts_of(
+                batch,
+                self.context.req_to_token_pool,
+                chunks_at_once=self.chunks_at_once,
+                most_tokens=self._part_tokens,
+            )
+        )
         self._is_inner_prepared = False
         self._step = batch
 
@@ -155,12 +159,8 @@ class PrefillParallelBackend(DispatchingBackend):
         if not self._is_in_parts(layer, absorbed=call.k_rope):
             return self._over_pool(call, batch, kv, own)
         expand = partial(kv.values, dtype=call.q.dtype)
-        out, lse = self._over_parts(call.q, kv, own, batch, expand, saves=call.save_kv_cache)
-        if layer.sinks is not None:
-            add_sinks(out, lse, layer.sinks)
-        if call.lse is not None:
-            call.lse.copy_(lse)
-        return out.to(call.q.dtype)
+        saves = call.save_kv_cache
+        return self._over_parts(call.q, kv, own, batch, expand, saves=saves, lse=call.lse)
 
     def forward_latent(
         self,
@@ -177,8 +177,7 @@ class PrefillParallelBackend(DispatchingBackend):
         self.inner.save_kv(latent, None, layer, batch, k_rope=k_rope)
         kv = KVRows(pool=self.context.token_to_kv_pool, layer=layer)
         expand = partial(self._expanded, kv, projection, q.dtype)
-        out, _ = self._over_parts(q, kv, kv.of(latent, k_rope), batch, expand, saves=True)
-        return out.to(q.dtype)
+        return self._over_parts(q, kv, kv.of(latent, k_rope), batch, expand)
 
     def _over_parts(
         self,
@@ -186,26 +185,35 @@ class PrefillParallelBackend(DispatchingBackend):
         kv: KVRows,
         own: torch.Tensor,
         step: ZigzagStep,
-        expand: Expand,
+        expand: Callable[[Stored], Stored],
         *,
-        saves: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE as `PartAttention` returns them. own: rows of the tokens' K and V. saves:
-        whether K and V go to the pool, and tokens see the prefix there."""
+        saves: bool = True,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention [T, H, Dv] of one layer. own: rows of the tokens' K and V. expand: K and V as a
+        call takes them, of values as a pool stores them. saves: whether K and V go to the pool, and
+        tokens see the prefix there."""
         gather = self._gather(own, kv, step)
-        layers = self._layers[kv.layer.layer_id]
-        found = self._attention(q, layers, own, gather, kv, expand, with_prefix=saves)
+
+        def read(keys: SplitKeys) -> Stored | None:
+            if keys is None:
+                return expand(kv.split(own))
+            if isinstance(keys, ChunkRows):
+                return expand(kv.split(gather.wait(keys.chunks)[keys.rows]))
+            return expand(kv.read(keys)) if saves else None
+
+        out = self._parts.attend(q, read, kv.layer, lse)
         rows = gather.wait()
         if saves:
             kv.write(rows, step.whole_cache_loc)
-        return found
+        return out
 
     def _expanded(
         self, kv: KVRows, projection: UpProjection, dtype: torch.dtype, stored: Stored
     ) -> Stored:
         """K [n, H, nope + rope] and V [n, H, v] of latent rows."""
         (rows,) = kv.values(stored, dtype)
-        own, _ = self._layers[kv.layer.layer_id]
+        own, _ = self._parts.layers[kv.layer.layer_id]
         heads, tensor = own.tp_q_head_num, self.context.workspace.tensor
         k = tensor("prefill_parallel.k", (len(rows), heads, own.qk_head_dim), dtype)
         v = tensor("prefill_parallel.v", (len(rows), heads, own.v_head_dim), dtype)
@@ -237,7 +245,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
     def _is_in_parts(self, layer: LayerSpec, *, absorbed: torch.Tensor | None) -> bool:
         """Whether a call of `forward` runs part by part. absorbed: its rotary keys, of MLA."""
-        return absorbed is None and layer.layer_id in self._layers
+        return absorbed is None and layer.layer_id in self._parts.layers
 
     def _check_pool_step(self, layer: LayerSpec, step: ZigzagStep) -> None:
         """Refuse a layer that `inner` had to run without all keys, or in too large a step."""

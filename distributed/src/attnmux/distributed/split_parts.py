@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, cu_seqlens, kv_indices, prefix_chunks
+from attnmux.core import ForwardBatch, ForwardMode, Part, cu_seqlens, kv_indices, prefix_chunks
 from attnmux.distributed.zigzag import ZigzagStep, spans
 
 if TYPE_CHECKING:
@@ -21,51 +21,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Visit:
-    """Some of the rank's tokens, as a batch whose keys come with the call."""
+class ChunkRows:
+    """Keys of earlier chunks."""
 
-    number: int
-    """Its place among the step's visits; 0 is that of the own chunks."""
-    tokens: slice
-    """Their rows among the rank's."""
-    batch: ForwardBatch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
-    """Keys that are read at once, request by request, and the tokens that see all of them."""
-
-    keys: slice | torch.Tensor
-    """Rows of the gathered chunks, or slots [n] int64 of the prefix."""
-    is_prefix: bool
+    rows: slice | torch.Tensor
+    """Of the gathered chunks."""
     chunks: int
     """How many of the step's chunks must have arrived."""
-    visits: tuple[Visit, ...]
 
 
-def own_visit(step: ZigzagStep) -> Visit:
-    """The rank's tokens on the keys of their own chunks."""
-    lens = [length for chunk in step.own_chunks for length in step.chunk_lens[chunk]]
-    tokens = slice(0, step.num_tokens)
-    no_keys = [0] * len(lens)
-    return Visit(
-        number=0,
-        tokens=tokens,
-        batch=_batch(step, step.req_pool_indices, tokens, lens, no_keys),
-    )
+SplitKeys: TypeAlias = ChunkRows | torch.Tensor | None
+"""Those of earlier chunks, slots [n] int64 of the prefix, or None for the rank's own chunks."""
 
 
 def parts_of(
     step: ZigzagStep, table: RequestTable, *, chunks_at_once: int, most_tokens: int
-) -> tuple[Part, ...]:
-    """The parts after the own chunks: the cached prefix, and then earlier chunks as they arrive.
+) -> Iterator[Part[SplitKeys]]:
+    """The rank's own chunks, then the cached prefix, then earlier chunks as they arrive; nothing on
+    a rank without tokens.
 
     chunks_at_once: chunks of a round, in which they arrive together. most_tokens: keys of a part at
     most.
     """
+    if not step.num_tokens:
+        return
+    yield _own_part(step)
+    yield from _prefix_parts(step, table, most_tokens)
     first, second = step.own_chunks
-    numbers = count(1)
-    parts = [*_prefix_parts(step, table, most_tokens, numbers)]
     for start in range(0, second, chunks_at_once):
         end = start + chunks_at_once
         for halves, chunks in (
@@ -73,13 +55,19 @@ def parts_of(
             ((1,), range(max(start, first), min(end, second))),
         ):
             if chunks:
-                parts += _chunk_parts(step, halves, chunks, most_tokens, numbers)
-    return tuple(part for part in parts if part.visits)
+                yield from _chunk_parts(step, halves, chunks, most_tokens)
+
+
+def _own_part(step: ZigzagStep) -> Part[SplitKeys]:
+    lens = [length for chunk in step.own_chunks for length in step.chunk_lens[chunk]]
+    tokens = slice(0, step.num_tokens)
+    batch = _batch(step, step.req_pool_indices, tokens, lens, [0] * len(lens))
+    return Part(batch=batch, tokens=tokens, keys=None)
 
 
 def _prefix_parts(
-    step: ZigzagStep, table: RequestTable, most_tokens: int, numbers: Iterator[int]
-) -> Iterator[Part]:
+    step: ZigzagStep, table: RequestTable, most_tokens: int
+) -> Iterator[Part[SplitKeys]]:
     for first, starts, lens in prefix_chunks(step.cached_lens, most_tokens):
         device = step.req_pool_indices.device
         of_part = torch.tensor([starts, lens], dtype=torch.int32).to(device)
@@ -90,17 +78,12 @@ def _prefix_parts(
             kv_start=of_part[0],
             total=sum(lens),
         )
-        visits = _visits(step, (0, 1), first, lens, numbers)
-        yield Part(keys=slots.long(), is_prefix=True, chunks=0, visits=visits)
+        yield from _parts_on(step, slots.long(), (0, 1), first, lens)
 
 
 def _chunk_parts(
-    step: ZigzagStep,
-    halves: Sequence[int],
-    chunks: range,
-    most_tokens: int,
-    numbers: Iterator[int],
-) -> Iterator[Part]:
+    step: ZigzagStep, halves: Sequence[int], chunks: range, most_tokens: int
+) -> Iterator[Part[SplitKeys]]:
     """The keys of some chunks, for both halves of the rank's tokens or for the second alone."""
     all_lens = torch.tensor(step.chunk_lens).view(len(step.chunk_lens), -1)
     ends = all_lens.flatten().cumsum(0).view(all_lens.shape)
@@ -111,32 +94,22 @@ def _chunk_parts(
     for first, _, key_lens in prefix_chunks(lens.sum(1).tolist(), most_tokens):
         found = rows[done : done + sum(key_lens)]
         done += len(found)
-        yield Part(
-            keys=slice(int(found[0]), int(found[-1]) + 1)
-            if is_range
-            else found.to(step.order.device),
-            is_prefix=False,
-            chunks=chunks.stop,
-            visits=_visits(step, halves, first, key_lens, numbers),
-        )
+        some = slice(int(found[0]), int(found[-1]) + 1)
+        keys = ChunkRows(rows=some if is_range else found.to(step.order.device), chunks=chunks.stop)
+        yield from _parts_on(step, keys, halves, first, key_lens)
 
 
-def _visits(
-    step: ZigzagStep,
-    halves: Sequence[int],
-    first: int,
-    key_lens: Sequence[int],
-    numbers: Iterator[int],
-) -> tuple[Visit, ...]:
-    """Visits to keys of requests `first`, `first + 1`, …: one for each half of the rank's tokens.
+def _parts_on(
+    step: ZigzagStep, keys: SplitKeys, halves: Sequence[int], first: int, key_lens: Sequence[int]
+) -> Iterator[Part[SplitKeys]]:
+    """One part on the keys of requests `first`, `first + 1`, … for each half of the rank's tokens.
 
-    A single request's halves lie next to each other and make one visit.
+    A single request's halves lie next to each other and make one part.
     """
     lens = [step.chunk_lens[step.own_chunks[half]] for half in halves]
     begin = 0 if 0 in halves else sum(step.chunk_lens[step.rank])
     if step.num_requests == 1:
         lens = [(sum(own for (own,) in lens),)]
-    visits = []
     for own in lens:
         places = [begin, *(begin + end for end in accumulate(own))]
         begin = places[-1]
@@ -145,8 +118,7 @@ def _visits(
         if tokens.start < tokens.stop:
             rows = step.req_pool_indices[first:last]
             batch = _batch(step, rows, tokens, own[first:last], key_lens)
-            visits.append(Visit(number=next(numbers), tokens=tokens, batch=batch))
-    return tuple(visits)
+            yield Part(batch=batch, tokens=tokens, keys=keys)
 
 
 def _batch(

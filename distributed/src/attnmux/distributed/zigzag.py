@@ -68,6 +68,12 @@ class ZigzagStep(ForwardBatch):
         return min(chunk, 2 * self.size - 1 - chunk)
 
 
+def can_be_split(batch: ForwardBatch) -> bool:
+    """Whether `zigzag_step` takes a step."""
+    refused = any(getattr(batch, field) is not None for field in REFUSED)
+    return batch.forward_mode in SPLIT_MODES and not refused
+
+
 def zigzag_step(batch: ForwardBatch, *, rank: int, size: int, keeps_all: bool = True) -> ZigzagStep:
     """The part of `rank` in a step that is split over `size` ranks.
 

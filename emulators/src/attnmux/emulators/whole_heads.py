@@ -220,10 +220,9 @@ def _pool_like(whole: KVPool, layer: LayerSpec, interleaving: Interleaving) -> K
 
 def _of_prompts(request: Request, layer: LayerSpec) -> Request:
     """For latent layers, the expanded heads are the latent itself, see `_identity`."""
-    if layer.kind != "mla":
-        return request.of_parts()
-    request = request.replace(head_dim=layer.qk_head_dim, v_head_dim=layer.v_head_dim)
-    return request.expanded_prompts()
+    if layer.kind == "mla":
+        request = request.replace(head_dim=layer.qk_head_dim, v_head_dim=layer.v_head_dim)
+    return request.of_parts()
 
 
 def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpProjection:

@@ -122,17 +122,16 @@ def _with_expanded(
     """The decision, with a backend for expanded prompts where one ranks as high as the absorbed.
 
     again: solves for another request. rank: of the backend that serves extend. Only plain MLA has
-    expanded prompts: a part of the keys can be merged by LSE, but not a part of a window, or a sink
-    that each part would count. Chunks depend on the other requests of a step, so that a
-    deterministic request has none.
+    expanded prompts: a part of the keys can be merged by LSE, but not a part of a window. Chunks
+    depend on the other requests of a step, so that a deterministic request has none.
     """
     request = decision.request
-    unmerged = (request.sliding_window, request.attention_chunk, request.sinks, request.custom_mask)
+    unmerged = (request.sliding_window, request.attention_chunk, request.custom_mask)
     unfit = request.kind != "mla" or any(unmerged) or request.deterministic
     if unfit or not request.dtype or not request.head_dim:
         return decision
     try:
-        found = again(request.expanded_prompts(), decision.platform)
+        found = again(request.of_parts(), decision.platform)
     except NoBackend:
         return decision
     if rank(found) > rank(decision):

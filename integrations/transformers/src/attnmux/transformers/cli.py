@@ -130,6 +130,17 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="With --tp: keep each token's K and V on one device, so that long contexts and latent "
     "attention need less memory on each (decode context parallel).",
 )
+@click.option(
+    "--pcp",
+    type=AT_LEAST_1,
+    help="Split long prompts over that many devices of this machine, each with the whole model and "
+    "all K and V (prefill context parallel). Needs attnmux-distributed.",
+)
+@click.option(
+    "--pcp-min-tokens",
+    type=AT_LEAST_1,
+    help="New tokens of a prompt from which --pcp splits it. Default: 256 for each device.",
+)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",

@@ -1,4 +1,4 @@
-"""The ranks of `attnmux generate --tp`."""
+"""The ranks of `attnmux generate --tp` and `--pcp`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,52 @@ class Parallel:
     """Ranks; None: as many as a launcher started, else one."""
     dcp: bool
     """Whether KV is interleaved over the ranks."""
+    pcp: int | None
+    """Ranks that split long prompts, in place of `tp`."""
+    pcp_min_tokens: int | None
+    """New tokens of a prompt that is split; None: as `PrefillParallelRanks` says."""
+
+    @property
+    def size(self) -> int | None:
+        """Ranks that are asked for."""
+        return self.tp if self.pcp is None else self.pcp
+
+    @property
+    def option(self) -> str:
+        """The one that asks for them."""
+        return "--tp" if self.pcp is None else "--pcp"
+
+    def check(self, *, watched: bool) -> None:
+        """Raise InvalidInput for options that exclude each other.
+
+        watched: whether the reference watches steps, or failures are kept.
+        """
+        if self.pcp is not None and (self.tp is not None or self.dcp):
+            expected = "--pcp alone, where each device has the whole model and all K and V"
+            raise InvalidInput(
+                "--pcp", got=f"--{'dcp' if self.dcp else 'tp'} too", expected=expected
+            )
+        if self.pcp is not None and watched:
+            expected = "1 rank for these: a rank sees a part of a split step"
+            raise InvalidInput("--pcp", got="--canary or --keep-failures too", expected=expected)
+        if self.pcp is None and self.pcp_min_tokens is not None:
+            expected = "--pcp, whose prompts it splits"
+            raise InvalidInput("--pcp-min-tokens", got=self.pcp_min_tokens, expected=expected)
 
     def start(self, run: Run) -> None:
         """Start the ranks, if they are asked for and this process is none of them, and exit with
         their status. Raises InvalidInput without attnmux-distributed."""
-        if self.tp in (None, 1):
+        if self.size is None or self.size == 1:
             return
         try:
             from attnmux.transformers.parallel import launch  # noqa: PLC0415  # an extra
         except ModuleNotFoundError as error:
-            raise _missing(error) from error
+            raise self._missing(error) from error
         if not launch.is_rank():
             # This process only waits: the ranks read the command line
             arguments = ("-m", "attnmux.core", *sys.argv[1:])
             raise click.exceptions.Exit(
-                launch.run_ranks(arguments, self.tp, run.answer or sys.stdout)
+                launch.run_ranks(arguments, self.size, run.answer or sys.stdout)
             )
 
     def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
@@ -50,13 +81,25 @@ class Parallel:
                 raise InvalidInput("--dcp", got="1 rank", expected="--tp with 2 ranks or more")
             return ONE_RANK
         try:
-            from attnmux.transformers.parallel import launch, ranks  # noqa: PLC0415  # an extra
+            from attnmux.transformers.parallel import (  # noqa: PLC0415  # an extra
+                launch,
+                prefill,
+                ranks,
+            )
         except ModuleNotFoundError as error:
-            raise _missing(error) from error
-        group = launch.join(device_type, self.tp)
+            raise self._missing(error) from error
+        group = launch.join(device_type, self.size, self.option)
+        if self.pcp is not None:
+            return prefill.PrefillParallelRanks(group, least_tokens=self.pcp_min_tokens)
         if self.dcp:
             return ranks.InterleavedRanks(group, config)
         return ranks.TensorParallelRanks(group, config)
+
+    def _missing(self, error: ModuleNotFoundError) -> InvalidInput:
+        if not (error.name or "").startswith("attnmux"):
+            raise error
+        expected = "attnmux-distributed for several ranks: pip install attnmux-distributed"
+        return InvalidInput(self.option, got=f"no module {error.name}", expected=expected)
 
 
 @contextlib.contextmanager
@@ -71,13 +114,6 @@ def only_first(ranks: Ranks) -> Iterator[None]:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
                 yield
         except (RanksDiffer, NoBackend, InvalidInput) as error:
-            if isinstance(error, InvalidInput) and error.argument != "tp":
+            if isinstance(error, InvalidInput) and error.argument not in ("tp", "pcp"):
                 raise
             raise click.exceptions.Exit(1) from error
-
-
-def _missing(error: ModuleNotFoundError) -> InvalidInput:
-    if not (error.name or "").startswith("attnmux"):
-        raise error
-    expected = "attnmux-distributed for several ranks: pip install attnmux-distributed"
-    return InvalidInput("--tp", got=f"no module {error.name}", expected=expected)

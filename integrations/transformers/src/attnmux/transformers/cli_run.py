@@ -98,6 +98,8 @@ def run_command(
     compile: bool,
     tp: int | None,
     dcp: bool,
+    pcp: int | None,
+    pcp_min_tokens: int | None,
     device: str | None,
     canary: float,
     keep_failures: Path | None,
@@ -108,7 +110,8 @@ def run_command(
     """Generate for the prompts. The other arguments are the options of `cli.generate`."""
     budget = None if memory is None else MemoryBudget.parse(memory)
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
-    parallel = Parallel(tp=tp, dcp=dcp)
+    parallel = Parallel(tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens)
+    parallel.check(watched=canary > 0 or keep_failures is not None)
     parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))

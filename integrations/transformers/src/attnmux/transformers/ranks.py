@@ -27,6 +27,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.core.graph.together import ALONE
+from attnmux.transformers.sequence import Step
 
 T = TypeVar("T")
 
@@ -102,6 +103,18 @@ class Ranks:
         runner = make(ALONE)
         runner.capture()
         return runner
+
+    def run(
+        self,
+        step: Step,
+        indices: torch.Tensor,
+        run: Callable[[Step, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The logits after the step's tokens at `indices`, [n, vocabulary].
+
+        run: runs the model on a step's tokens, and returns the logits after some of them.
+        """
+        return run(step, indices)
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""

@@ -300,7 +300,9 @@ class ModelRunner:
         the replay of a graph does. laps: counts the time as "metadata" and "launch"; that of a
         replayed graph is all "launch".
         """
-        laps = laps or Laps()
+        return self.ranks.run(step, indices, partial(self._forward, laps=laps or Laps()))
+
+    def _forward(self, step: Step, indices: torch.Tensor, laps: Laps) -> torch.Tensor:
         batch, inputs = step.batch, {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states

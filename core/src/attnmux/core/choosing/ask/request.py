@@ -158,17 +158,16 @@ class Request:
             chunked_prefix=False,
         )
 
-    def expanded_prompts(self) -> Request:
-        """The attention of an MLA model's prompts over expanded K and V, see `of_parts`."""
-        return self.expanded().of_parts()
-
     def of_parts(self) -> Request:
         """The attention of a model's prompts in parts, over K and V of the call.
 
         Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
+        MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows and
+        attention chunks have no parts.
         """
-        nothing = dict.fromkeys(("spec_topk", "spec_draft_tokens"))
-        return self.replace(
+        limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
+        flags = ("sinks", "custom_mask", "multi_item", "multimodal")
+        return (self.expanded() if self.latent else self).replace(
             origin="model",
             kv_dtype=self.dtype,
             phases=("extend",),
@@ -178,7 +177,8 @@ class Request:
             strided_kv=False,
             two_batches=False,
             linear_layers=(),
-            **nothing,
+            **dict.fromkeys(limits),
+            **dict.fromkeys(flags, False),
         )
 
     @property

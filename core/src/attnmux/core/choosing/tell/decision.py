@@ -133,7 +133,7 @@ class Decision:
         served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
         found = [*disagreements(served, asked, *here)]
         if self.expanded is not None:
-            prompts = asked.expanded_prompts()
+            prompts = asked.of_parts()
             found += disagreements([("extend", self.expanded)], prompts, *here)
         if self.trees is not None:
             found += disagreements([("decode", self.trees)], self.request.of_prefixes(), *here)

@@ -88,6 +88,35 @@ def _error_of(kind: str, said: str) -> AttnmuxError:
     return NoBackend(said) if kind == NoBackend.__name__ else AttnmuxError(said)
 
 
+class Companions:
+    """Decisions that belong to others. Rank 0 makes both."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._by_hash: dict[str, Decision] = {}
+
+    def add(self, decision: Decision, other: Decision) -> None:
+        self._by_hash[decision.hash] = other
+
+    def of(self, decision: Decision) -> Decision:
+        """The one that was added for a decision."""
+        return self._by_hash[decision.hash]
+
+    def decided(
+        self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
+    ) -> Decision:
+        """The decision of rank 0, whose companion every rank gets too; see `decided`. `decide`
+        adds it."""
+
+        def both() -> tuple[Decision, ...]:
+            decision = decide()
+            return decision, self.of(decision)
+
+        decision, other = decided(self._group, both, platform, offers)
+        self.add(decision, other)
+        return decision
+
+
 def together(group: RankGroup, make: Callable[[], T]) -> T:
     """What `make` returns, if it succeeds on every rank.
 

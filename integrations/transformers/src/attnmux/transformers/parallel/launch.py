@@ -70,10 +70,11 @@ def _descriptor_1(stdout: TextIO) -> Iterator[None]:
         os.close(before)
 
 
-def join(device_type: str, size: int | None) -> RankGroup:
-    """The group of this process. Raises InvalidInput unless it has `size` ranks, if given."""
+def join(device_type: str, size: int | None, option: str) -> RankGroup:
+    """The group of this process. Raises InvalidInput unless it has `size` ranks, if given by an
+    option."""
     group = RankGroup.start(device_type, seconds=SECONDS)
     if size not in (None, group.size):
         expected = f"{group.size}, the processes that were started"
-        raise InvalidInput("--tp", got=size, expected=expected)
+        raise InvalidInput(option, got=size, expected=expected)
     return group

@@ -1,4 +1,4 @@
-"""Several ranks that run one model: tensor parallel, and with KV interleaved over them if asked."""
+"""Ranks of a group that run one model: tensor parallel, and with KV interleaved over them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from attnmux.distributed import (
     decide_interleaved,
 )
 from attnmux.transformers.parallel.agreement import (
+    Companions,
     check_libraries,
     check_step,
     decided,
@@ -47,23 +48,15 @@ from attnmux.transformers.ranks import Ranks
 T = TypeVar("T")
 
 
-class TensorParallelRanks(Ranks):
-    """Each rank has a part of every layer's heads and weights."""
+class GroupRanks(Ranks):
+    """The ranks of a group, which run the same steps."""
 
-    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank, group.size
-        self._splits_heads = heads_are_split(config)
-
-    @property
-    def head_ranks(self) -> int:
-        return self.size if self._splits_heads else 1
 
     def check_libraries(self, offers: Sequence[Offer]) -> None:
         check_libraries(self.group, offers)
-
-    def split(self, model: PreTrainedModel) -> None:
-        self.together(lambda: split_model(model, self.group))
 
     def decided(
         self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
@@ -87,6 +80,21 @@ class TensorParallelRanks(Ranks):
         self.group.wait_for(event)
 
 
+class TensorParallelRanks(GroupRanks):
+    """Each rank has a part of every layer's heads and weights."""
+
+    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+        super().__init__(group)
+        self._splits_heads = heads_are_split(config)
+
+    @property
+    def head_ranks(self) -> int:
+        return self.size if self._splits_heads else 1
+
+    def split(self, model: PreTrainedModel) -> None:
+        self.together(lambda: split_model(model, self.group))
+
+
 class InterleavedRanks(TensorParallelRanks):
     """Each rank also keeps a part of every request's tokens, and all KV heads of these."""
 
@@ -101,8 +109,8 @@ class InterleavedRanks(TensorParallelRanks):
             raise InvalidInput("dcp", got=got, expected="a model whose heads are split")
         self._interleave = interleave
         self._kv_copies = _kv_copies(config, group.size)
-        self._prompts: dict[str, Decision] = {}
-        """By the hash of the decision for decoding: that for prompts, which belongs to it."""
+        self._prompts = Companions(group)
+        """Of the decision for decoding: that for prompts."""
 
     def solve(
         self,
@@ -122,19 +130,13 @@ class InterleavedRanks(TensorParallelRanks):
             interleave=self._interleave,
             measurements=measurements,
         )
-        self._prompts[both.decode.hash] = both.prompts
+        self._prompts.add(both.decode, both.prompts)
         return both.decode
 
     def decided(
         self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
     ) -> Decision:
-        def both() -> tuple[Decision, ...]:
-            decode = decide()
-            return decode, self._prompts[decode.hash]
-
-        decode, prompts = decided(self.group, both, platform, offers)
-        self._prompts[decode.hash] = prompts
-        return decode
+        return self._prompts.decided(decide, platform, offers)
 
     def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         heads = self._heads(layers[0].kind == "mla")
@@ -156,14 +158,14 @@ class InterleavedRanks(TensorParallelRanks):
         return pool, PagedAllocator(pool.size, pool.page_size, pool.device)
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
-        both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
+        both = InterleavedDecision(decode=decision, prompts=self._prompts.of(decision))
         return build_interleaved(both, context, self._heads(decision.request.latent))
 
     def served(self, decision: Decision) -> Mapping[str, Choice]:
-        return {**self._prompts[decision.hash].phases, **decision.phases}
+        return {**self._prompts.of(decision).phases, **decision.phases}
 
     def summary(self, decision: Decision) -> str:
-        both = InterleavedDecision(decode=decision, prompts=self._prompts[decision.hash])
+        both = InterleavedDecision(decode=decision, prompts=self._prompts.of(decision))
         return both.summary()
 
     def _heads(self, latent: bool) -> HeadSplit:
