@@ -43,14 +43,15 @@ class WholeHeadsView(AttentionBackend):
         self,
         context: BackendContext,
         heads: HeadSplit,
-        make: Callable[[BackendContext], AttentionBackend],
         *,
+        decode: Callable[[BackendContext], AttentionBackend],
+        prompts: Callable[[BackendContext], AttentionBackend],
         interleave: int = 1,
         chunk_bytes: int = 1 << 29,
         lanes: int = 2,
     ) -> None:
-        """context: of one backend alone; pages are of all ranks. make: of the decode backend and
-        of those of prompts."""
+        """context: of one backend alone; pages are of all ranks. decode, prompts: make the decode
+        backend and each of those of prompts."""
         super().__init__(context)
         group, whole = heads.group, context.token_to_kv_pool
         self._heads = heads
@@ -74,8 +75,8 @@ class WholeHeadsView(AttentionBackend):
         self.ranks = InterleavedAttnBackend(
             mine,
             heads=heads,
-            decode=make(decode_context(mine, heads, whole_request)),
-            prompts=[make(of_prompts) for _ in range(lanes)],
+            decode=decode(decode_context(mine, heads, whole_request)),
+            prompts=[prompts(of_prompts) for _ in range(lanes)],
             chunk_bytes=chunk_bytes,
         )
 
@@ -263,7 +264,14 @@ def viewed(
     *,
     heads: HeadSplit,
     candidate: Candidate,
+    prompts: Candidate | None = None,
     **settings: int,
 ) -> WholeHeadsView:
-    """The factory of a candidate that tests a group of ranks. settings: of `WholeHeadsView`."""
-    return WholeHeadsView(context, heads, candidate.build, **settings)
+    """The factory of a candidate that tests a group of ranks.
+
+    prompts: attends to the parts of prompts, by default `candidate`. settings: of `WholeHeadsView`.
+    """
+    of_prompts = candidate if prompts is None else prompts
+    return WholeHeadsView(
+        context, heads, decode=candidate.build, prompts=of_prompts.build, **settings
+    )
