@@ -24,7 +24,7 @@ class Part:
     batch: ForwardBatch
     """Of the requests that have such keys."""
     tokens: slice
-    """Their new tokens' rows in the step."""
+    """Their new tokens' rows in the step, after which rows of no request may come."""
     slots: torch.Tensor
     """[n] int64: the keys, in the order of the requests."""
     is_prefix: bool
@@ -62,7 +62,7 @@ def parts_of(
         encoder_out_cache_loc=batch.out_cache_loc[:0],
         tbo_children=(),
     )
-    tokens = slice(0, batch.num_tokens)
+    tokens = slice(0, sum(new_lens))
     yield Part(batch=own, tokens=tokens, slots=batch.out_cache_loc, is_prefix=False)
     for first, starts, lens in prefix_chunks(cached_lens, chunk_tokens):
         yield _chunk(own, table, new_lens, first, starts, lens)

@@ -51,7 +51,7 @@ class PartAttention:
         layers: tuple[LayerSpec, LayerSpec],
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention [T, Hq, Dv] of one layer, q [T, Hq, D].
+        """Attention [T, Hq, Dv] of one layer, q [T, Hq, D]; rows of no request are 0.
 
         layers: those of `part_layers`. lse: [T, Hq] float32, written if given.
         """
@@ -59,6 +59,7 @@ class PartAttention:
         if lse is None and others:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = self._of_part(0, own, q, keys, layers, lse)
+        out[own.tokens.stop :] = 0  # kernels may leave them as the memory was
         if lse is None or not others:
             return out
         merged = out.float()

@@ -80,7 +80,12 @@ def decided(
     return decide_interleaved(
         request,
         found.platform,
-        [Offer(card=each.card, plugin=each.plugin) for each in (found, portable)],
+        [
+            *{
+                each.address: Offer(card=each.card, plugin=each.plugin)
+                for each in (portable, found)
+            }.values()
+        ],
         Policy(
             decode_backend=found.address,
             prefer=(found.address,),
