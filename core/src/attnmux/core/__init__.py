@@ -213,6 +213,9 @@ if TYPE_CHECKING:
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
+    from attnmux.core.tree_steps import among_drafts as among_drafts
+    from attnmux.core.tree_steps import as_heads as as_heads
+    from attnmux.core.tree_steps import as_tokens as as_tokens
     from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
     from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
@@ -516,6 +519,11 @@ _NAMES_BY_MODULE = {
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
+    "tree_steps": (
+        "among_drafts",
+        "as_heads",
+        "as_tokens",
+    ),
     "two_batches": (
         "TboAttnBackend",
         "with_halves",

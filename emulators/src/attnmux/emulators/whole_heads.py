@@ -31,6 +31,7 @@ from attnmux.distributed import (
     InterleavedKVPool,
     Interleaving,
     decode_context,
+    draft_context,
     prompt_context,
 )
 from attnmux.testing import Candidate, Case
@@ -71,12 +72,14 @@ class WholeHeadsView(AttentionBackend):
         )
         request = context.request.replace(page_size=self._interleaving.page_size)
         of_prompts = prompt_context(mine, _of_prompts(request, context.layers[0]))
-        whole_request = request.replace(phases=("decode",), lse=True)
+        whole_request = request.without_drafts().replace(phases=("decode",), lse=True)
+        of_decode = decode_context(mine, heads, whole_request)
         self.ranks = InterleavedAttnBackend(
             mine,
             heads=heads,
-            decode=decode(decode_context(mine, heads, whole_request)),
+            decode=decode(of_decode),
             prompts=[prompts(of_prompts) for _ in range(lanes)],
+            prefixes=decode(draft_context(of_decode, request)) if request.spec_topk else None,
             chunk_bytes=chunk_bytes,
         )
 
@@ -116,7 +119,7 @@ class WholeHeadsView(AttentionBackend):
         layer = self.ranks.context.layer(call.layer.layer_id)
         q = self._own_heads(call.q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        prompt = batch.forward_mode is not ForwardMode.DECODE
+        prompt = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
         if prompt and layer.kind == "mla" and call.k is not None and call.k_rope is not None:
             assert call.q_rope is not None
             rows = torch.cat((q, self._own_heads(call.q_rope)), -1)
@@ -235,11 +238,19 @@ def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpP
     return UpProjection(weight=weight, num_heads=layer.tp_q_head_num, v_head_dim=rank)
 
 
+MODES = (
+    *(ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE),
+    ForwardMode.TARGET_VERIFY,
+)
+"""Of steps whose keys may lie on several ranks."""
+
+
 def can_be_split(case: Case, size: int) -> bool:
     """Whether the case's keys may lie on several ranks, and its heads too."""
     modes = {step.mode for step in case.steps}
     return (
-        modes <= {ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}
+        modes.issubset(MODES)
+        and not case.custom_mask
         and case.kind in ("mha", "mla")
         and not any(case.windows)
         and not case.attention_chunk
