@@ -62,6 +62,7 @@ def generated(
     results = run_prompts(made, asked).results
     made.clear_cache()
     assert made.memory.free == runner.steps.allocator.size
+    assert bool(made.stats.drafts.draft_tokens) is bool(drafts)
     return [result.token_ids for result in results], runner.decision.hash
 
 
@@ -79,11 +80,11 @@ def alone(model, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     [
         ("llama", 2, False, {"prefill_tokens": 7}, 0, {"page_size": 4}),
         ("llama", 4, False, {}, 4, {}),
-        ("llama", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4}),
+        ("llama", 2, True, {"prefill_tokens": 7}, 4, {"page_size": 4}),
         ("llama", 4, True, {}, 0, {}),
         ("deepseek-v3", 2, False, {}, 0, {"page_size": 4}),
         ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4}),
-        ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4, "mla": "absorbed"}),
+        ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 4, {"page_size": 4, "mla": "absorbed"}),
         ("gpt-oss", 2, False, {}, 0, {}),
         ("gemma3", 2, False, {}, 0, {}),
     ],
@@ -189,6 +190,7 @@ def test_models_that_cannot_be_split(tiny, tmp_path: Path, architecture, size, s
 def test_generate_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
     options = ["--tp", "2", "--dcp", "--page-size", "4", "--backend", "torch_native"]
+    options += ["--draft", "ngram"]
     done = subprocess.run(
         [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
     )
