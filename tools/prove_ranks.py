@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 os.environ.setdefault("TRITON_INTERPRET", str(int("--emulated" in sys.argv)))  # before any Triton
@@ -54,7 +54,7 @@ def candidate(name: str, device: str, *, is_emulated: bool) -> Iterator[Candidat
 
 
 def prove(
-    found: Candidate, group: RankGroup, sizes: list[int], *, graphs: bool, seconds: float
+    found: Candidate, group: RankGroup, sizes: Sequence[int], *, graphs: bool, seconds: float
 ) -> bool:
     """Run the cases, print the counts of each rank, and return whether something is wrong."""
     portable = find_candidate("torch_native", device=found.device)

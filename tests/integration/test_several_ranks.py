@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnmux.core import RankFailed, RankGroup, RanksDiffer, load_plugins
+from attnmux.core import RankFailed, RankGroup, RanksDiffer, TunedLaunch, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.measured.records import Device
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
@@ -36,6 +38,18 @@ def prompts_of(seed: int, num: int) -> list[list[int]]:
     return [*found, [*found[0][:9], 5], [*found[0], 7, 8]]
 
 
+def tuned(warps: int) -> TunedLaunch:
+    return TunedLaunch(
+        backend="a/b",
+        device=Device.of(probe_cpu()),
+        versions={},
+        subject={},
+        values={"warps": warps},
+        median_us=1.0,
+        date=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
 def generated(
     group: RankGroup,
     folder: Path,
@@ -54,8 +68,11 @@ def generated(
         checkpoint,
         probe_cpu(),
         offers,
-        RunnerOptions(**options, ranks=ranks, draft_tokens=drafts or None),
+        RunnerOptions(
+            **options, ranks=ranks, draft_tokens=drafts or None, launches=(tuned(group.rank),)
+        ),
     )
+    assert [each.values["warps"] for each in runner.context.launches] == [0]  # those of rank 0
     proposer = NgramProposer(draft_token_num=drafts) if drafts else None
     made = Engine(runner, drafts=proposer, **engine)
     asked = [Prompt(token_ids=list(ids), max_new_tokens=8) for ids in prompts]

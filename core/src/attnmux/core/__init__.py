@@ -202,6 +202,10 @@ if TYPE_CHECKING:
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
     from attnmux.core.ranks import Pending as Pending
     from attnmux.core.ranks import RankGroup as RankGroup
+    from attnmux.core.ranks_measuring import check_same_libraries as check_same_libraries
+    from attnmux.core.ranks_measuring import shared_launches as shared_launches
+    from attnmux.core.ranks_measuring import shared_trials as shared_trials
+    from attnmux.core.ranks_measuring import together_on as together_on
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
@@ -501,6 +505,12 @@ _NAMES_BY_MODULE = {
     "ranks": (
         "Pending",
         "RankGroup",
+    ),
+    "ranks_measuring": (
+        "check_same_libraries",
+        "shared_launches",
+        "shared_trials",
+        "together_on",
     ),
     "rehearsal": (
         "rehearse",

@@ -246,18 +246,16 @@ class InterleavedAttnBackend(AttentionBackend):
         layer, step = call.layer, self._step
         if step is None or not step.drafts:
             raise _unprepared(batch)
-        if call.k is None:
+        if call.k is None or (call.v is None and call.k_rope is None):
             expected = "K and V of the drafts with the call: KV is interleaved over ranks"
             raise InvalidInput("k", got=None, expected=expected)
         seen, seen_lse = self._among_ranks(call, step)
         k_scale, v_scale = self._pool.own.read_scales(layer.k_scale, layer.v_scale)
-        q = call.q
-        if call.q_rope is not None and call.k_rope is not None:
-            q = torch.cat((q, call.q_rope), -1)
-            k = self._stored(torch.cat((call.k, call.k_rope), -1), layer.k_scale).float() * k_scale
-            v = k[..., : layer.v_head_dim]
-        else:
-            k = self._stored(call.k, layer.k_scale).float() * k_scale
+        q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
+        k = call.k if call.k_rope is None else torch.cat((call.k, call.k_rope), -1)
+        k = self._stored(k, layer.k_scale).float() * k_scale
+        v = k[..., : layer.v_head_dim]
+        if call.v is not None:
             v = self._stored(call.v, layer.v_scale).float() * v_scale
         causal = torch.ones(step.drafts, step.drafts, dtype=torch.bool, device=q.device).tril()
         visible = causal.expand(batch.batch_size, -1, -1)

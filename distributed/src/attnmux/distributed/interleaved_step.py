@@ -56,22 +56,9 @@ class RankStep:
             out_cache_loc=mine[: batch.batch_size],
             seq_lens_cpu=lens_cpu,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
-            **(WITHOUT_DRAFTS if verifies else {}),
         )
+        own = _without_drafts(own) if verifies else own
         return cls(batch=own, writes=writes, has_keys=has_keys, drafts=drafts)
-
-
-WITHOUT_DRAFTS = dict.fromkeys(
-    (
-        "extend_seq_lens",
-        "extend_seq_lens_cpu",
-        "extend_prefix_lens",
-        "extend_prefix_lens_cpu",
-        "extend_num_tokens",
-        "spec_info",
-    )
-)
-"""Fields of a step that verifies, which a decode step leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,6 +91,19 @@ class StepBuffers:
         return tuple(
             buffer[: len(value)].copy_(value) for buffer, value in zip(buffers, values, strict=True)
         )
+
+
+def _without_drafts(batch: ForwardBatch) -> ForwardBatch:
+    """The step as a decode step has it."""
+    return replace(
+        batch,
+        extend_seq_lens=None,
+        extend_seq_lens_cpu=None,
+        extend_prefix_lens=None,
+        extend_prefix_lens_cpu=None,
+        extend_num_tokens=None,
+        spec_info=None,
+    )
 
 
 def _drafts_of(batch: ForwardBatch) -> int:

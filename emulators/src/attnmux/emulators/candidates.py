@@ -129,7 +129,7 @@ def _flex_attention() -> Candidate:
         replace(
             clause,
             kind=one_of("mha", "mla"),
-            **dict.fromkeys(("vendor", "version", *shapes), ANY),  # type: ignore[arg-type]  # conditions by name
+            **dict.fromkeys(("vendor", "version", *shapes), ANY),
         )
         for clause in found.card.clauses
         if not clause.vendor.admits("cpu")

@@ -134,9 +134,7 @@ class FlashInferLayer:
             v_scale=None if v_scale == 1 else v_scale,
             q_factor=None if q_factor == 1 else q_factor,
             own_q_factor=None if own_factor == 1 else own_factor,
-            of_sinks=()
-            if layer.sinks is None
-            else (layer.sinks.contiguous(), whole_scale),
+            of_sinks=() if layer.sinks is None else (layer.sinks.contiguous(), whole_scale),
             merged_heads=merged_heads(layer.tp_q_head_num, layer.v_head_dim, itemsize),
         )
 
