@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import requested
+
+if TYPE_CHECKING:
+    from attnmux.bench.cli.bench_run import Kept, Result
 
 NOTHING_MEASURED = 3
 PAGE_NEEDS = "plotly", "jinja2"
@@ -116,16 +120,19 @@ def bench(
         with writing(html, otherwise="name another file as --html"):
             write_page(result, html)
     kept = None if keeper is None else keeper.keep(result, check_seconds, bar)
-    if not place.tells:
-        pass
-    elif as_json:
+    if place.tells:
+        _tell(run, result, kept, as_json=as_json)
+    return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
+
+
+def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
+    if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
     else:
         from attnmux.bench.cli.tables import print_bench  # noqa: PLC0415  # rich, off the JSON path
 
         print_bench(result, kept)
-    return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
 
 
 def _check_page(file: Path) -> None:
