@@ -54,7 +54,8 @@ def case_of(*steps, **changes) -> Case:
 
 
 class Noting(TorchNativeBackend):
-    """Counts the prompts that it runs, and the keys of the longest."""
+    """Counts the prompts that it runs, and the keys of the longest. As some kernels do, it leaves
+    rows of no request as the memory was."""
 
     calls = 0
     most_keys = 0
@@ -63,7 +64,10 @@ class Noting(TorchNativeBackend):
         self.calls += 1
         if call.k is not None:
             self.most_keys = max(self.most_keys, len(call.k))
-        return super().forward_extend(call, batch)
+        out = super().forward_extend(call, batch)
+        if batch.extend_seq_lens is not None and call.layer.kind != "mla":
+            out[int(batch.extend_seq_lens.sum()) :] = torch.nan
+        return out
 
 
 def count(backends) -> int:

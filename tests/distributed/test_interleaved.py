@@ -129,7 +129,9 @@ def test_impossible_layouts_are_refused(changes: dict[str, int], said: str) -> N
     [
         ({"sliding_window": 8}, "sliding_window: expected nothing"),
         ({"attention_chunk": 8}, "attention_chunk: expected nothing"),
-        ({"spec_topk": 1}, "spec_topk: expected nothing"),
+        ({"spec_topk": 2}, "spec_topk: expected 1, chains"),
+        ({"spec_topk": 1}, "spec_draft_tokens: expected a number, with spec_topk"),
+        ({"spec_topk": 1, "spec_draft_tokens": 4, "deterministic": True}, "deterministic: expec"),
         ({"kind": "dual_chunk"}, "self attention of kind mha or mla"),
     ],
 )

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnmux.core import RankFailed, RankGroup, RanksDiffer, load_plugins
+from attnmux.core import RankFailed, RankGroup, RanksDiffer, TunedLaunch, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.choosing.measured.records import Device
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
@@ -36,6 +38,18 @@ def prompts_of(seed: int, num: int) -> list[list[int]]:
     return [*found, [*found[0][:9], 5], [*found[0], 7, 8]]
 
 
+def tuned(warps: int) -> TunedLaunch:
+    return TunedLaunch(
+        backend="a/b",
+        device=Device.of(probe_cpu()),
+        versions={},
+        subject={},
+        values={"warps": warps},
+        median_us=1.0,
+        date=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
 def generated(
     group: RankGroup,
     folder: Path,
@@ -54,14 +68,18 @@ def generated(
         checkpoint,
         probe_cpu(),
         offers,
-        RunnerOptions(**options, ranks=ranks, draft_tokens=drafts or None),
+        RunnerOptions(
+            **options, ranks=ranks, draft_tokens=drafts or None, launches=(tuned(group.rank),)
+        ),
     )
+    assert [each.values["warps"] for each in runner.context.launches] == [0]  # those of rank 0
     proposer = NgramProposer(draft_token_num=drafts) if drafts else None
     made = Engine(runner, drafts=proposer, **engine)
     asked = [Prompt(token_ids=list(ids), max_new_tokens=8) for ids in prompts]
     results = run_prompts(made, asked).results
     made.clear_cache()
     assert made.memory.free == runner.steps.allocator.size
+    assert bool(made.stats.drafts.draft_tokens) is bool(drafts)
     return [result.token_ids for result in results], runner.decision.hash
 
 
@@ -79,11 +97,11 @@ def alone(model, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     [
         ("llama", 2, False, {"prefill_tokens": 7}, 0, {"page_size": 4}),
         ("llama", 4, False, {}, 4, {}),
-        ("llama", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4}),
+        ("llama", 2, True, {"prefill_tokens": 7}, 4, {"page_size": 4}),
         ("llama", 4, True, {}, 0, {}),
         ("deepseek-v3", 2, False, {}, 0, {"page_size": 4}),
         ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4}),
-        ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 0, {"page_size": 4, "mla": "absorbed"}),
+        ("deepseek-v3", 2, True, {"prefill_tokens": 7}, 4, {"page_size": 4, "mla": "absorbed"}),
         ("gpt-oss", 2, False, {}, 0, {}),
         ("gemma3", 2, False, {}, 0, {}),
     ],
@@ -189,6 +207,7 @@ def test_models_that_cannot_be_split(tiny, tmp_path: Path, architecture, size, s
 def test_generate_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
     options = ["--tp", "2", "--dcp", "--page-size", "4", "--backend", "torch_native"]
+    options += ["--draft", "ngram"]
     done = subprocess.run(
         [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
     )

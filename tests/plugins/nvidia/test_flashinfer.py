@@ -155,6 +155,13 @@ def test_layers_of_another_scale_or_cap_have_a_plan_of_their_own() -> None:
     assert given(calls, f"{DECODE}.plan", "logits_soft_cap") == [2.0, 4.0]
 
 
+@pytest.mark.parametrize("save_kv_cache", [True, False])
+def test_hidden_keys_stay_hidden_under_a_small_scale(save_kv_cache) -> None:
+    """As where K is what a pool of 8-bit floats stores, and the scale has the pool's factor."""
+    step = extend((0, 41), (0, 20))
+    assert_passes(CANDIDATE, step, scaling=1e-6, save_kv_cache=save_kv_cache, host_lens=True)
+
+
 def test_scales_of_quantised_pools_are_numbers() -> None:
     calls = ADAPTER.calls(decode(5, 30), kv_dtype="fp8_e5m2", kv_scales=(0.5, 3.0))
     assert given(calls, f"{DECODE}.run", "k_scale") == [0.5, None]
@@ -488,7 +495,6 @@ SUNK: dict[str, tuple[Step, dict[str, Any]]] = {
     "fp8": (decode(45, 3), {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)}),
     "small-scale": (extend((7, 20)), {"kv_dtype": "fp8_e5m2", "kv_scales": (1e-5, 1.5)}),
     "padding": (extend((4, 9), (0, 20), padding=2, trailing=3), {"windows": (8, None)}),
-    "cross": (extend((0, 5), (7, 3), encoder=(12, 0)), {}),
 }
 
 

@@ -19,10 +19,13 @@ from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttentionBackend,
     DeviceGraphs,
+    RankFailed,
+    RanksDiffer,
     TunedLaunch,
     build,
     in_brief,
 )
+from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.testing import Errors
 
 ROUNDS = 3
@@ -82,6 +85,9 @@ class Bench:
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
+    together: Together = alone
+    """Called for every figure, so that the ranks of a group measure at the same time and all of
+    them get the figure of the slowest."""
     say: Callable[[str], None] = _silent
     """Called with a few words before anything is compiled or timed."""
 
@@ -104,7 +110,9 @@ class Bench:
         request = entrants[0].decision.request
         self.say(f"filling the pool of {workload}")
         try:
-            step = make_step(workload, request, self.device)
+            step, _ = self.together(lambda: (make_step(workload, request, self.device), ()))
+        except (RankFailed, RanksDiffer):
+            raise
         except Exception as error:  # mostly memory; any failure belongs in the rows
             return [_row(workload, each, "failed", why=in_brief(error)) for each in entrants]
         prepared = {each.offer.address: self._prepare(step, each) for each in entrants}
@@ -139,34 +147,48 @@ class Bench:
     def _time(self, made: _Ready, workload: Workload) -> float:
         """Microseconds of a run of all layers, in one round."""
         self.say(f"timing {made.entrant.offer.address} on {workload}")
-        return median_us(made.run, self.seconds / ROUNDS)
+        return self._median_us(made.run)
+
+    def _median_us(self, run: Run) -> float:
+        _, (us,) = self.together(lambda: (None, (median_us(run, self.seconds / ROUNDS),)))
+        return us
 
     def _prepare(self, step: Step, entrant: Entrant) -> _Ready | Row:
         """Build the backend and check its answer. Returns a row where that went wrong."""
         self.say(f"compiling {entrant.offer.address} for {step.workload}")
         try:
-            decision = entrant.decision
-            context = step.context(decision.platform, decision.request, self.launches)
-            backend = build(decision, context)
-            step.out.fill_(torch.nan)
-            if entrant.in_graph and self.graphs is not None:
-                run = all_layers_in_graph(backend, step, self.graphs)
-                prepare = partial(backend.init_forward_metadata_out_graph, step.batch)
-            else:
-                run = all_layers(backend, step)
-                prepare = partial(backend.init_forward_metadata, step.batch)
-            run()
-            errors = errors_of(step)
+            made, figures = self.together(lambda: self._run(step, entrant))
+            backend, run, prepare = made
+            errors = Errors(*figures)
             limit = max_error(step, fp8_products=entrant.offer.card.fp8_products)
             if errors.relative > limit:
                 why = f"off by {errors.relative:.1e} of the norm, {limit:.1e} at most"
                 return _row(step.workload, entrant, "wrong", **_figures(errors), why=why)
-            prepare_us = median_us(prepare, self.seconds / ROUNDS)
+            prepare_us = self._median_us(prepare)
             return _Ready(
                 run=run, backend=backend, entrant=entrant, errors=errors, prepare_us=prepare_us
             )
+        except (RankFailed, RanksDiffer):
+            raise
         except Exception as failure:  # whatever a library, a compiler or a device raises
             return _row(step.workload, entrant, "failed", why=in_brief(failure))
+
+    def _run(
+        self, step: Step, entrant: Entrant
+    ) -> tuple[tuple[AttentionBackend, Run, Run], Errors]:
+        """Run the step once. Returns the backend, the run, its preparation, and the errors."""
+        decision = entrant.decision
+        context = step.context(decision.platform, decision.request, self.launches)
+        backend = build(decision, context)
+        step.out.fill_(torch.nan)
+        if entrant.in_graph and self.graphs is not None:
+            run = all_layers_in_graph(backend, step, self.graphs)
+            prepare = partial(backend.init_forward_metadata_out_graph, step.batch)
+        else:
+            run = all_layers(backend, step)
+            prepare = partial(backend.init_forward_metadata, step.batch)
+        run()
+        return (backend, run, prepare), errors_of(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

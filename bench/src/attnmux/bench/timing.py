@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.benchmark import Timer
 
-from attnmux.core import DeviceGraphs, GraphUnsupported, InvalidInput, device_graphs, in_brief
+from attnmux.core import (
+    DeviceGraphs,
+    GraphUnsupported,
+    InvalidInput,
+    RankFailed,
+    RanksDiffer,
+    device_graphs,
+    in_brief,
+)
 from attnmux.core.graph.config import NUM_WARM_UPS
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
 
@@ -63,6 +71,8 @@ def interleave(
                 continue
             try:
                 taken = meters[side]()
+            except (RankFailed, RanksDiffer):
+                raise
             except Exception as error:
                 if not keep_going:
                     raise

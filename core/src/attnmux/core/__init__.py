@@ -202,6 +202,10 @@ if TYPE_CHECKING:
     from attnmux.core.radix_attention import RadixAttention as RadixAttention
     from attnmux.core.ranks import Pending as Pending
     from attnmux.core.ranks import RankGroup as RankGroup
+    from attnmux.core.ranks_measuring import check_same_libraries as check_same_libraries
+    from attnmux.core.ranks_measuring import shared_launches as shared_launches
+    from attnmux.core.ranks_measuring import shared_trials as shared_trials
+    from attnmux.core.ranks_measuring import together_on as together_on
     from attnmux.core.rehearsal import rehearse as rehearse
     from attnmux.core.rehearsal import smallest_batches as smallest_batches
     from attnmux.core.settings import Settings as Settings
@@ -213,6 +217,9 @@ if TYPE_CHECKING:
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
+    from attnmux.core.tree_steps import among_drafts as among_drafts
+    from attnmux.core.tree_steps import as_heads as as_heads
+    from attnmux.core.tree_steps import as_tokens as as_tokens
     from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend
     from attnmux.core.two_batches import with_halves as with_halves
     from attnmux.core.workspace import Workspace as Workspace
@@ -499,6 +506,12 @@ _NAMES_BY_MODULE = {
         "Pending",
         "RankGroup",
     ),
+    "ranks_measuring": (
+        "check_same_libraries",
+        "shared_launches",
+        "shared_trials",
+        "together_on",
+    ),
     "rehearsal": (
         "rehearse",
         "smallest_batches",
@@ -516,6 +529,11 @@ _NAMES_BY_MODULE = {
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
+    "tree_steps": (
+        "among_drafts",
+        "as_heads",
+        "as_tokens",
+    ),
     "two_batches": (
         "TboAttnBackend",
         "with_halves",

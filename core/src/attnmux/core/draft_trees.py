@@ -14,7 +14,7 @@ from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.part_attention import merge_into
-from attnmux.core.tree_steps import Trees, as_heads, as_tokens, trees_of
+from attnmux.core.tree_steps import Trees, among_drafts, as_heads, as_tokens, trees_of
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
@@ -202,22 +202,10 @@ class TreeAttnBackend(DispatchingBackend):
 
         The pool's K and V are read, because the pool may have rounded them.
         """
-        layer, (size, width, _) = call.layer, step.trees.visible.shape
+        layer = call.layer
         q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
         k, v = self._kv_of_drafts(layer, step.slots, is_latent=call.q_rope is not None)
-        heads = k.shape[1]
-        q = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
-        k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
-        logits = torch.einsum("bihgc,bjhc->bhgij", q, k) * layer.scaling
-        if layer.logit_cap > 0:
-            logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap
-        visible = step.trees.visible.view(size, 1, 1, width, width)
-        logits = torch.where(visible, logits, -torch.inf)
-        lse = logits.logsumexp(-1, keepdim=True)
-        out = torch.einsum("bhgij,bjhc->bihgc", torch.exp(logits - lse), v)
-        shape = call.q.shape[:2]
-        lse = lse.squeeze(-1).permute(0, 3, 1, 2).reshape(shape)
-        return out.reshape(*shape, layer.v_head_dim), lse
+        return among_drafts(q, k, v, layer, step.trees.visible)
 
     def _kv_of_drafts(
         self, layer: LayerSpec, slots: torch.Tensor, *, is_latent: bool

@@ -28,7 +28,7 @@ class Part(Generic[K]):
     """Of the requests that have such keys, which each of its tokens sees as an encoder's. The own
     keys of a step's new tokens make the first part, and are seen causally."""
     tokens: slice
-    """Their new tokens' rows in the step."""
+    """Their new tokens' rows in the step, after which rows of no request may come."""
     keys: K
     """Where the keys are, in the order of the requests."""
 
@@ -65,7 +65,7 @@ def parts_of(
         encoder_out_cache_loc=batch.out_cache_loc[:0],
         tbo_children=(),
     )
-    tokens = slice(0, batch.num_tokens)
+    tokens = slice(0, sum(new_lens))
     yield Part(batch=own, tokens=tokens, keys=batch.out_cache_loc)
     for first, starts, lens in prefix_chunks(cached_lens, chunk_tokens):
         yield _chunk(own, table, new_lens, first, starts, lens)

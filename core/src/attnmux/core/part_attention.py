@@ -57,7 +57,7 @@ class PartAttention(Generic[K]):
         layer: LayerSpec,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention [T, Hq, Dv] of one layer, q [T, Hq, D].
+        """Attention [T, Hq, Dv] of one layer, q [T, Hq, D]; rows of no request are 0.
 
         read: K [n, Hkv, D] and V [n, Hkv, Dv] of keys, in the dtype of Q; None leaves their parts
         out. Parts in a row with the same keys read them once. lse: [T, Hq] float32, written if
@@ -73,6 +73,7 @@ class PartAttention(Generic[K]):
         keys, found = first.keys, read(first.keys)
         assert found is not None  # every token sees itself
         out = self._of_part(0, first, q, found, own, lse)
+        out[first.tokens.stop :] = 0  # kernels may leave them as the memory was
         if lse is None or not is_merged:
             return out
         merged = out.float()

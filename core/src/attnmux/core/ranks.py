@@ -92,6 +92,13 @@ class RankGroup:
         return cls.of(dist.group.WORLD, device, seconds=seconds)
 
     @classmethod
+    def launched(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup | None:
+        """As `start`; None in a process that no launcher started."""
+        if not dist.is_torchelastic_launched():
+            return None
+        return cls.start(device_type, seconds=seconds)
+
+    @classmethod
     def of(
         cls, devices: dist.ProcessGroup | None, device: torch.device, *, seconds: float = SECONDS
     ) -> RankGroup:

@@ -12,6 +12,7 @@ from attnmux.distributed.interleaved_building import (
     build_interleaved,
     decide_interleaved,
     decode_context,
+    draft_context,
     prompt_context,
 )
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
@@ -40,6 +41,7 @@ __all__ = [
     "capture_on_all_ranks",
     "decide_interleaved",
     "decode_context",
+    "draft_context",
     "exchange_and_merge",
     "idle_batch",
     "merge_packed",

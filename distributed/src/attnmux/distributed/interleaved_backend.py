@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,10 @@ from attnmux.core import (
     KVPool,
     Part,
     PartAttention,
+    among_drafts,
+    as_heads,
+    as_tokens,
+    merge_into,
     parts_of,
     quantise,
     shared_kernel,
@@ -25,6 +29,7 @@ from attnmux.core import (
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
+from attnmux.distributed.interleaved_step import RankStep, StepBuffers
 from attnmux.distributed.merging import RankMerger, exchange_and_merge
 
 if TYPE_CHECKING:
@@ -36,22 +41,15 @@ CHUNK_BYTES = 1 << 29
 PREFILLS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Decode:
-    """A decode step as this rank's backend sees it."""
-
-    batch: ForwardBatch
-    has_keys: torch.Tensor
-    """[B, 1] bool: whether this rank holds a key of the request."""
-
-
 class InterleavedAttnBackend(AttentionBackend):
     """Each rank of a group keeps a part of every request's tokens, and attends to it.
 
     Decode steps gather the queries of all heads; each rank attends to its own keys, and one
     all-to-all merges the results by LSE. In prompts, each rank attends with its own heads: the new
     tokens to each other, and to chunks of the cached prefixes, which are gathered. MLA prompts come
-    by `forward_latent`. Steps with drafts are refused.
+    by `forward_latent`. A step that verifies chains of drafts is a decode step over the prefixes,
+    with the query heads of all drafts; each rank's heads of the drafts attend to each other in
+    plain torch, and both are merged by LSE.
 
     Every rank runs the same steps with the same batches. Ranks without a key of a request add
     nothing to it.
@@ -64,10 +62,12 @@ class InterleavedAttnBackend(AttentionBackend):
         heads: HeadSplit,
         decode: AttentionBackend,
         prompts: Sequence[AttentionBackend],
+        prefixes: AttentionBackend | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """context: with this rank's heads, an `InterleavedKVPool`, and the engine's table.
         decode: a backend of `decode_context`. prompts: backends of `prompt_context`, all alike.
+        prefixes: a backend of `draft_context` of decode's context; None refuses drafts.
 
         Raises InvalidInput for backends of other contexts.
         """
@@ -79,10 +79,14 @@ class InterleavedAttnBackend(AttentionBackend):
         if decode.context.token_to_kv_pool is not pool.own:
             expected = "decode_context of this context"
             raise InvalidInput("decode", got="a backend of another context", expected=expected)
+        if prefixes is not None and prefixes.context.req_to_token_pool is not table:
+            expected = "draft_context of decode's context"
+            raise InvalidInput("prefixes", got="a backend of another context", expected=expected)
         self._heads = heads
         self._pool, self._table = pool, table
         self._interleaving = pool.interleaving
         self.decode = decode
+        self.prefixes = prefixes
         self._merger: RankMerger | None = shared_kernel("rank_merger", context)
         self._parts = PartAttention[KeysOfRanks | None](
             prompts, unscaled(context.layers, pool.own), pool.own
@@ -90,18 +94,20 @@ class InterleavedAttnBackend(AttentionBackend):
         layer = context.layers[0]
         row = layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim)
         self._chunk_tokens = max(chunk_bytes // (row * pool.dtype.itemsize), 1)
-        self._step: _Decode | None = None
+        self._step: RankStep | None = None
         self._writes: ForwardBatch | None = None
         """The prepared step, with this rank's slots."""
-        self._buffers: list[_Buffers] = []
+        self._buffers: list[StepBuffers] = []
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.decode.get_cuda_graph_seq_len_fill_value()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
-        if not any(each.lens.shape[0] >= max_bs for each in self._buffers):
-            self._buffers.append(_Buffers.of(max_bs, self.context.device))
+        self.decode.init_cuda_graph_state(max_bs, max_bs)
+        if self.prefixes is not None:
+            self.prefixes.init_cuda_graph_state(max_bs, max_bs)
+        if not any(each.has_room(max_bs, max_num_tokens) for each in self._buffers):
+            self._buffers.append(StepBuffers.of(max_bs, max_num_tokens, self.context.device))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -111,15 +117,19 @@ class InterleavedAttnBackend(AttentionBackend):
         if batch.forward_mode is ForwardMode.IDLE:
             return
         self._table.follow(batch.req_pool_indices)
-        if batch.forward_mode.is_decode():
-            self._step = self._decode_step(batch)
-            self._writes = self._step.batch
-            self.decode.init_forward_metadata_out_graph(self._step.batch, in_capture)
+        verifies = batch.forward_mode.is_target_verify() and self.prefixes is not None
+        if batch.forward_mode.is_decode() or verifies:
+            step = RankStep.of(batch, self._interleaving, self._buffers)
+            self._step, self._writes = step, step.writes
+            self._serving(step).init_forward_metadata_out_graph(step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
         parts = tuple(parts_of(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
-            expected = "DECODE, or EXTEND and MIXED of text alone: KV is interleaved over ranks"
+            expected = (
+                "DECODE, EXTEND and MIXED of text alone, or TARGET_VERIFY of the chains that were "
+                "decided for: KV is interleaved over ranks"
+            )
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
         found = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
         self._parts.begin(
@@ -130,7 +140,7 @@ class InterleavedAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         if self._step is not None:
-            self.decode.init_forward_metadata_in_graph(self._step.batch)
+            self._serving(self._step).init_forward_metadata_in_graph(self._step.batch)
 
     def save_kv(
         self,
@@ -150,36 +160,26 @@ class InterleavedAttnBackend(AttentionBackend):
         self.decode.save_kv(k, v, whole, self._writes, k_rope=k_rope)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        step = self._step
-        if step is None:
+        if self._step is None or self._step.drafts:
             raise _unprepared(batch)
-        layer = self.decode.context.layer(call.layer.layer_id)
-        q, q_rope = call.q, call.q_rope
-        if q_rope is None:
-            q = self._heads.gather_queries(q)
-        else:
-            rows = self._heads.gather_queries(torch.cat((q, q_rope), -1))
-            q, q_rope = rows[..., : q.shape[-1]], rows[..., q.shape[-1] :]
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        whole = AttentionCall(q, None, None, layer, q_rope=q_rope, lse=lse)
-        out = self.decode.forward_decode(whole, step.batch)
-        unseen = -torch.inf if layer.sinks is None else layer.sinks
-        lse = torch.where(step.has_keys, lse, unseen)
-        if layer.sinks is not None:  # whose weight would otherwise count what was computed
-            out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
-        out, lse = exchange_and_merge(self._heads.group, out, lse, self._merger)
+        out, lse = self._among_ranks(call, self._step)
         if call.lse is not None:
             call.lse.copy_(lse)
         return out
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if batch.forward_mode.is_target_verify():
+            return self._verified(call, batch)
         layer = call.layer
         k, v = call.k, call.v
         if layer.kind == "mla" or k is None or v is None:
             got = "an MLA prompt" if layer.kind == "mla" else "K and V that are in the pool already"
             expected = "forward_latent for MLA, else K and V with the call: KV is interleaved"
             raise InvalidInput("k", got=got, expected=expected)
-        own = self._as_stored(k, layer.k_scale, call.q), self._as_stored(v, layer.v_scale, call.q)
+        own = (
+            self._stored(k, layer.k_scale).to(call.q.dtype),
+            self._stored(v, layer.v_scale).to(call.q.dtype),
+        )
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
             return own if keys is None else self._gathered(keys, layer, call.q)
@@ -199,7 +199,7 @@ class InterleavedAttnBackend(AttentionBackend):
         if batch.forward_mode not in PREFILLS:
             return super().forward_latent(q, latent, k_rope, layer, batch, projection)
         self.save_kv(latent, None, layer, batch, k_rope=k_rope)
-        own = self._as_stored(torch.cat((latent, k_rope), -1), layer.k_scale, q)
+        own = self._stored(torch.cat((latent, k_rope), -1), layer.k_scale).to(q.dtype)
 
         def read(keys: KeysOfRanks | None) -> tuple[torch.Tensor, torch.Tensor]:
             rows = own if keys is None else self._gathered(keys, layer, q)[0]
@@ -211,70 +211,72 @@ class InterleavedAttnBackend(AttentionBackend):
 
         return self._scaled(self._parts.attend(q, read, layer), layer)
 
-    def _decode_step(self, batch: ForwardBatch) -> _Decode:
-        held = self._interleaving.lens(batch.seq_lens)
-        mine = self._interleaving.mine(batch.out_cache_loc)
-        has_keys = (held > 0).unsqueeze(1)
-        # No decode step has a request without keys; what it finds then has no weight
-        lens = held.clamp(min=1)
-        lens_cpu = batch.seq_lens_cpu
-        if lens_cpu is not None:
-            lens_cpu = self._interleaving.lens(lens_cpu).clamp(min=1)
-        room = next((each for each in self._buffers if each.holds(batch)), None)
-        if room is not None:
-            lens, mine, has_keys = room.copy(lens, mine, has_keys)
-        own = replace(
-            batch,
-            seq_lens=lens,
-            seq_lens_cpu=lens_cpu,
-            seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
-            out_cache_loc=mine,
-        )
-        return _Decode(batch=own, has_keys=has_keys)
+    def _serving(self, step: RankStep) -> AttentionBackend:
+        """The backend that attends to this rank's keys."""
+        return self.prefixes if step.drafts and self.prefixes is not None else self.decode
+
+    def _among_ranks(
+        self, call: AttentionCall, step: RankStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's heads to the keys of all ranks, [T, Hq, Dv] in the dtype of Q,
+        and its LSE [T, Hq]; for drafts, to those of the prefixes."""
+        backend = self._serving(step)
+        layer = backend.context.layer(call.layer.layer_id)
+        q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
+        q = self._heads.gather_queries(q)
+        width, groups = step.drafts, layer.tp_k_head_num
+        most = layer.tp_q_head_num // q.shape[1]
+        if width:
+            q = as_heads(q, groups, width, most)
+        q, q_rope = _parts(q, call)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        whole = AttentionCall(q, None, None, layer, q_rope=q_rope, lse=lse)
+        out = backend.forward_decode(whole, step.batch)
+        unseen = -torch.inf if layer.sinks is None else layer.sinks
+        lse = torch.where(step.has_keys, lse, unseen)
+        if layer.sinks is not None:  # whose weight would otherwise count what was computed
+            out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
+        if width:
+            out, lse = (as_tokens(each, groups, width, most) for each in (out, lse))
+        return exchange_and_merge(self._heads.group, out, lse, self._merger)
+
+    def _verified(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of the drafts to their prefixes and to each other."""
+        layer, step = call.layer, self._step
+        if step is None or not step.drafts:
+            raise _unprepared(batch)
+        if call.k is None or (call.v is None and call.k_rope is None):
+            expected = "K and V of the drafts with the call: KV is interleaved over ranks"
+            raise InvalidInput("k", got=None, expected=expected)
+        seen, seen_lse = self._among_ranks(call, step)
+        k_scale, v_scale = self._pool.own.read_scales(layer.k_scale, layer.v_scale)
+        q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
+        k = call.k if call.k_rope is None else torch.cat((call.k, call.k_rope), -1)
+        k = self._stored(k, layer.k_scale).float() * k_scale
+        v = k[..., : layer.v_head_dim]
+        if call.v is not None:
+            v = self._stored(call.v, layer.v_scale).float() * v_scale
+        causal = torch.ones(step.drafts, step.drafts, dtype=torch.bool, device=q.device).tril()
+        visible = causal.expand(batch.batch_size, -1, -1)
+        out, lse = among_drafts(q, k, v, layer, visible)
+        merge_into(out, lse, seen, seen_lse)
+        if call.lse is not None:
+            call.lse.copy_(lse)
+        return out.to(call.q.dtype)
 
     def _gathered(
         self, keys: KeysOfRanks, layer: LayerSpec, q: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return keys.gather(self._pool.own, layer, self._heads, q.dtype)
 
-    def _as_stored(self, rows: torch.Tensor, scale: float | None, q: torch.Tensor) -> torch.Tensor:
+    def _stored(self, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
         """K or V as the pool stores them, which may have rounded them."""
-        return quantise(rows, self._pool.dtype, scale).to(q.dtype)
+        return quantise(rows, self._pool.dtype, scale)
 
     def _scaled(self, out: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
         """The result over V without the pool's scale, with it. That of K is in `unscaled`."""
         _, scale = self._pool.own.read_scales(layer.k_scale, layer.v_scale)
         return out if scale == 1 else (out.float() * scale).to(out.dtype)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Buffers:
-    """Where captured decode steps find what is made for each step."""
-
-    lens: torch.Tensor
-    slots: torch.Tensor
-    has_keys: torch.Tensor
-
-    @classmethod
-    def of(cls, size: int, device: torch.device) -> _Buffers:
-        return cls(
-            lens=torch.ones(size, dtype=torch.int32, device=device),
-            slots=torch.zeros(size, dtype=torch.int64, device=device),
-            has_keys=torch.ones(size, 1, dtype=torch.bool, device=device),
-        )
-
-    def holds(self, batch: ForwardBatch) -> bool:
-        return batch.batch_size <= self.lens.shape[0]
-
-    def copy(
-        self, lens: torch.Tensor, slots: torch.Tensor, has_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The values, in the buffers."""
-        rows = lens.shape[0]
-        pairs = ((self.lens, lens), (self.slots, slots), (self.has_keys, has_keys))
-        for buffer, values in pairs:
-            buffer[:rows].copy_(values)
-        return self.lens[:rows], self.slots[:rows], self.has_keys[:rows]
 
 
 def unscaled(layers: Sequence[LayerSpec], pool: KVPool) -> tuple[LayerSpec, ...]:
@@ -288,6 +290,14 @@ def unscaled(layers: Sequence[LayerSpec], pool: KVPool) -> tuple[LayerSpec, ...]
         )
         for layer in layers
     )
+
+
+def _parts(rows: torch.Tensor, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`q` and `q_rope` of rows that hold both, as those of the call were."""
+    if call.q_rope is None:
+        return rows, None
+    width = call.q.shape[-1]
+    return rows[..., :width], rows[..., width:]
 
 
 def _unprepared(batch: ForwardBatch) -> InvalidInput:

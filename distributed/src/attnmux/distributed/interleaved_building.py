@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attnmux.core import (
     MOST_LANES,
     BackendContext,
     Decision,
+    FrozenMapping,
     InvalidInput,
     Measurement,
     Offer,
@@ -18,6 +20,7 @@ from attnmux.core import (
     build,
     make_backend,
     part_context,
+    prefix_context,
     solve_measured,
 )
 from attnmux.distributed.heads import HeadSplit
@@ -30,7 +33,8 @@ class InterleavedDecision:
     """The decisions for both phases."""
 
     decode: Decision
-    """For the heads of all ranks. Its page size is that of each rank's pool."""
+    """For the heads of all ranks. Its page size is that of each rank's pool. With drafts, its
+    `trees` attends to their prefixes."""
     prompts: Decision
     """For this rank's heads, with K and V in the call; in MLA with expanded heads."""
 
@@ -61,6 +65,7 @@ def decide_interleaved(
     """
     _check_request(request)
     policy = policy or Policy()
+    solved = partial(solve_measured, platform=platform, offers=offers, measurements=measurements)
     heads = {"num_q_heads": request.num_q_heads, "num_kv_heads": request.num_kv_heads}
     if heads["num_q_heads"] is not None:
         heads["num_q_heads"] *= size
@@ -71,10 +76,30 @@ def decide_interleaved(
     )
     if whole.page_size is None and interleave > 1:
         whole = whole.replace(origin="default", page_size=interleave)
-    decode = solve_measured(whole, platform, offers, policy, measurements=measurements)
+    decode = solved(whole, policy=policy)
     of_parts = request.of_parts().replace(origin="default", page_size=decode.page_size)
-    prompts = solve_measured(of_parts, platform, offers, policy, measurements=measurements)
+    prompts = solved(of_parts, policy=policy)
+    if request.spec_topk is not None:
+        fixed = replace(policy, allow_coercion=False)
+        decode = _with_drafts(decode, request, partial(solved, policy=fixed))
     return InterleavedDecision(decode=decode, prompts=prompts)
+
+
+def _with_drafts(
+    decode: Decision, request: Request, solved: Callable[[Request], Decision]
+) -> Decision:
+    """The decision, with the backend that attends to the prefixes of drafts. Raises NoBackend."""
+    asked = decode.request.replace(
+        origin="model",
+        phases=("decode", "verify"),
+        spec_topk=request.spec_topk,
+        spec_draft_tokens=request.spec_draft_tokens,
+    )
+    decided = {"page_size": decode.page_size, "kv_dtype": decode.kv_dtype}
+    of_prefixes = asked.of_prefixes().replace(origin="user", **decided)
+    trees = solved(of_prefixes).phases["decode"]
+    phases = FrozenMapping({**decode.phases, "verify": trees})
+    return replace(decode, request=asked, phases=phases, trees=trees)
 
 
 def build_interleaved(
@@ -85,14 +110,22 @@ def build_interleaved(
     context: with this rank's heads, the engine's table, an `InterleavedKVPool` and a `Workspace`.
     Raises what `build` raises.
     """
-    whole = decode_context(context, heads, decision.decode.request)
+    decode, trees = decision.decode, decision.decode.trees
+    if trees is not None:
+        asked = decode.request.without_drafts().replace(origin="model", phases=("decode",))
+        served = FrozenMapping({"decode": decode.phases["decode"]})
+        decode = replace(decode, request=asked, phases=served, trees=None)
+    whole = decode_context(context, heads, decode.request)
     of_prompts = prompt_context(context, decision.prompts.request)
     choice = decision.prompts.phases["extend"]
     return InterleavedAttnBackend(
         context,
         heads=heads,
-        decode=build(decision.decode, whole),
+        decode=build(decode, whole),
         prompts=[make_backend(choice, of_prompts) for _ in range(MOST_LANES)],
+        prefixes=None
+        if trees is None
+        else make_backend(trees, draft_context(whole, decision.decode.request)),
     )
 
 
@@ -116,6 +149,17 @@ def decode_context(context: BackendContext, heads: HeadSplit, request: Request) 
     )
 
 
+def draft_context(whole: BackendContext, request: Request) -> BackendContext:
+    """The context of the backend that attends to the prefixes of drafts over this rank's keys, with
+    the heads of all ranks and drafts.
+
+    whole: of `decode_context`. request: with `spec_draft_tokens`.
+    """
+    drafts = request.spec_draft_tokens
+    asked = whole.request.replace(origin="model", spec_topk=1, spec_draft_tokens=drafts)
+    return prefix_context(replace(whole, request=asked))
+
+
 def prompt_context(context: BackendContext, request: Request) -> BackendContext:
     """The context of the backends of prompts.
 
@@ -136,11 +180,24 @@ def _interleaved(context: BackendContext) -> InterleavedKVPool:
 
 
 def _check_request(request: Request) -> None:
-    for name in ("sliding_window", "attention_chunk", "custom_mask", "multi_item", "spec_topk"):
+    for name in ("sliding_window", "attention_chunk", "custom_mask", "multi_item"):
         value = getattr(request, name)
         if value:
             expected = "nothing: KV is interleaved over ranks"
             raise InvalidInput(name, got=value, expected=expected)
+    if request.spec_topk is not None:
+        _check_drafts(request)
     if request.kind not in ("mha", "mla") or request.cross_attention or request.linear_layers:
         expected = "self attention of kind mha or mla in every layer: KV is interleaved over ranks"
         raise InvalidInput("request", got=request.kind, expected=expected)
+
+
+def _check_drafts(request: Request) -> None:
+    if request.has_trees:
+        expected = "1, chains: the drafts of a tree would have to move to other ranks"
+        raise InvalidInput("spec_topk", got=request.spec_topk, expected=expected)
+    if request.spec_draft_tokens is None:
+        raise InvalidInput("spec_draft_tokens", got=None, expected="a number, with spec_topk")
+    if request.deterministic:
+        expected = "False with drafts: what they add depends on the size of a step"
+        raise InvalidInput("deterministic", got=True, expected=expected)

@@ -46,7 +46,7 @@ class InterleavedKVPool(KVPool):
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Raises InvalidInput: a token does not move to another rank."""
-        raise InvalidInput("source", got="slots to move", expected="no drafts with interleaved KV")
+        raise InvalidInput("source", got="slots to move", expected="chains of drafts, or none")
 
     def _refusal(self) -> InvalidInput:
         got, expected = "a read of all ranks' slots", "one of `own`, this rank's"

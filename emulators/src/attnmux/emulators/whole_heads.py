@@ -31,6 +31,7 @@ from attnmux.distributed import (
     InterleavedKVPool,
     Interleaving,
     decode_context,
+    draft_context,
     prompt_context,
 )
 from attnmux.testing import Candidate, Case
@@ -43,14 +44,15 @@ class WholeHeadsView(AttentionBackend):
         self,
         context: BackendContext,
         heads: HeadSplit,
-        make: Callable[[BackendContext], AttentionBackend],
         *,
+        decode: Callable[[BackendContext], AttentionBackend],
+        prompts: Callable[[BackendContext], AttentionBackend],
         interleave: int = 1,
         chunk_bytes: int = 1 << 29,
         lanes: int = 2,
     ) -> None:
-        """context: of one backend alone; pages are of all ranks. make: of the decode backend and
-        of those of prompts."""
+        """context: of one backend alone; pages are of all ranks. decode, prompts: make the decode
+        backend and each of those of prompts."""
         super().__init__(context)
         group, whole = heads.group, context.token_to_kv_pool
         self._heads = heads
@@ -70,12 +72,14 @@ class WholeHeadsView(AttentionBackend):
         )
         request = context.request.replace(page_size=self._interleaving.page_size)
         of_prompts = prompt_context(mine, _of_prompts(request, context.layers[0]))
-        whole_request = request.replace(phases=("decode",), lse=True)
+        whole_request = request.without_drafts().replace(phases=("decode",), lse=True)
+        of_decode = decode_context(mine, heads, whole_request)
         self.ranks = InterleavedAttnBackend(
             mine,
             heads=heads,
-            decode=make(decode_context(mine, heads, whole_request)),
-            prompts=[make(of_prompts) for _ in range(lanes)],
+            decode=decode(of_decode),
+            prompts=[prompts(of_prompts) for _ in range(lanes)],
+            prefixes=decode(draft_context(of_decode, request)) if request.spec_topk else None,
             chunk_bytes=chunk_bytes,
         )
 
@@ -115,7 +119,7 @@ class WholeHeadsView(AttentionBackend):
         layer = self.ranks.context.layer(call.layer.layer_id)
         q = self._own_heads(call.q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        prompt = batch.forward_mode is not ForwardMode.DECODE
+        prompt = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
         if prompt and layer.kind == "mla" and call.k is not None and call.k_rope is not None:
             assert call.q_rope is not None
             rows = torch.cat((q, self._own_heads(call.q_rope)), -1)
@@ -233,11 +237,19 @@ def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpP
     return UpProjection(weight=weight, num_heads=layer.tp_q_head_num, v_head_dim=rank)
 
 
+MODES = (
+    *(ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE),
+    ForwardMode.TARGET_VERIFY,
+)
+"""Of steps whose keys may lie on several ranks."""
+
+
 def can_be_split(case: Case, size: int) -> bool:
     """Whether the case's keys may lie on several ranks, and its heads too."""
     modes = {step.mode for step in case.steps}
     return (
-        modes <= {ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}
+        modes.issubset(MODES)
+        and not case.custom_mask
         and case.kind in ("mha", "mla")
         and not any(case.windows)
         and not case.attention_chunk
@@ -262,7 +274,14 @@ def viewed(
     *,
     heads: HeadSplit,
     candidate: Candidate,
+    prompts: Candidate | None = None,
     **settings: int,
 ) -> WholeHeadsView:
-    """The factory of a candidate that tests a group of ranks. settings: of `WholeHeadsView`."""
-    return WholeHeadsView(context, heads, candidate.build, **settings)
+    """The factory of a candidate that tests a group of ranks.
+
+    prompts: attends to the parts of prompts, by default `candidate`. settings: of `WholeHeadsView`.
+    """
+    of_prompts = candidate if prompts is None else prompts
+    return WholeHeadsView(
+        context, heads, decode=candidate.build, prompts=of_prompts.build, **settings
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import requested
+
+if TYPE_CHECKING:
+    from attnmux.bench.cli.bench_run import Kept, Result
 
 NOTHING_MEASURED = 3
 PAGE_NEEDS = "plotly", "jinja2"
@@ -75,8 +79,9 @@ def bench(
     A figure is the median time of one layer's call as a model makes it, which also stores the new
     tokens' K and V; decode runs from a device graph where there is one. All backends get the same
     values on scattered pages, and their answers are checked first. Errors are against float64 on
-    the same inputs, in units of the rounding of the output's format (eps / 2). Exits with 0
-    when something was timed, 3 when nothing was.
+    the same inputs, in units of the rounding of the output's format (eps / 2). Processes that
+    torchrun started measure at the same time, each on a device of its own, and a figure is that of
+    the slowest. Exits with 0 when something was timed, 3 when nothing was.
     """
     if html is not None:
         _check_page(html)
@@ -98,7 +103,7 @@ def bench(
     keeper = bench_run.Keeper.open(run, settings, asked, place) if keep else None
     from attnmux.bench.cli.progress import Bar  # noqa: PLC0415  # rich, after the refusals
 
-    bar = Bar()
+    bar = Bar(hidden=not place.tells)
     result = bench_run.measure(
         place,
         request,
@@ -109,12 +114,18 @@ def bench(
         measurements=run.measurements(settings) if keeper is None else keeper.known,
         bar=bar,
     )
-    if html is not None:
+    if html is not None and place.tells:
         from attnmux.bench.cli.page import write_page  # noqa: PLC0415  # plotly, an extra
 
         with writing(html, otherwise="name another file as --html"):
             write_page(result, html)
     kept = None if keeper is None else keeper.keep(result, check_seconds, bar)
+    if place.tells:
+        _tell(run, result, kept, as_json=as_json)
+    return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
+
+
+def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
         echo_json({**answer, "warnings": run.warnings})
@@ -122,7 +133,6 @@ def bench(
         from attnmux.bench.cli.tables import print_bench  # noqa: PLC0415  # rich, off the JSON path
 
         print_bench(result, kept)
-    return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
 
 
 def _check_page(file: Path) -> None:

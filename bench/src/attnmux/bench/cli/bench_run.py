@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,14 @@ from attnmux.core import (
     Offer,
     Platform,
     Policy,
+    RankGroup,
     Request,
     Settings,
     SettingsError,
     TunedLaunch,
+    check_same_libraries,
+    shared_launches,
+    together_on,
     torch_dtype,
 )
 from attnmux.core.choosing.judge.axes import Question
@@ -39,6 +43,9 @@ from attnmux.core.cli.select import decided, machine
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""
+
+SECONDS = 600.0
+"""How long a rank waits for another, which may compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +58,22 @@ class Place:
     offers: tuple[Offer, ...]
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
+    ranks: RankGroup | None = None
+    """Processes that measure together, each on a device of its own; None for one alone."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process prints and stores what was measured: rank 0 does for all."""
+        return self.ranks is None or self.ranks.rank == 0
 
     def __str__(self) -> str:
         return self.platform.name or str(self.platform)
 
 
 def find_place(run: Run, settings: Settings, platform: str | None, device: str) -> Place:
-    """Raises InvalidInput for a machine that is not here, and for another platform's device."""
+    """Joins the ranks that a launcher started. Raises InvalidInput for a machine that is not here,
+    for another platform's device, and for a device that is named for several ranks; RanksDiffer
+    where these have other plugins or libraries."""
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
@@ -65,11 +81,19 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     if device and device.partition(":")[0] != here.device_type:
         expected = f"{here.device_type}, as torch calls {here}, or {here.device_type}:NUMBER"
         raise InvalidInput("--device", got=repr(device), expected=expected)
+    ranks = RankGroup.launched(here.device_type, seconds=SECONDS)
+    launches = run.launches(settings)
+    if ranks is not None:
+        if device:
+            raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
+        check_same_libraries(ranks, plugins.offers())
+        device, launches = str(ranks.device), shared_launches(ranks, launches)
     return Place(
         platform=here,
         device=device or here.device_type,
         offers=plugins.offers(),
-        launches=run.launches(settings),
+        launches=launches,
+        ranks=ranks,
     )
 
 
@@ -145,6 +169,7 @@ def measure(
         graphs=field.graphs,
         seconds=seconds,
         launches=place.launches,
+        together=together_on(place.ranks),
         say=bar.say,
     )
     rows = bench.rows(field.workloads, field.entrants)
@@ -212,8 +237,9 @@ class Keeper:
             raise SettingsError(
                 f"measurements are not used here ({source}): allow them, or leave out --keep"
             )
-        with writing(path, otherwise=OTHERWISE):
-            measurement_file(path).prepare()
+        if place.tells:
+            with writing(path, otherwise=OTHERWISE):
+                measurement_file(path).prepare()
         policy, known = settings.policy(), run.measurements(settings)
         before = decided(request, place.platform, place.offers, policy, known)
         return cls(
@@ -229,7 +255,7 @@ class Keeper:
         checks = self._checks(result, seconds, bar or Bar(hidden=True))
         measurements = self._measurements(result, checks)
         file = measurement_file(self.path)
-        if measurements:
+        if measurements and self.place.tells:
             with writing(self.path, otherwise=OTHERWISE):
                 file.add(measurements)
         place, known = self.place, file.read().found
@@ -249,11 +275,19 @@ class Keeper:
         entrants = [
             each for each in result.field.entrants if (each.offer.address, each.phase) in timed
         ]
-        place = self.place
+        place, together = self.place, together_on(self.place.ranks)
 
         def check(entrant: Entrant) -> Check:
             bar.say(f"checking {entrant.offer.address} for {entrant.phase}")
-            return check_conformance(entrant, place.device, seconds, place.launches)
+
+            def checked() -> tuple[Check, tuple[bool]]:
+                found = check_conformance(entrant, place.device, seconds, place.launches)
+                return found, (not found.conformant,)
+
+            found, (fails,) = together(checked)
+            if fails and found.conformant:
+                return replace(found, failure="it is not conformant on another rank")
+            return found
 
         return tuple(bar.track(map(check, entrants), "checking", len(entrants)))
 

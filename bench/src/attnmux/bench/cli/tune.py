@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,9 +27,13 @@ from attnmux.core import (
     SettingsError,
     Trial,
     TunedLaunch,
+    check_same_libraries,
     in_brief,
     launch_file,
+    shared_launches,
+    shared_trials,
     solve,
+    together_on,
 )
 from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.measured.launches import Tuner, by_subject, winner
@@ -39,8 +43,14 @@ from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import machine, requested
 
+if TYPE_CHECKING:
+    from attnmux.core import RankGroup
+
 OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 """Advice for a file that cannot be written."""
+
+SECONDS = 600.0
+"""How long a rank waits for another, which may compile."""
 
 
 @click.command()
@@ -67,8 +77,9 @@ def tune(
     """Let BACKEND, or every backend that can, try kernel launches for a request's shapes.
 
     A launch that beats today's by more than 2 % is kept for this device and these versions, and
-    used whenever the backend is built. Exits with 0 when launches were tried, 3 when no backend
-    fits.
+    used whenever the backend is built. Processes that torchrun started try them at the same time,
+    each on a device of its own, and a time is that of the slowest. Exits with 0 when launches were
+    tried, 3 when no backend fits.
     """
     request = requested(model, fields, tp, None)
     settings = run.settings()
@@ -76,6 +87,7 @@ def tune(
     here, hypothetical = machine(run, settings, plugins, platform)
     if hypothetical:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
+    named = device
     device = _check_device(device, here)
     offers, policy, known = plugins.offers(), settings.policy(), run.launches(settings)
     jobs = []
@@ -90,23 +102,41 @@ def tune(
     if not jobs:
         where = here.name or here
         raise NoBackend(f"no backend that can be tuned serves this on {where}; name one to see why")
-    file = None if dry_run else _open(settings)
-    tuned: list[Tuned] = []
-    launches: list[TunedLaunch] = []
-    for each in try_launches(run, jobs):
-        if not as_json:
+    ranks = _joined(here, named)
+    if ranks is not None:
+        jobs = _shared(ranks, jobs, offers)
+    tells = ranks is None or ranks.rank == 0
+    file = _open(settings) if tells and not dry_run else None
+    tuned = []
+    for each in try_launches(run, jobs, ranks):
+        if tells and not as_json:
             from attnmux.bench.cli.tables import print_trials  # noqa: PLC0415  # rich, off the JSON path
 
             print_trials(each.offer.address, each.job.platform, each.trials)
         found = each.launches()
-        if file is not None and found:
-            with writing(file.path, otherwise=OTHERWISE):
-                file.add(found)
-        tuned.append(each)
-        launches += found
-    path = None if file is None or not launches else file.path
+        _add(found, file)
+        tuned.append((each, found))
+    if tells:
+        _tell(run, tuned, None if file is None else file.path, as_json=as_json)
+
+
+def _add(launches: Sequence[TunedLaunch], file: RecordFile[TunedLaunch] | None) -> None:
+    if file is not None and launches:
+        with writing(file.path, otherwise=OTHERWISE):
+            file.add(launches)
+
+
+def _tell(
+    run: Run,
+    tuned: Sequence[tuple[Tuned, Sequence[TunedLaunch]]],
+    path: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    launches = [launch for _, found in tuned for launch in found]
+    path = path if launches else None
     if as_json:
-        echo_json(_as_json(run, tuned, launches, path))
+        echo_json(_as_json(run, [each for each, _ in tuned], launches, path))
         return
     faster = "1 launch is" if len(launches) == 1 else f"{len(launches)} launches are"
     kept = "nothing is kept" if path is None else f"kept in {path}"
@@ -140,6 +170,33 @@ def _check_device(device: str, here: Platform) -> str:
         expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
         raise InvalidInput("--device", got=repr(device), expected=expected)
     return device or here.device_type
+
+
+def _joined(here: Platform, device: str) -> RankGroup | None:
+    """The ranks that a launcher started; None in one process. Raises InvalidInput for a device that
+    is named for all of them."""
+    try:
+        from attnmux.core import RankGroup  # noqa: PLC0415  # torch, after the refusals
+    except ModuleNotFoundError:  # which the tuner reports
+        return None
+    ranks = RankGroup.launched(here.device_type, seconds=SECONDS)
+    if ranks is not None and device:
+        raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
+    return ranks
+
+
+def _shared(
+    ranks: RankGroup, jobs: Sequence[tuple[Offer, Job]], offers: Sequence[Offer]
+) -> list[tuple[Offer, Job]]:
+    """The jobs on this rank's device, which start from the launches of rank 0. Raises RanksDiffer
+    where the ranks have other plugins or libraries."""
+    check_same_libraries(ranks, offers)
+    known, device = shared_launches(ranks, jobs[0][1].launches), str(ranks.device)
+    together = together_on(ranks)
+    return [
+        (offer, replace(job, device=device, launches=known, together=together))
+        for offer, job in jobs
+    ]
 
 
 def _open(settings: Settings) -> RecordFile[TunedLaunch]:
@@ -241,12 +298,19 @@ def job_for(
     )
 
 
-def try_launches(run: Run, jobs: Sequence[tuple[Offer, Job]]) -> Iterator[Tuned]:
-    """Run the jobs in order, with a warning for each that fails. Raises BackendFailed if all do."""
+def try_launches(
+    run: Run, jobs: Sequence[tuple[Offer, Job]], ranks: RankGroup | None = None
+) -> Iterator[Tuned]:
+    """Run the jobs in order, with a warning for each that fails. Raises BackendFailed if all do.
+
+    ranks: those that run the same jobs at the same time, and share the times of the slowest.
+    """
     left = len(jobs)
     for offer, job in jobs:
         try:
             trials = _trials(offer, job)
+            if ranks is not None:
+                trials = shared_trials(ranks, offer.address, trials)
         except BackendFailed as failure:
             left -= 1
             if not left:

@@ -4,6 +4,7 @@ builds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -65,6 +66,7 @@ def load_runner(
     check_rotary(checkpoint.config, options.max_context_len)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
     _check_ranks(checkpoint, offers, options)
+    options = replace(options, launches=options.ranks.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
         if options.compile:

@@ -23,6 +23,7 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
+    TunedLaunch,
     build,
     solve_measured,
 )
@@ -66,6 +67,10 @@ class Ranks:
     ) -> Decision:
         """The decision of rank 0. `decide` calls `solve`, and its errors are every rank's."""
         return decide()
+
+    def launches(self, own: tuple[TunedLaunch, ...]) -> tuple[TunedLaunch, ...]:
+        """The tuned launches that every rank runs: those of rank 0."""
+        return own
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` returns, if it succeeds on every rank."""

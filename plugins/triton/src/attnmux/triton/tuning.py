@@ -85,7 +85,7 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
         "page": page,
     }
     trial = partial(Trial, subject=subject)
-    reference = _timed(job, setups, tables)
+    reference = _together(job, partial(_timed, job, setups, tables))
     yield trial(values=_values(today), median_us=reference.median_us, is_current=True)
     if today.kernel != PORTABLE:
         return
@@ -99,16 +99,25 @@ def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) ->
             config = replace(start, **changed)
             values = _values(config)
             try:
-                found = _timed(job, setups, _alone(config, shape, arch))
+                measure = partial(_checked, job, setups, config, shape, arch, reference)
+                found = _together(job, measure)
             except BackendFailed as failure:
                 yield trial(values=values, median_us=None, error=failure.reason)
-                continue
-            if not _agrees(found, reference):
-                yield trial(values=values, median_us=None, error="another result")
                 continue
             yield trial(values=values, median_us=found.median_us)
             if found.median_us < least:
                 best, least = config, found.median_us
+
+
+def _together(job: Job, measure: Callable[[], Timed]) -> Timed:
+    """The results of this rank, with the time of the slowest."""
+
+    def measured() -> tuple[Timed, tuple[float]]:
+        found = measure()
+        return found, (found.median_us,)
+
+    found, (slowest,) = job.together(measured)
+    return replace(found, median_us=slowest)
 
 
 def _values(config: Config) -> dict[str, Value]:
@@ -144,6 +153,21 @@ def _timed(job: Job, setups: Sequence[Setup], tables: ConfigTables) -> Timed:
             raise BackendFailed("triton", in_brief(error)) from error
     logs = math.fsum(map(math.log, medians))
     return Timed(median_us=math.exp(logs / len(medians)), outs=tuple(outs))
+
+
+def _checked(
+    job: Job,
+    setups: Sequence[Setup],
+    config: Config,
+    shape: Shape,
+    arch: str,
+    reference: Timed,
+) -> Timed:
+    """Raises BackendFailed for a configuration that does not run, or has another result."""
+    found = _timed(job, setups, _alone(config, shape, arch))
+    if not _agrees(found, reference):
+        raise BackendFailed("triton", "another result")
+    return found
 
 
 def _step(backend: TritonBackend, setup: Setup) -> torch.Tensor:

@@ -24,6 +24,7 @@ from attnmux.core.choosing.measured.records import (
     Record,
     RecordFile,
 )
+from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 
 Value = OptionValue
@@ -83,6 +84,9 @@ class Job:
     """All options of the backend."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
+    together: Together = alone
+    """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
+    the same launches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

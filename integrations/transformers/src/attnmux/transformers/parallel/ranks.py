@@ -25,6 +25,8 @@ from attnmux.core import (
     Policy,
     RankGroup,
     Request,
+    TunedLaunch,
+    shared_launches,
 )
 from attnmux.distributed import (
     HeadSplit,
@@ -63,6 +65,9 @@ class GroupRanks(Ranks):
     ) -> Decision:
         (decision,) = decided(self.group, lambda: (decide(),), platform, offers)
         return decision
+
+    def launches(self, own: tuple[TunedLaunch, ...]) -> tuple[TunedLaunch, ...]:
+        return shared_launches(self.group, own)
 
     def together(self, make: Callable[[], T]) -> T:
         return together(self.group, make)

@@ -133,7 +133,7 @@ def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
     phases = set(request.phases)
     masked = request.custom_mask or request.has_trees
     for layer in context.layers:
-        in_call = not layer.is_causal
+        in_call = not layer.is_causal or layer.layer_id not in pool.layer_ids
         block = 0 if in_call else block_of_page(pool.page_size)
         keys = _room(context, layer, block)
         plain = KernelSpec(

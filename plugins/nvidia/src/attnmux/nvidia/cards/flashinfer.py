@@ -40,15 +40,16 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     every = one_of("extend", "decode", "verify", "draft", "encoder")
     yield Clause(**everywhere, **masked, phase=every, graph=ANY)
     # The softmax with sinks looks at no cap and no mask but causality and windows (variants.py).
-    of_pools = one_of("extend", "decode", "verify", "draft")
-    yield Clause(**everywhere, phase=of_pools, sinks=ANY, graph=ANY)
+    # It reads the pool, so that parts of prompts over K and V of the call are left to others.
+    of_pools: dict[str, Any] = {**everywhere, "cross_attention": NONE, "sinks": ANY}
+    yield Clause(**of_pools, phase=one_of("extend", "decode", "verify", "draft"), graph=ANY)
     # fa2 takes the tile of an extend step from the mean length of its requests, so that sums depend
     # on the rest of the batch. In decode a tile is one token's heads. With `disable_split_kv` a
     # captured decode also runs the blocks of the padded grid, which its plan leaves unset
     # (scheduler.cuh masks them only where it splits): illegal accesses.
-    alone: dict[str, Any] = {**everywhere, "phase": one_of("decode"), "deterministic": ANY}
-    yield Clause(**alone, logit_cap=ANY, custom_mask=ANY)
-    yield Clause(**alone, sinks=ANY)
+    alone: dict[str, Any] = {"phase": one_of("decode"), "deterministic": ANY}
+    yield Clause(**everywhere, **alone, logit_cap=ANY, custom_mask=ANY)
+    yield Clause(**of_pools, **alone)
 
 
 FLASHINFER = BackendCard(

@@ -181,6 +181,7 @@ class FlashInferBackend(
         if role is Role.RAGGED and k is not None and v is not None:
             if k.dtype != q.dtype or v.dtype != q.dtype:  # as the pool would have cast them
                 k, v = k.to(q.dtype), v.to(q.dtype)
+            q = q if layer.own_q_factor is None else q * layer.own_q_factor
             wrapper.run(q, aligned(k), aligned(v), out=out, lse=lse, return_lse=lse is not None)
             return
         if layer.kv is None:

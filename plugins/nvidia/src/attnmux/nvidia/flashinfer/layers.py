@@ -49,6 +49,7 @@ class PlanGroup:
     head_dim: int
     v_head_dim: int
     scaling: float
+    """Of a Q that was multiplied by `own_q_factor`."""
     logit_cap: float
     is_causal: bool
     """Of new tokens among themselves: neither in cross attention nor in an encoder."""
@@ -70,7 +71,7 @@ class PlanGroup:
             num_kv_heads=layer.tp_k_head_num,
             head_dim=layer.qk_head_dim,
             v_head_dim=layer.v_head_dim,
-            scaling=layer.scaling,
+            scaling=layer.scaling / _q_factor(layer.scaling),
             logit_cap=layer.logit_cap,
             is_causal=layer.is_causal and not cross,
             has_sinks=layer.sinks is not None,
@@ -104,7 +105,10 @@ class FlashInferLayer:
     v_scale: float | None
     """None for 1: the library then leaves out a product."""
     q_factor: float | None
-    """A power of 2 that Q is multiplied by and `k_scale` divided by; None for 1."""
+    """A power of 2 that Q is multiplied by over the pool, see `_q_factor`; None for 1. `k_scale`
+    makes up for it."""
+    own_q_factor: float | None
+    """The same over K of the call, for which the plan's `scaling` makes up."""
     of_sinks: tuple[torch.Tensor, float] | tuple[()]
     """[Hq] float32 and the whole scale of the logits, for kernels with sinks."""
     merged_heads: int
@@ -117,8 +121,9 @@ class FlashInferLayer:
         """page_size: of the view that kernels have of the pool. itemsize: bytes of an output."""
         pool, kv = context.token_to_kv_pool, None
         k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        q_factor = _q_factor(layer.scaling * k_scale)
-        k_scale /= q_factor
+        q_factor, own_factor = _q_factor(layer.scaling * k_scale), _q_factor(layer.scaling)
+        whole_scale = layer.scaling * k_scale / q_factor
+        k_scale *= own_factor / q_factor
         if layer.layer_id in pool.layer_ids:
             keys, values = pool.get_kv_buffer(layer.layer_id)
             kv = _pages(keys, page_size), _pages(values, page_size)
@@ -128,9 +133,8 @@ class FlashInferLayer:
             k_scale=None if k_scale == 1 else k_scale,
             v_scale=None if v_scale == 1 else v_scale,
             q_factor=None if q_factor == 1 else q_factor,
-            of_sinks=()
-            if layer.sinks is None
-            else (layer.sinks.contiguous(), layer.scaling * k_scale),
+            own_q_factor=None if own_factor == 1 else own_factor,
+            of_sinks=() if layer.sinks is None else (layer.sinks.contiguous(), whole_scale),
             merged_heads=merged_heads(layer.tp_q_head_num, layer.v_head_dim, itemsize),
         )
 

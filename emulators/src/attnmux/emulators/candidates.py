@@ -1,0 +1,204 @@
+"""The backends of kernel libraries on their emulators, by name, for suites that run anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from attnmux.ascend.ascend import make as ascend
+from attnmux.ascend.cards.ascend import ASCEND
+from attnmux.core import (
+    ANY,
+    AttentionBackend,
+    BackendCard,
+    BackendContext,
+    InvalidInput,
+    KernelLibrary,
+    Platform,
+    imported,
+    one_of,
+)
+from attnmux.cpu.flex_attention import FlexAttentionBackend
+from attnmux.emulators import flex_attention
+from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
+from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
+from attnmux.emulators.intel.xpu import KERNELS as XPU_KERNELS
+from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
+from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.intel.amx import make as amx
+from attnmux.intel.cards.intel_amx import INTEL_AMX
+from attnmux.intel.cards.intel_xpu import INTEL_XPU
+from attnmux.intel.xpu import make as xpu
+from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
+from attnmux.nvidia.cards.fa3 import FA3
+from attnmux.nvidia.cards.fa3_mla import FA3_MLA
+from attnmux.nvidia.cards.fa4 import FA4
+from attnmux.nvidia.cards.flashinfer import FLASHINFER
+from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
+from attnmux.nvidia.cards.flashmla import FLASHMLA
+from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
+from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
+from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
+from attnmux.nvidia.cutlass_mla import make as cutlass
+from attnmux.nvidia.fa3 import make as fa3
+from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3_mla import make as fa3_mla
+from attnmux.nvidia.fa4 import FA4Kernels
+from attnmux.nvidia.fa4 import make as fa4
+from attnmux.nvidia.flashinfer.backend import make as flashinfer
+from attnmux.nvidia.flashinfer.planning import FlashInferKernels
+from attnmux.nvidia.flashinfer_mla.backend import make as latent
+from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
+from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
+from attnmux.nvidia.flashmla import make as flashmla
+from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
+from attnmux.nvidia.trtllm_mha import make as trtllm_mha
+from attnmux.nvidia.trtllm_mla import TRTLLMMLAKernels
+from attnmux.nvidia.trtllm_mla import make as trtllm_mla
+from attnmux.testing import Candidate, find_candidate
+
+HOPPER, BLACKWELL = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0"
+
+FEW = 4
+"""Programs of a kernel, which the interpreter runs one after the other."""
+
+NVIDIA = "attnmux.emulators.nvidia"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emulation:
+    """One backend on its emulator."""
+
+    make: Callable[[], Candidate]
+    page_sizes: tuple[int, ...] = (1, 16)
+    """Tokens of a page that its card admits, for the cases of suites."""
+    is_interpreted: bool = False
+    """Whether its kernels run through Triton's interpreter, which is slow."""
+
+
+@contextmanager
+def emulated(name: str) -> Iterator[Candidate]:
+    """The backend of that name in `EMULATED`, for use within the context.
+
+    Raises InvalidInput for an unknown name, and ImportError where the emulator needs a package that
+    is not installed.
+    """
+    found = EMULATED.get(name)
+    if found is None:
+        raise InvalidInput("backend", got=repr(name), expected=f"one of {', '.join(EMULATED)}")
+    with ExitStack() as stack:
+        if found.is_interpreted:
+            from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
+
+            stack.enter_context(triton_interpreter.interpreted())
+        yield found.make()
+
+
+def _adapted(
+    platform: str,
+    card: BackendCard,
+    library: KernelLibrary[Any],
+    kernels: object,
+    *page_sizes: int,
+    **options: int,
+) -> Emulation:
+    """The adapter itself, without the trial of its library."""
+
+    def adapted(context: BackendContext, given: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any class
+        return library.backend(context, given, kernels)
+
+    found = Candidate(
+        card=replace(card, status="available", requires=()),
+        plugin=library.address.partition("/")[0],
+        platform=Platform.parse(platform),
+        device="cpu",
+        options=options,
+        factory=adapted,
+    )
+    return Emulation(make=lambda: found, page_sizes=page_sizes)
+
+
+def _flex_attention() -> Candidate:
+    """With the clauses of GPUs, which have LSE, sinks and graphs."""
+    found = find_candidate("flex_attention", device="cpu")
+    shapes = ("head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+    clauses = tuple(
+        replace(
+            clause,
+            kind=one_of("mha", "mla"),
+            **dict.fromkeys(("vendor", "version", *shapes), ANY),
+        )
+        for clause in found.card.clauses
+        if not clause.vendor.admits("cpu")
+    )
+
+    def made(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
+        return FlexAttentionBackend(context, options, kernels=flex_attention.emulated)
+
+    return replace(found, card=replace(found.card, clauses=clauses), factory=made)
+
+
+def _triton() -> Candidate:
+    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # where there is a Triton
+    from attnmux.triton.plugin import TRITON  # noqa: PLC0415  # as above
+
+    return Candidate(
+        card=replace(TRITON, requires=(), status="available"),
+        plugin="triton",
+        platform=Platform.parse(HOPPER),
+        device="cpu",
+        factory=lambda context, options: TritonBackend(context, options, compute_units=FEW),
+    )
+
+
+def _aiter() -> Candidate:
+    from attnmux.amd.aiter import make  # noqa: PLC0415  # where there are Triton and an AITER
+    from attnmux.amd.cards.aiter import AITER  # noqa: PLC0415  # as above
+    from attnmux.emulators.amd.aiter import aiter_kernels  # noqa: PLC0415  # as above
+
+    return _adapted("amd:gfx942", AITER, make, aiter_kernels()).make()
+
+
+def _cute(arch: int) -> FA4Kernels:
+    return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
+
+
+SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
+WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
+LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
+GENERATED = imported(
+    TRTLLMMHAKernels,
+    f"{NVIDIA}.flashinfer.trtllm_decode",
+    f"{NVIDIA}.flashinfer.trtllm_prefill",
+)
+GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
+CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
+
+EMULATED: Mapping[str, Emulation] = MappingProxyType(
+    {
+        "aiter": Emulation(make=_aiter, page_sizes=(16,), is_interpreted=True),
+        "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
+        "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
+        "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),
+        "fa3_mla": _adapted(HOPPER, FA3_MLA, fa3_mla, SGL_FLASH_ATTN, 1, 16),
+        "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
+        "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
+        "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
+        "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
+        "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
+        "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
+        "flex_attention": Emulation(make=_flex_attention),
+        "intel_amx": _adapted("cpu:x86_64,features=amx", INTEL_AMX, amx, AMX_KERNELS, 1, 16),
+        "intel_xpu": _adapted("intel:xe2", INTEL_XPU, xpu, XPU_KERNELS, 16, 64),
+        "triton": Emulation(make=_triton, page_sizes=(16,), is_interpreted=True),
+        "trtllm_mha": _adapted(
+            BLACKWELL, TRTLLM_MHA, trtllm_mha, GENERATED, 16, 64, workspace_bytes=64 << 20
+        ),
+        "trtllm_mla": _adapted(BLACKWELL, TRTLLM_MLA, trtllm_mla, GENERATED_LATENT, 32, 64),
+    }
+)
+"""By the name of the card. After a dash: the card with another emulator."""
