@@ -130,6 +130,13 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="With --tp: keep each token's K and V on one device, so that long contexts and latent "
     "attention need less memory on each (decode context parallel).",
 )
+@click.option(
+    "--dp-attention",
+    is_flag=True,
+    help="With --tp: give each device prompts of its own, with their attention and KV cache, and "
+    "split the other layers (data parallel attention). --max-running, --memory and "
+    "--prefill-tokens count for each device.",
+)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",

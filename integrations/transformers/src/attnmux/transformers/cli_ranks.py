@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from attnmux.core import InvalidInput, NoBackend, RanksDiffer
 from attnmux.core.cli.run import Run
+from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 
 
@@ -24,6 +25,24 @@ class Parallel:
     """Ranks; None: as many as a launcher started, else one."""
     dcp: bool
     """Whether KV is interleaved over the ranks."""
+    dp_attention: bool
+    """Whether each rank has requests of its own."""
+
+    def check(self, drafting: Drafting) -> None:
+        """Raise InvalidInput for options that exclude each other."""
+        if self.dp_attention and self.dcp:
+            expected = "one of the two: with --dp-attention each rank keeps its own requests' KV"
+            raise InvalidInput("--dcp", got="--dp-attention too", expected=expected)
+        if self.dp_attention and drafting.draft is not None:
+            expected = "no drafts: ranks with requests of their own verify none"
+            raise InvalidInput("--draft", got="--dp-attention too", expected=expected)
+        if self.tp == 1:
+            self._refuse_one()
+
+    def _refuse_one(self) -> None:
+        for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
+            if is_set:
+                raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
 
     def start(self, run: Run) -> None:
         """Start the ranks, if they are asked for and this process is none of them, and exit with
@@ -42,18 +61,26 @@ class Parallel:
             )
 
     def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
-        """This process's place among the ranks. Raises InvalidInput for `dcp` on one."""
+        """This process's place among the ranks.
+
+        Raises InvalidInput for `dcp` and `dp_attention` on one.
+        """
         from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
 
         if not is_torchelastic_launched():
-            if self.dcp:
-                raise InvalidInput("--dcp", got="1 rank", expected="--tp with 2 ranks or more")
+            self._refuse_one()
             return ONE_RANK
         try:
-            from attnmux.transformers.parallel import launch, ranks  # noqa: PLC0415  # an extra
+            from attnmux.transformers.parallel import (  # noqa: PLC0415  # an extra
+                data_parallel,
+                launch,
+                ranks,
+            )
         except ModuleNotFoundError as error:
             raise _missing(error) from error
         group = launch.join(device_type, self.tp)
+        if self.dp_attention:
+            return data_parallel.DataParallelRanks(group, config)
         if self.dcp:
             return ranks.InterleavedRanks(group, config)
         return ranks.TensorParallelRanks(group, config)

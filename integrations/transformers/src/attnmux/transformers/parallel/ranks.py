@@ -41,7 +41,7 @@ from attnmux.transformers.parallel.agreement import (
     decided,
     together,
 )
-from attnmux.transformers.parallel.split import heads_are_split, split_model
+from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
 from attnmux.transformers.ranks import Ranks
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class TensorParallelRanks(Ranks):
         check_libraries(self.group, offers)
 
     def split(self, model: PreTrainedModel) -> None:
-        self.together(lambda: split_model(model, self.group))
+        self.together(lambda: split_model(model, Joints(self.group)))
 
     def decided(
         self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
