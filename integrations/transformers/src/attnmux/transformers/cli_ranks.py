@@ -29,20 +29,20 @@ class Parallel:
     """Whether each rank has requests of its own."""
 
     def check(self, drafting: Drafting) -> None:
-        """Raise InvalidInput for options that exclude each other."""
+        """Raise InvalidInput for options that exclude each other, or that one rank has no use
+        for."""
+        from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
+
+        if self.tp == 1 or (self.tp is None and not is_torchelastic_launched()):
+            for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
+                if is_set:
+                    raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
         if self.dp_attention and self.dcp:
             expected = "one of the two: with --dp-attention each rank keeps its own requests' KV"
             raise InvalidInput("--dcp", got="--dp-attention too", expected=expected)
         if self.dp_attention and drafting.draft is not None:
             expected = "no drafts: ranks with requests of their own verify none"
             raise InvalidInput("--draft", got="--dp-attention too", expected=expected)
-        if self.tp == 1:
-            self._refuse_one()
-
-    def _refuse_one(self) -> None:
-        for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
-            if is_set:
-                raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
 
     def start(self, run: Run) -> None:
         """Start the ranks, if they are asked for and this process is none of them, and exit with
@@ -61,14 +61,10 @@ class Parallel:
             )
 
     def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
-        """This process's place among the ranks.
-
-        Raises InvalidInput for `dcp` and `dp_attention` on one.
-        """
+        """This process's place among the ranks."""
         from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
 
         if not is_torchelastic_launched():
-            self._refuse_one()
             return ONE_RANK
         try:
             from attnmux.transformers.parallel import (  # noqa: PLC0415  # an extra
