@@ -3,7 +3,7 @@
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
 
 Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
-and with `--tp 2 --dcp`. Prints the share of tokens before the first difference of each prompt, and
+with `--tp 2 --dcp`, and with `--tp 2 --dp-attention`. Prints the share of tokens before the first difference of each prompt, and
 the tokens per second.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
     prompts = asked.folder / "prompts.txt"
     prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
     expected: list[list[int]] = []
-    for options in ([], ["--tp", "2"], ["--tp", "2", "--dcp"]):
+    for options in ([], *(["--tp", "2", *more] for more in ([], ["--dcp"], ["--dp-attention"]))):
         answer = generated(asked.folder, prompts, "--dtype", asked.dtype, *options)
         tokens = [each["token_ids"] for each in answer["results"]]
         expected = expected or tokens

@@ -17,6 +17,10 @@ from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 
 
+OF_THE_MODEL = ("tp", "dp_attention")
+"""Arguments of errors that every rank raises, since the model cannot be split."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
     """The options of the command."""
@@ -94,7 +98,7 @@ def only_first(ranks: Ranks) -> Iterator[None]:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
                 yield
         except (RanksDiffer, NoBackend, InvalidInput) as error:
-            if isinstance(error, InvalidInput) and error.argument != "tp":
+            if isinstance(error, InvalidInput) and error.argument not in OF_THE_MODEL:
                 raise
             raise click.exceptions.Exit(1) from error
 
