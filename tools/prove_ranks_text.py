@@ -3,8 +3,8 @@
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
 
 Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
-with `--tp 2 --dcp`, and with `--tp 2 --dp-attention`. Prints the share of tokens before the first difference of each prompt, and
-the tokens per second.
+with `--tp 2 --dcp`, and with `--tp 2 --dp-attention`. Prints the share of tokens before the first
+difference of each prompt, and the tokens per second.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from attnmux.core.cli.run import Run
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 
-
 OF_THE_MODEL = ("tp", "dp_attention")
 """Arguments of errors that every rank raises, since the model cannot be split."""
 
