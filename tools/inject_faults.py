@@ -155,6 +155,9 @@ class HashingRunner:
         self.verify_graphs = None
         self.cache = torch.full((size + page_size,), -1)
 
+    def idle(self) -> bool:
+        return False
+
     def forward(self, step: Step, indices: torch.Tensor, laps: object = None) -> torch.Tensor:
         batch = step.batch
         self.cache[batch.out_cache_loc] = step.input_ids * PLACES + batch.positions

@@ -3,8 +3,8 @@
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
 
 Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
-with `--tp 2 --dcp` and with `--pcp 2`. Prints the share of tokens before the first difference of
-each prompt, and the tokens per second of prefill and decode.
+with `--tp 2 --dcp`, with `--tp 2 --dp-attention` and with `--pcp 2`. Prints the share of tokens
+before the first difference of each prompt, and the tokens per second of prefill and decode.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def main() -> None:
     prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
     expected: list[list[int]] = []
     split = ["--pcp", "2", "--pcp-min-tokens", "32"]
-    for options in ([], ["--tp", "2"], ["--tp", "2", "--dcp"], split):
+    over = (["--tp", "2", *more] for more in ([], ["--dcp"], ["--dp-attention"]))
+    for options in ([], *over, split):
         answer = generated(asked.folder, prompts, "--dtype", asked.dtype, *options)
         tokens = [each["token_ids"] for each in answer["results"]]
         expected = expected or tokens

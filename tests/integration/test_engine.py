@@ -109,6 +109,9 @@ class HashingRunner:
         self.damaged = set()
         """Prompts' first tokens whose logits are no numbers."""
 
+    def idle(self):
+        return False
+
     def forward(self, step, indices, laps=None):
         batch = step.batch
         self.ran.append((batch.forward_mode, len(step.input_ids), batch.batch_size))

@@ -302,9 +302,9 @@ def test_decode_steps_replayed_from_graphs_give_the_same_tokens(tiny):
     ran = []
     replay = runner.graphs.replay
 
-    def counted(batch, inputs):
+    def counted(batch, inputs, *, size):
         ran.append(batch.batch_size)
-        return replay(batch, inputs)
+        return replay(batch, inputs, size=size)
 
     runner.graphs.replay = counted
     engine = Engine(runner)

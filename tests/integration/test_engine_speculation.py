@@ -107,6 +107,9 @@ class HashingRunner:
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
         self.steps_with_drafts = self.padded_steps = 0
 
+    def idle(self):
+        return False
+
     def forward(self, step, indices, laps=None):
         batch = step.batch
         codes = (step.input_ids * PLACES + batch.positions).float()

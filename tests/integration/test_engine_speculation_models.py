@@ -145,9 +145,9 @@ def counting(graphs):
     """The sizes of the steps that graphs replay from now on."""
     sizes, replay = [], graphs.replay
 
-    def counted(batch, inputs):
+    def counted(batch, inputs, *, size):
         sizes.append(batch.batch_size)
-        return replay(batch, inputs)
+        return replay(batch, inputs, size=size)
 
     graphs.replay = counted
     return sizes

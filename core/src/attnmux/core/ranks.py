@@ -125,12 +125,15 @@ class RankGroup:
     def size(self) -> int:
         return self.devices.size()
 
-    def exchange(self, text: str) -> list[str]:
-        """The text of every rank, in their order. It waits for all of them, on the host."""
-        found: list[str] = [""] * self.size
+    def exchange(self, said: T) -> list[T]:
+        """What every rank says, in their order: text, or another value that can be pickled.
+
+        It waits for all of them, on the host.
+        """
+        found: list[Any] = [None] * self.size
 
         def gather() -> None:
-            dist.all_gather_object(found, text, group=self.hosts)
+            dist.all_gather_object(found, said, group=self.hosts)
 
         self._run("exchanging text", gather)
         return found

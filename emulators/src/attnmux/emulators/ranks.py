@@ -26,6 +26,7 @@ PRELOADED = [
     "attnmux.testing.graph_fakes",
     "attnmux.testing.prepared",
     "attnmux.testing.recording",
+    "attnmux.transformers.parallel.data_parallel",  # transformers alone takes seconds
     "pytest",
 ]
 

@@ -141,6 +141,13 @@ AT_LEAST_1 = click.IntRange(min=1)
     type=AT_LEAST_1,
     help="New tokens of a prompt from which --pcp splits it. Default: 256 for each device.",
 )
+@click.option(
+    "--dp-attention",
+    is_flag=True,
+    help="With --tp: give each device prompts of its own, with their attention and KV cache, and "
+    "split the other layers (data parallel attention). --max-running, --memory and "
+    "--prefill-tokens count for each device.",
+)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",

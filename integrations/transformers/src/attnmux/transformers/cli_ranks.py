@@ -13,7 +13,11 @@ from transformers import PreTrainedConfig
 
 from attnmux.core import InvalidInput, NoBackend, RanksDiffer
 from attnmux.core.cli.run import Run
+from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.ranks import ONE_RANK, Ranks
+
+OF_THE_MODEL = ("tp", "pcp", "dp_attention")
+"""Arguments of errors that every rank raises, since the model cannot be split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,8 @@ class Parallel:
     """Ranks that split long prompts, in place of `tp`."""
     pcp_min_tokens: int | None
     """New tokens of a prompt that is split; None: as `PrefillParallelRanks` says."""
+    dp_attention: bool
+    """Whether each rank has requests of its own."""
 
     @property
     def size(self) -> int | None:
@@ -39,16 +45,31 @@ class Parallel:
         """The one that asks for them."""
         return "--tp" if self.pcp is None else "--pcp"
 
-    def check(self, *, watched: bool) -> None:
-        """Raise InvalidInput for options that exclude each other.
+    def check(self, drafting: Drafting, *, watched: bool) -> None:
+        """Raise InvalidInput for options that exclude each other, or that one rank has no use for.
 
         watched: whether the reference watches steps, or failures are kept.
         """
-        if self.pcp is not None and (self.tp is not None or self.dcp):
+        self._check_pcp(watched=watched)
+        from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
+
+        if self.tp == 1 or (self.tp is None and not is_torchelastic_launched()):
+            for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
+                if is_set:
+                    raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
+        if self.dp_attention and self.dcp:
+            expected = "one of the two: with --dp-attention each rank keeps its own requests' KV"
+            raise InvalidInput("--dcp", got="--dp-attention too", expected=expected)
+        if self.dp_attention and drafting.draft is not None:
+            expected = "no drafts: ranks with requests of their own verify none"
+            raise InvalidInput("--draft", got="--dp-attention too", expected=expected)
+
+    def _check_pcp(self, *, watched: bool) -> None:
+        others = {"tp": self.tp is not None, "dcp": self.dcp, "dp-attention": self.dp_attention}
+        if self.pcp is not None and any(others.values()):
             expected = "--pcp alone, where each device has the whole model and all K and V"
-            raise InvalidInput(
-                "--pcp", got=f"--{'dcp' if self.dcp else 'tp'} too", expected=expected
-            )
+            got = " and ".join(f"--{option}" for option, is_set in others.items() if is_set)
+            raise InvalidInput("--pcp", got=f"{got} too", expected=expected)
         if self.pcp is not None and watched:
             expected = "1 rank for these: a rank sees a part of a split step"
             raise InvalidInput("--pcp", got="--canary or --keep-failures too", expected=expected)
@@ -73,15 +94,14 @@ class Parallel:
             )
 
     def ranks(self, device_type: str, config: PreTrainedConfig) -> Ranks:
-        """This process's place among the ranks. Raises InvalidInput for `dcp` on one."""
+        """This process's place among the ranks."""
         from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
 
         if not is_torchelastic_launched():
-            if self.dcp:
-                raise InvalidInput("--dcp", got="1 rank", expected="--tp with 2 ranks or more")
             return ONE_RANK
         try:
             from attnmux.transformers.parallel import (  # noqa: PLC0415  # an extra
+                data_parallel,
                 launch,
                 prefill,
                 ranks,
@@ -91,6 +111,8 @@ class Parallel:
         group = launch.join(device_type, self.size, self.option)
         if self.pcp is not None:
             return prefill.PrefillParallelRanks(group, least_tokens=self.pcp_min_tokens)
+        if self.dp_attention:
+            return data_parallel.DataParallelRanks(group, config)
         if self.dcp:
             return ranks.InterleavedRanks(group, config)
         return ranks.TensorParallelRanks(group, config)
@@ -114,6 +136,6 @@ def only_first(ranks: Ranks) -> Iterator[None]:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
                 yield
         except (RanksDiffer, NoBackend, InvalidInput) as error:
-            if isinstance(error, InvalidInput) and error.argument not in ("tp", "pcp"):
+            if isinstance(error, InvalidInput) and error.argument not in OF_THE_MODEL:
                 raise
             raise click.exceptions.Exit(1) from error

@@ -100,6 +100,7 @@ def run_command(
     dcp: bool,
     pcp: int | None,
     pcp_min_tokens: int | None,
+    dp_attention: bool,
     device: str | None,
     canary: float,
     keep_failures: Path | None,
@@ -110,8 +111,10 @@ def run_command(
     """Generate for the prompts. The other arguments are the options of `cli.generate`."""
     budget = None if memory is None else MemoryBudget.parse(memory)
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
-    parallel = Parallel(tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens)
-    parallel.check(watched=canary > 0 or keep_failures is not None)
+    parallel = Parallel(
+        tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens, dp_attention=dp_attention
+    )
+    parallel.check(drafting, watched=canary > 0 or keep_failures is not None)
     parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
@@ -129,9 +132,10 @@ def run_command(
         ranks = parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
         measurements, launches = run.measurements(settings), run.launches(settings)
-        most = _most_tokens(wanted, context, max_running)
+        parts = ranks.deal(wanted)
+        most = max(_most_tokens(part, context, max_running) for part in parts)
         options = RunnerOptions(
-            max_batch_size=min(len(wanted), max_running),
+            max_batch_size=min(len(parts[0]), max_running),
             max_context_len=context,
             max_total_tokens=most if budget is None else None,
             memory=budget,

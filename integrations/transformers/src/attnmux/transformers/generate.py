@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,10 +81,15 @@ def run_prompts(
 ) -> Generation:
     """Continue the prompts on an engine that has nothing else to do.
 
+    Several ranks call it with the same prompts, and each gets all results. Where ranks have
+    requests of their own, a rank runs its part of the prompts, and `on_text` gets the texts of the
+    others when all are complete.
+
     However the call ends, none of its requests is left in the engine. The engine's stats are
     counted from zero.
     Raises InvalidInput and PoolExhausted for prompts that can never run, before any of them does;
-    AttnmuxError where the model's logits are not numbers.
+    AttnmuxError where the model's logits are not numbers; RanksDiffer and RankFailed on several
+    ranks.
     """
     if not prompts:
         raise InvalidInput("prompts", got="none", expected="at least one prompt")
@@ -93,6 +97,29 @@ def run_prompts(
         raise InvalidInput("engine", got="one with requests", expected="one without")
     for index, prompt in enumerate(prompts):
         engine.check(prompt.token_ids, prompt.max_new_tokens, name=f"prompt {index + 1}")
+    ranks = engine.runner.ranks
+    ranks.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
+    own = ranks.deal(range(len(prompts)))[ranks.part]
+    results = _run(engine, {index: prompts[index] for index in own}, on_text)
+    while engine.idle():
+        pass
+    said = ranks.gather((results, engine.stats))
+    everyones = {index: result for each, _ in said for index, result in each.items()}
+    if on_text is not None:
+        for index, result in sorted(everyones.items()):
+            if index not in own:
+                on_text(index, result.text or "", True)
+    stats = EngineStats()
+    for _, each in said:
+        stats.add(each)
+    ordered = tuple(everyones[index] for index in range(len(prompts)))
+    return Generation(results=ordered, timings=Timings.of(stats), stats=stats)
+
+
+def _run(
+    engine: Engine, prompts: Mapping[int, Prompt], on_text: OnText | None
+) -> dict[int, GenerationResult]:
+    """The results of prompts, by their index."""
     engine.stats.reset()
     index_of = {
         engine.add(
@@ -101,7 +128,7 @@ def run_prompts(
             sampling=prompt.sampling,
             on_text=None if on_text is None else partial(on_text, index),
         ): index
-        for index, prompt in enumerate(prompts)
+        for index, prompt in prompts.items()
     }
     results: dict[int, GenerationResult] = {}
     try:
@@ -114,9 +141,7 @@ def run_prompts(
         with ExitStack() as stack:  # all of them, also where the tokenizer fails for one
             for request_id in index_of:
                 stack.callback(engine.abort, request_id)
-    stats = deepcopy(engine.stats)
-    ordered = tuple(results[index] for index in range(len(prompts)))
-    return Generation(results=ordered, timings=Timings.of(stats), stats=stats)
+    return results
 
 
 def _usable(result: GenerationResult, index: int) -> GenerationResult:

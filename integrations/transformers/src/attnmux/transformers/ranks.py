@@ -14,6 +14,7 @@ from attnmux.core import (
     CapturingRanks,
     Choice,
     Decision,
+    ForwardBatch,
     GraphRunner,
     KVPool,
     LayerSpec,
@@ -38,6 +39,21 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    num_parts: int = 1
+    """Parts of the requests. Every rank runs all of them, or has one part of its own."""
+    part: int = 0
+    """This rank's."""
+
+    def deal(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Deal out the requests, one to each part in turn, so that the first is the largest."""
+        return [items[part :: self.num_parts] for part in range(self.num_parts)]
+
+    def gather(self, said: T) -> list[T]:
+        """What the ranks of each part say. It is pickled."""
+        return [said]
+
+    def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Raise RanksDiffer unless every rank got the same prompts, if only now they can tell."""
 
     @property
     def head_ranks(self) -> int:
@@ -120,6 +136,16 @@ class Ranks:
         run: runs the model on a step's tokens, and returns the logits after some of them.
         """
         return run(step, indices)
+
+    def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
+        """Agree on a step before it runs. Returns the captured size that every rank replays; None
+        where they run eagerly."""
+        return None if graphs is None else graphs.size_for(batch)
+
+    def idle(self, graphs: GraphRunner | None, run_padding: Callable[[], object]) -> bool:
+        """Take part in a step of ranks that have requests, without any. Returns False if no rank
+        has any. run_padding: runs one token of padding eagerly."""
+        return False
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""

@@ -109,7 +109,7 @@ class ModelRunner:
         )
         own, allocator, window_tree = make_pools(stored, decision, self.sizes, device=device)
         pool, allocator = ranks.shared_pool(own, allocator)
-        self.kv_tokens = allocator.size
+        self.kv_tokens = allocator.size * ranks.num_parts
         """Tokens that the KV memory of all ranks holds."""
         columns = max_encoder_len + max_context_len
         table = ReqToTokenPool(max_batch_size, columns, device)
@@ -306,15 +306,34 @@ class ModelRunner:
         batch, inputs = step.batch, {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states
-        verifies = batch.forward_mode.is_target_verify()
-        graphs = self.verify_graphs if verifies else self.graphs
-        if graphs is not None and graphs.can_run(batch):
-            logits = cast("torch.Tensor", graphs.replay(batch, inputs))
-            laps.lap("launch")
-            return logits if indices is step.last_indices else logits[indices]
+        graphs = self.verify_graphs if batch.forward_mode.is_target_verify() else self.graphs
+        size = self.ranks.graph_size(batch, graphs)
+        if graphs is None or size is None:
+            return self._run(step, inputs, indices, laps)
+        logits = cast("torch.Tensor", graphs.replay(batch, inputs, size=size))
+        laps.lap("launch")
+        return logits if indices is step.last_indices else logits[indices]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def idle(self) -> bool:
+        """Run a step without requests, for other ranks that have some. Returns False if no rank
+        has any."""
+        return self.ranks.idle(self.graphs, self._run_padding)
+
+    def _run_padding(self) -> None:
+        seq_len = self.backend.select(ForwardMode.DECODE).get_cuda_graph_seq_len_fill_value()
+        step = Step.padding(seq_len, self.context.device)
+        self._run(step, {"input_ids": step.input_ids}, step.last_indices, Laps())
+
+    def _run(
+        self, step: Step, inputs: Mapping[str, torch.Tensor], indices: torch.Tensor, laps: Laps
+    ) -> torch.Tensor:
+        """Run a step eagerly."""
+        batch, mode = step.batch, step.batch.forward_mode
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
-        every = (verifies or batch.forward_mode.is_decode()) and indices is step.last_indices
+        every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
         with forward_context(self.backend, batch):
             logits = self._logits(batch, inputs, None if every else indices)
         laps.lap("launch")

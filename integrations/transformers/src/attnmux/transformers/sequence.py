@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, PagedAllocator, ReqToTokenPool
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, PagedAllocator, ReqToTokenPool
 
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -67,6 +67,26 @@ class Step:
     """[B] int64: each request's last new token among the T."""
     encoder_states: torch.Tensor | None = None
     """[E, width]: those of the requests whose encoder is new in this step, one after another."""
+
+    @classmethod
+    def padding(cls, seq_len: int, device: torch.device) -> Step:
+        """One decode step of a row of padding, as graphs have them: its result is not used.
+
+        seq_len: the backend's fill value, see `get_cuda_graph_seq_len_fill_value`.
+        """
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        lens_cpu = torch.tensor([seq_len], dtype=torch.int32)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=1,
+            req_pool_indices=zero,
+            seq_lens=lens_cpu.to(device),
+            out_cache_loc=zero,
+            positions=zero,
+            seq_lens_cpu=lens_cpu,
+            seq_lens_sum=seq_len,
+        )
+        return cls(batch=batch, input_ids=zero, last_indices=zero)
 
 
 def check_encoder_len(encoder_len: int, max_encoder_len: int) -> None:

@@ -95,7 +95,8 @@ class Engine:
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.
-        Raises InvalidInput for drafts where the model has an encoder.
+        Raises InvalidInput for drafts where the model has an encoder, or where ranks have requests
+        of their own.
         """
         self.runner = runner
         self.tokenizer = tokenizer
@@ -107,6 +108,9 @@ class Engine:
         )
         self._execution = Execution(runner)
         self._speculation = None
+        if drafts is not None and runner.ranks.num_parts > 1:
+            expected = "none where ranks have requests of their own"
+            raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
             self._speculation = Speculation(drafts, self._cache, self.stats)
         self._live: dict[int, LiveRequest] = {}
@@ -265,6 +269,17 @@ class Engine:
                 self._running = None
             self._tell(plan, num_new, laps)
         return self._outputs.hand_over()
+
+    def idle(self) -> bool:
+        """Take part in a step of other ranks' requests, when this engine has none to run.
+
+        Returns False if no rank has any. Ranks whose requests differ call it until then, so that
+        none of them waits for another. Raises InvalidInput for an engine with work.
+        """
+        with _Turn(self):
+            if self.has_work:
+                raise InvalidInput("idle", got="an engine with requests", expected="`step` instead")
+            return self.runner.idle()
 
     def _next_plan(self) -> Plan | None:
         self._intact = False

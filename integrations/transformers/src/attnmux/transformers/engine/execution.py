@@ -30,7 +30,8 @@ class StepRunner(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that run the model, each with an engine of the same requests."""
+        """The ranks that run the model, each with an engine of the same requests, or of its own
+        part of them."""
 
     @property
     def verify_graphs(self) -> GraphRunner | None:
@@ -42,6 +43,10 @@ class StepRunner(Protocol):
 
         laps: its time goes to "metadata" and "launch".
         """
+
+    def idle(self) -> bool:
+        """Run a step without requests, for other ranks that have some. Returns False if no rank
+        has any."""
 
 
 class Launched:

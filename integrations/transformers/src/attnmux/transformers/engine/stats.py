@@ -57,6 +57,14 @@ class StepStats:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
+    def add(self, other: StepStats) -> None:
+        """Count the steps that another rank ran meanwhile. Seconds are those of the slower one."""
+        self.steps += other.steps
+        self.prompt_tokens += other.prompt_tokens
+        self.new_tokens += other.new_tokens
+        if other.seconds > self.seconds:
+            self.parts = dict(other.parts)
+
 
 @dataclass(kw_only=True, slots=True)
 class DraftStats:
@@ -67,6 +75,11 @@ class DraftStats:
     """Drafts that were verified, the roots not counted."""
     accepted_tokens: int = 0
     """Drafts that the target model accepted."""
+
+    def add(self, other: DraftStats) -> None:
+        self.requests += other.requests
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
 
     def count(self, requests: int, drafts_each: int, accepted: int) -> None:
         """Count a step."""
@@ -110,6 +123,15 @@ class EngineStats:
         of_kind.new_tokens += new_tokens
         for part, seconds in laps.seconds.items():
             of_kind.parts[part] += seconds
+
+    def add(self, other: EngineStats) -> None:
+        """Count what another rank did meanwhile."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, int):
+                setattr(self, each.name, mine + theirs)
+            else:
+                mine.add(theirs)
 
     def reset(self) -> None:
         """Count from zero."""

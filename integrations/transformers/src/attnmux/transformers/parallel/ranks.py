@@ -44,7 +44,7 @@ from attnmux.transformers.parallel.agreement import (
     decided,
     together,
 )
-from attnmux.transformers.parallel.split import heads_are_split, split_model
+from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
 from attnmux.transformers.ranks import Ranks
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class TensorParallelRanks(GroupRanks):
         return self.size if self._splits_heads else 1
 
     def split(self, model: PreTrainedModel) -> None:
-        self.together(lambda: split_model(model, self.group))
+        self.together(lambda: split_model(model, Joints(self.group)))
 
 
 class InterleavedRanks(TensorParallelRanks):

@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,23 +40,46 @@ LATENT = {
 
 KV = ("k_proj", "v_proj")
 
+EXPERTS = "moe_tp_experts"
+"""The style of a module with the weights of all experts."""
 
-def split_model(model: PreTrainedModel, group: RankGroup) -> None:
-    """Keep this rank's part of the weights, and sum the results of all ranks where they meet.
+
+class Joints:
+    """Where ranks with the same tokens meet: they sum their parts of a layer's results."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def chosen(
+        self, model: PreTrainedModel, names: Sequence[tuple[str, str]]
+    ) -> Sequence[tuple[str, str]]:
+        """Those of the plan's (name, style) whose weights are split."""
+        return names
+
+    def before(self, module: torch.nn.Module) -> None:
+        """Add hooks to a layer whose outputs are split, and to experts."""
+
+    def after(self, module: torch.nn.Module) -> None:
+        """Add hooks to a layer whose inputs are split, and to experts: each rank has a part of the
+        sum."""
+        module.register_forward_hook(_Sum(self.group))
+
+
+def split_model(model: PreTrainedModel, joints: Joints) -> None:
+    """Keep this rank's part of the weights, and have the ranks meet at the joints.
 
     Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
     the same one. Raises InvalidInput for a model without a plan, a style that is not known, and
     heads or dims that the ranks do not divide. Then the model is of no use.
     """
-    plan = plan_of(model)
-    for name, style in _matches(model, plan):
+    for name, style in joints.chosen(model, _matches(model, plan_of(model))):
         parent, _, last = name.rpartition(".")
         owner = model.get_submodule(parent)
         target = getattr(owner, last)
         if isinstance(target, torch.nn.Parameter):
-            setattr(owner, last, _part(target, style, group, name))
+            setattr(owner, last, _part(target, style, joints.group, name))
         else:
-            _split_module(target, style, group, name, head_dim=getattr(owner, "head_dim", None))
+            _split_module(target, style, joints, name, head_dim=getattr(owner, "head_dim", None))
 
 
 def heads_are_split(config: PreTrainedConfig) -> bool:
@@ -99,16 +122,20 @@ def _pattern(key: str) -> str:
 
 
 def _split_module(
-    module: torch.nn.Module, style: str, group: RankGroup, name: str, *, head_dim: int | None
+    module: torch.nn.Module, style: str, joints: Joints, name: str, *, head_dim: int | None
 ) -> None:
+    group = joints.group
     if style in WHOLE:
         return
-    if style == "moe_tp_experts":
-        module.register_forward_hook(_Sum(group))
+    if style == EXPERTS:
+        joints.before(module)
+        joints.after(module)
         return
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise InvalidInput(name, got=type(module).__name__, expected="a module with a weight")
+    if "col" in style:
+        joints.before(module)
     if style == "colwise_gather_output" and weight.shape[0] % group.size:
         return  # whole on each rank, with the same result
     if name.endswith(KV) and head_dim is not None and weight.shape[0] < group.size * head_dim:
@@ -120,7 +147,7 @@ def _split_module(
     elif style == "rowwise_split_input":
         module.register_forward_pre_hook(_TakePart(group))
     if "row" in style:
-        module.register_forward_hook(_Sum(group))
+        joints.after(module)
 
 
 def _keep_part(module: torch.nn.Module, style: str, group: RankGroup, name: str) -> None:
