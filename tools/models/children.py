@@ -14,12 +14,12 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from tools.models.outcome import Outcome
 
 SERVER = "forkserver"
-"""It imports torch and transformers once, and children begin as forks of it."""
+"""It runs one architecture, and children begin as forks of it with all that this imported."""
 
 
 def context_of_children() -> Any:  # noqa: ANN401  # a context of multiprocessing
     context = multiprocessing.get_context(SERVER)
-    context.set_forkserver_preload(["tools.models.trial"])
+    context.set_forkserver_preload(["tools.models.warm"])
     return context
 
 

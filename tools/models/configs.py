@@ -148,8 +148,8 @@ RULES: Mapping[str, Callable[[Dims], object]] = {
 }
 """The value of a field, wherever it occurs with a value that is not None."""
 
-OFTEN_NONE = frozenset({"num_key_value_heads", "num_kv_heads"})
-"""Fields that get their value also where their default is None, for as many as Q has."""
+OFTEN_NONE = frozenset({"num_key_value_heads", "num_kv_heads", "head_dim"})
+"""Fields that get their value also where their default is None."""
 
 ROPE_THETA = 10_000.0
 
@@ -244,10 +244,10 @@ def _set_derived(given: dict[str, Any], stated: Mapping[str, object]) -> None:
         return
     dims = {stated["qk_rope_head_dim"]: rope_dim}
     if "qk_nope_head_dim" in given:
-        dims[stated.get("qk_head_dim")] = rope_dim + given["qk_nope_head_dim"]
+        dims[stated.get("qk_head_dim", -1)] = rope_dim + given["qk_nope_head_dim"]
     for name in ("head_dim", "qk_head_dim"):
         given.pop(name, None)
-        if stated.get(name) in dims:
+        if stated.get(name) is not None and stated[name] in dims:
             given[name] = dims[stated[name]]
     if stated.get("num_key_value_heads") == stated.get("num_attention_heads"):
         given["num_key_value_heads"] = given["num_attention_heads"]

@@ -27,7 +27,13 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "DbrxConfig": {"d_model": 64, "n_heads": 4},
     "DbrxFFNConfig": {"hidden_size": 64, "ffn_hidden_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Dots3NoteTextConfig": {
         **INDEXED,
         "swa_num_attention_heads": 2,
@@ -44,14 +50,22 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "vocab_size_per_layer_input": 97,
         "hidden_size_per_layer_input": 16,
     },
+    "GraniteMoeHybridConfig": {
+        **GROUPED,
+        **MAMBA2,
+        "hidden_size": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
+        "indexer_head_dim": 32,
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "ReformerConfig": {"axial_pos_embds": False},
+    "XmodConfig": {"default_language": "en_XX"},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }

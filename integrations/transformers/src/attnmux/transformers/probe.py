@@ -120,6 +120,13 @@ class Recorder:
     def mask(
         self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
     ) -> torch.Tensor:
+        """Accepts the attention_mask of ones that some decoders make themselves.
+
+        They make none while they run: `SERVED` has no mask function.
+        """
+        given = kwargs.pop("attention_mask", None)
+        if isinstance(given, torch.Tensor) and not bool(given.all()):
+            raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
         no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
