@@ -1,9 +1,9 @@
 """Run every decoder of the installed transformers on attnmux, as a small random model.
 
-    python -m tools.models [--jobs 2] [--seed 0] [--json FILE] [--shard 1/4] [CONFIG…]
+    python -m tools.models [--jobs 2] [--seed 0] [--json FILE] [--markdown FILE] [CONFIG…]
 
 Each architecture of `AutoModelForCausalLM` gets random heads, groups, dims and windows, and random
-float32 weights. attnmux's engine must give the logits and the text of transformers' eager attention.
+float32 weights. attnmux's engine must give the logits and the text of eager attention.
 Exits with 1 where one is wrong or fails with an error that is not typed.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.models.children import all_names, context_of_children, run_all
-from tools.models.outcome import Outcome, as_json, counts, reasons
+from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
 
 STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red"}
 
@@ -34,6 +34,7 @@ STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red
 @click.option("--backend", help="Only this backend; as a rule the solver chooses.")
 @click.option("--shard", default="1/1", show_default=True, help="Which part of all to run.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the outcomes here.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the tables here.")
 def main(
     configs: tuple[str, ...],
     jobs: int,
@@ -42,6 +43,7 @@ def main(
     backend: str | None,
     shard: str,
     path: Path | None,
+    markdown: Path | None,
 ) -> None:
     context = context_of_children()
     part, parts = map(int, shard.split("/"))
@@ -52,7 +54,7 @@ def main(
         style = STYLES.get(outcome.status, "dim")
         console.print(f"{outcome.config}: [{style}]{outcome.status}[/] ", end="")
         console.print(outcome.reason, markup=False, highlight=False)
-    facts = {
+    facts: dict[str, object] = {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -63,6 +65,8 @@ def main(
     _show(console, outcomes)
     if path is not None:
         path.write_text(json.dumps(as_json(outcomes, facts), indent=1) + "\n")
+    if markdown is not None:
+        markdown.write_text(as_markdown(outcomes, facts))
     found = counts(outcomes)
     sys.exit(1 if found["wrong"] or found["failed"] else 0)
 

@@ -31,7 +31,7 @@ def all_names(context: Any) -> list[str]:  # noqa: ANN401  # as above
 
 def _names() -> list[str]:
     # Loaded in the server already; the parent needs neither torch nor transformers
-    from tools.models.trial import config_names  # noqa: PLC0415
+    from tools.models.reference import config_names  # noqa: PLC0415
 
     return config_names()
 

@@ -54,5 +54,27 @@ def as_json(outcomes: Sequence[Outcome], facts: dict[str, object]) -> dict[str, 
     return {**facts, "counts": counts(outcomes), "architectures": rows}
 
 
+def as_markdown(outcomes: Sequence[Outcome], facts: dict[str, object]) -> str:
+    """The counts, the architectures that are served, and the reasons of the others."""
+    lines = [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
+    lines += ["| outcome | architectures |", "|---|---|"]
+    lines += [f"| {status} | {count} |" for status, count in counts(outcomes).items()]
+    served = [each for each in outcomes if each.status == "served"]
+    if served:
+        worst = max(each.worst or 0.0 for each in served)
+        names = ", ".join(sorted(map(_name, (each.config for each in served))))
+        lines += ["", f"Served, with logits within {worst:.0e} of their spread: {names}.", ""]
+    lines += ["| outcome | reason | architectures |", "|---|---|---|"]
+    for status in STATUSES[1:]:
+        for reason, configs in reasons(outcomes, status):
+            text = reason.replace("|", "\\|")[:200]
+            lines.append(f"| {status} | {text} | {', '.join(map(_name, configs))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _name(config: str) -> str:
+    return config.removesuffix("Config")
+
+
 def _kind(reason: str) -> str:
     return re.sub(r"\b[A-Z]\w*[a-z]\w*[A-Z]\w*|\d+", "…", reason)

@@ -58,6 +58,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     },
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Mamba2Config": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -67,5 +68,6 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     },
     "ReformerConfig": {"axial_pos_embds": False},
     "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }

@@ -94,6 +94,8 @@ class Recorder:
     """
 
     calls: list[ModelCall] = field(default_factory=list)
+    callers: list[torch.nn.Module] = field(default_factory=list)
+    """The module of each call."""
     masks: list[MaskFunction] = field(default_factory=list)
     mixers: MixerRecorder = field(default_factory=MixerRecorder)
     reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class Recorder:
     ) -> tuple[torch.Tensor, None]:
         call = self.read(read_call(module, query, key, value, attention_mask, **kwargs))  # type: ignore[arg-type]  # checked there
         self.calls.append(call)
+        self.callers.append(module)
         group = call.q.shape[1] // call.v.shape[1]
         return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
