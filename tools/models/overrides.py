@@ -12,6 +12,10 @@ SHARED_KV = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+SHARED_ATTENTION = {
+    "num_hidden_layers": 5,
+    "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
+}
 
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
@@ -68,6 +72,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     },
     "ReformerConfig": {"axial_pos_embds": False},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "Zamba2Config": SHARED_ATTENTION,
+    "ZambaConfig": SHARED_ATTENTION,
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
