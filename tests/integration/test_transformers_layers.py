@@ -265,6 +265,15 @@ def test_a_model_that_does_not_do_what_its_config_says_is_refused(stated, field)
         check_against_config(request, agreeing.replace(**stated), max_context_len=64)
 
 
+def test_a_model_may_repeat_k_and_v_itself():
+    """JetMoE does for each expert; a config may state fewer heads, and no others."""
+    request = request_of([spec(0, tp_k_head_num=4, tp_v_head_num=4)], torch.float32)
+    stated = Request(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    check_against_config(request, stated, max_context_len=64)
+    with pytest.raises(InvalidInput, match="num_kv_heads"):
+        check_against_config(request, stated.replace(num_kv_heads=3), max_context_len=64)
+
+
 def test_a_window_that_the_context_never_fills_is_no_contradiction():
     request = request_of([spec(0)], torch.float32)
     stated = Request(num_q_heads=4, num_kv_heads=2, head_dim=16, sliding_window=4095)
