@@ -211,6 +211,9 @@ def test_other_masks_are_refused():
         reach_of(and_masks(causal_mask_function, every_second))
     with pytest.raises(InvalidInput, match="mask_function"):
         reach_of(lambda batch, head, query, key: key >= 0)  # sees the future
+    blocks = torch.zeros(1, 1, dtype=torch.long)  # of images, as Gemma 4 marks them
+    with pytest.raises(InvalidInput, match="table of the step's tokens"):
+        reach_of(lambda batch, head, query, key: blocks[batch, query] == blocks[batch, key])
 
 
 def spec(layer_id, **changes):

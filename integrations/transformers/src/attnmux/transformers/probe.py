@@ -81,7 +81,14 @@ def _first_visible(mask: MaskFunction, keys: torch.Tensor, query: int) -> int:
 
 def _row(mask: MaskFunction, keys: torch.Tensor, query: int) -> torch.Tensor:
     zero = torch.zeros_like(keys[:1])
-    return mask(zero, zero, zero + query, keys).expand(keys.shape)
+    try:
+        return mask(zero, zero, zero + query, keys).expand(keys.shape)
+    except IndexError as error:
+        raise InvalidInput(
+            "mask_function",
+            got="a mask that reads a table of the step's tokens",
+            expected="causal attention, with a sliding window or chunks at most",
+        ) from error
 
 
 @dataclass(kw_only=True, slots=True)
