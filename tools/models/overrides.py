@@ -63,6 +63,13 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "Mamba2Config": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2},
+    "MiniMaxM3VLTextConfig": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+    },
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
