@@ -115,6 +115,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def models(session: nox.Session) -> None:
+    """Run every decoder of transformers as a small random model; arguments go to tools.models."""
+    session.install(*CONSTRAINTS, *DEMO)
+    session.run("python", "-m", "tools.models", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build every wheel into dist/, those of the examples into dist/examples/."""
     session.install(*CONSTRAINTS, "build", "hatchling")

@@ -135,11 +135,37 @@ def test_weights_that_are_not_numbers_are_called_that(where):
         record_layers(model, max_context_len=64)
 
 
-def test_a_model_that_counts_positions_its_own_way_is_refused():
+def test_positions_that_begin_above_0():
     """RoBERTa's first token is at position 2: at 0 it would answer, and answer wrongly."""
-    config = transformers.RobertaConfig(**SMALL, intermediate_size=48, is_decoder=True)
-    with pytest.raises(InvalidInput, match="position"):
-        record(config)
+    config = transformers.RobertaConfig(
+        **SMALL,
+        intermediate_size=48,
+        is_decoder=True,
+        max_position_embeddings=66,
+        pad_token_id=1,
+    )
+    model = make(config)
+    record_layers(model, max_context_len=64)
+    at = []
+    table = model.roberta.embeddings.position_embeddings
+    table.register_forward_pre_hook(lambda module, args: at.append(args[0].tolist()))
+    Probe.of(model).run([5, 6, 7], [0, 1, 0])
+    assert at == [[[2, 3, 2]]]
+    with pytest.raises(InvalidInput, match="at most 64: the model's 66 positions begin at 2"):
+        record(config, max_context_len=65)
+
+
+def test_a_model_that_counts_positions_its_own_way_is_refused():
+    model = make(transformers.LlamaConfig(**LLAMA_LIKE))
+    own = model.forward
+
+    def count(position_ids=None, **kwargs):
+        given = position_ids if position_ids is None else 2 * position_ids
+        return own(position_ids=given, **kwargs)
+
+    model.forward = count
+    with pytest.raises(InvalidInput, match="another count"):
+        record_layers(model, max_context_len=64)
 
 
 def test_a_model_that_does_not_look_at_the_positions_it_is_given_is_refused():
@@ -185,6 +211,9 @@ def test_other_masks_are_refused():
         reach_of(and_masks(causal_mask_function, every_second))
     with pytest.raises(InvalidInput, match="mask_function"):
         reach_of(lambda batch, head, query, key: key >= 0)  # sees the future
+    blocks = torch.zeros(1, 1, dtype=torch.long)  # of images, as Gemma 4 marks them
+    with pytest.raises(InvalidInput, match="table of the step's tokens"):
+        reach_of(lambda batch, head, query, key: blocks[batch, query] == blocks[batch, key])
 
 
 def spec(layer_id, **changes):
@@ -237,6 +266,15 @@ def test_a_model_that_does_not_do_what_its_config_says_is_refused(stated, field)
     check_against_config(request, agreeing, max_context_len=64)
     with pytest.raises(InvalidInput, match=field):
         check_against_config(request, agreeing.replace(**stated), max_context_len=64)
+
+
+def test_a_model_may_repeat_k_and_v_itself():
+    """JetMoE does for each expert; a config may state fewer heads, and no others."""
+    request = request_of([spec(0, tp_k_head_num=4, tp_v_head_num=4)], torch.float32)
+    stated = Request(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    check_against_config(request, stated, max_context_len=64)
+    with pytest.raises(InvalidInput, match="num_kv_heads"):
+        check_against_config(request, stated.replace(num_kv_heads=3), max_context_len=64)
 
 
 def test_a_window_that_the_context_never_fills_is_no_contradiction():

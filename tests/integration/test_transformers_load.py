@@ -26,6 +26,8 @@ from attnmux.core import (
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
+from attnmux.transformers.attention import SERVED
+from attnmux.transformers.checkpoint import _explained
 
 CLAUSE = Clause(
     vendor=ANY,
@@ -167,3 +169,9 @@ def test_threads_load_in_turn(tiny, run_on):
     for thread in threads:
         thread.join()
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_a_model_without_our_implementation_in_its_own_table_is_refused_with_that_reason():
+    """GIT looks its text layers' classes up by the implementation's name."""
+    with pytest.raises(InvalidInput, match="computes attention by itself"), _explained("a model"):
+        {"eager": None}[SERVED]

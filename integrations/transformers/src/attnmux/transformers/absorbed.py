@@ -37,6 +37,7 @@ from attnmux.transformers.attention import (
 )
 from attnmux.transformers.mixers import Mixer
 from attnmux.transformers.probe import Probe, Recorder
+from attnmux.transformers.repeated import has_numbered_calls
 
 ABSORBED = "attnmux_absorbed"
 """The attention implementation of absorbed layers. Like `SERVED`, it has no mask function."""
@@ -61,6 +62,8 @@ def absorbed_layers(
     It can if every layer has a plain linear `kv_b_proj`, and if Q, K and V in a probe are those
     that the latent and this matrix give. The model is unchanged afterwards.
     """
+    if has_numbered_calls(model):
+        return None
     by_layer = _linears(model)
     if any(not _divides(by_layer.get(layer.layer_id), layer) for layer in layers):
         return None

@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from attnmux.core import InvalidInput, attention_with_output, current_forward_context
+from attnmux.transformers.repeated import CALLS, NumberedCalls
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec
@@ -153,10 +154,15 @@ def read_rows(
 def layer_id_of(module: torch.nn.Module) -> int:
     """The number of a decoder's layer. Raises InvalidInput where it has none.
 
+    Call it once for a call of attention: see `NumberedCalls`.
+
     -1 while a compiler traces a marked layer, see `traced_layer_id`.
     """
     if torch.compiler.is_compiling() and hasattr(module, LAYER_ID):
         return -1
+    calls: NumberedCalls | None = getattr(module, CALLS, None)
+    if calls is not None:
+        return calls.take(module)
     layer_id = getattr(module, "layer_idx", None)
     if not isinstance(layer_id, int):
         raise InvalidInput(

@@ -295,7 +295,15 @@ def _explained(source: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
     try:
         yield
+    except AttnmuxError:
+        raise
     except Exception as error:
+        if error.args == (SERVED,):  # the key of a model's own table of implementations
+            raise InvalidInput(
+                "model",
+                got=f"{source}, a model that computes attention by itself",
+                expected="one that calls transformers' AttentionInterface",
+            ) from error
         # Every library on the way has errors of its own: a value of config.json alone may end in
         # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.
         raise InvalidInput(

@@ -150,8 +150,11 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     Raises InvalidInput naming the field.
     """
     stated = config.expanded() if config.latent else config
-    for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+    for name in ("num_q_heads", "head_dim"):
         _compare(name, getattr(recorded, name), getattr(stated, name))
+    # A model may repeat K and V itself, as JetMoE does for each expert
+    if not _repeats_heads(recorded.num_kv_heads, stated.num_kv_heads):
+        _compare("num_kv_heads", recorded.num_kv_heads, stated.num_kv_heads)
     _compare(
         "v_head_dim",
         recorded.v_head_dim or recorded.head_dim,
@@ -161,6 +164,10 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
         reach = getattr(stated, name) if name in ("sliding_window", "attention_chunk") else None
         if getattr(stated, name) and (reach is None or reach < max_context_len):
             _compare(name, getattr(recorded, name), getattr(stated, name))
+
+
+def _repeats_heads(recorded: int | None, stated: int | None) -> bool:
+    return bool(recorded and stated) and recorded % stated == 0
 
 
 def _compare(name: str, recorded: object, stated: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +27,8 @@ from attnmux.transformers.attention import (
     refuse_mask,
 )
 from attnmux.transformers.layers import check_independence, layer_of
-from attnmux.transformers.probe import MaskFunction, Probe, Reach, Recorder
+from attnmux.transformers.positions import PositionTable
+from attnmux.transformers.probe import Probe, Reach, Recorder
 
 ENCODER_DECODER = "attnmux_encoder_decoder"
 """The attention implementation of these models' layers. It has no mask function, so that
@@ -55,10 +57,10 @@ class PackedDecoder(torch.nn.Module):
         self._takes_positions = (
             "decoder_position_ids" in inspect.signature(model.forward).parameters
         )
-        self._positions: torch.Tensor | None = None
         embedding = getattr(decoder, "embed_positions", None)
+        self._table: PositionTable | None = None
         if isinstance(embedding, torch.nn.Module):
-            embedding.register_forward_pre_hook(self._place, with_kwargs=True)
+            self._table = PositionTable(type(model).__name__, embedding)
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +122,7 @@ class PackedDecoder(torch.nn.Module):
             shape = (STAND_IN, self.width)
             encoder_states = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
         own = {"decoder_position_ids": position_ids} if self._takes_positions else {}
-        self._positions = position_ids
-        try:
+        with nullcontext() if self._table is None else self._table.given(position_ids):
             output: Seq2SeqLMOutput = self.model(
                 decoder_input_ids=input_ids,
                 encoder_outputs=BaseModelOutput(last_hidden_state=encoder_states.unsqueeze(0)),
@@ -129,23 +130,6 @@ class PackedDecoder(torch.nn.Module):
                 **own,
             )
             return output
-        finally:
-            self._positions = None
-
-    def _place(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pass the row's positions to the decoder's embedding instead of the model's count."""
-        if self._positions is None:
-            return None
-        counted = kwargs.get("position_ids")
-        if counted is None:
-            raise InvalidInput(
-                type(self.model).__name__,
-                got="positions that its embedding counts by itself",
-                expected="an embedding that takes position_ids",
-            )
-        return args, {**kwargs, "position_ids": self._positions.view(counted.shape)}
 
 
 def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
@@ -210,15 +194,6 @@ class DecoderRecorder(Recorder):
         v = call.v[:1].expand(call.q.shape[0], -1, -1) if is_cross(call) else call.v
         group = call.q.shape[1] // v.shape[1]
         return v.repeat_interleave(group, dim=1).unsqueeze(0), None
-
-    def mask(
-        self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
-    ) -> torch.Tensor:
-        """Accepts the attention_mask of ones that some decoders make themselves."""
-        given = kwargs.pop("attention_mask", None)
-        if isinstance(given, torch.Tensor) and not bool(given.all()):
-            raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
-        return Recorder.mask(self, mask_function=mask_function, device=device, **kwargs)
 
     def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
         return (call.q,) if is_cross(call) else (call.q, call.k)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,7 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
+from attnmux.transformers.positions import count_from_own_start, take_positions
 from attnmux.transformers.probe import Probe, Reach
+from attnmux.transformers.repeated import has_numbered_calls, number_calls
 
 POSITION_TOLERANCE = 0.02
 """As a share of the largest value: far above rounding in any dtype, and far below the rotation of
@@ -33,13 +36,27 @@ def record_layers(
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
+    take_positions(model)
     probe = Probe.of(model, mixers)
-    logits, recorder = probe.run([0], [0])
-    counts = Counter(call.layer_id for call in recorder.calls)
+    try:
+        logits, recorder = probe.run([0], [0])
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        raise InvalidInput(
+            probe.name,
+            got=f"{type(error).__name__}: {error}",
+            expected="a model that runs on input_ids and position_ids alone, and passes masks to "
+            "attention as transformers made them",
+        ) from error
+    counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)
     if mixers:
         _check_hybrid(probe, counts)
     else:
         _check_every_layer(probe, counts)
+    if counts.total() > len(counts) and not has_numbered_calls(model):
+        number_calls(model, recorder.callers)
+        logits, recorder = probe.run([0], [0])
+    start = count_from_own_start(model, partial(_counts_from, probe))
+    _check_table(model, start, max_context_len)
     check_independence(probe, logits, recorder.calls)
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
@@ -47,25 +64,25 @@ def record_layers(
     return tuple(layer_of(call, recorder.reach_of(call, max_context_len)) for call in calls)
 
 
-def _check_hybrid(probe: Probe, counts: Counter[int]) -> None:
+def _check_hybrid(probe: Probe, counts: Counter[object]) -> None:
     """Whatever else mixes tokens shows when requests share a row."""
-    twice = [layer_id for layer_id, count in counts.items() if count > 1]
-    if twice or not counts:
-        got = f"layers {twice} that attend twice" if twice else "no attention in any layer"
-        expected = "attention once in at least one layer: a KV cache counts a request's tokens"
-        raise InvalidInput(probe.name, got=got, expected=expected)
+    if not counts:
+        expected = "attention in at least one layer: a KV cache counts a request's tokens"
+        raise InvalidInput(probe.name, got="no attention in any layer", expected=expected)
 
 
-def _check_every_layer(probe: Probe, counts: Counter[int]) -> None:
-    expected = probe.model.config.get_text_config(decoder=True).num_hidden_layers
+def _check_every_layer(probe: Probe, counts: Counter[object]) -> None:
+    text = probe.model.config.get_text_config(decoder=True)
+    # The decoder of an encoder-decoder model alone, whose `num_hidden_layers` are the encoder's
+    expected = getattr(text, "decoder_layers", None) or text.num_hidden_layers
     if expected < 1:
         raise InvalidInput(probe.name, got="none", expected="at least one layer")
-    if len(counts) != expected or counts.total() != expected:
+    if len(counts) != expected:
         raise InvalidInput(
             probe.name,
-            got=f"{counts.total()} attention calls in layers {sorted(counts)}",
-            expected=f"one in each of {expected} layers: a layer that mixes tokens in another "
-            "way, or that attends twice, cannot be served",
+            got=f"{counts.total()} attention calls in layers {list(counts)}",
+            expected=f"some in each of {expected} layers: a layer that mixes tokens in another "
+            "way cannot be served",
         )
 
 
@@ -88,7 +105,8 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
-    if not model_class._supports_attention_backend:
+    # Some models call the interface without saying so
+    if not model_class._supports_attention_backend and not has_attention(model_class):
         raise InvalidInput(
             name,
             got="a model that computes attention by itself",
@@ -146,13 +164,39 @@ def _check_positions(probe: Probe) -> None:
         ("another count", given, own),
         ("places in the row, not the positions given", first, [one[:1] for one in given]),
     ):
-        for ours, theirs in zip(tokens, expected, strict=True):
-            if float((ours - theirs).abs().max()) > POSITION_TOLERANCE * float(ours.abs().max()):
-                raise InvalidInput(
-                    probe.name,
-                    got=f"positions by {name}",
-                    expected="a model that counts a request's tokens from 0 by its position_ids",
-                )
+        if not _are_alike(tokens, expected):
+            raise InvalidInput(
+                probe.name,
+                got=f"positions by {name}",
+                expected="a model that counts a request's tokens from 0 by its position_ids",
+            )
+
+
+def _counts_from(probe: Probe, start: int) -> bool:
+    """Whether the model's own count is the one that begins at this position."""
+    try:
+        given = _attended(probe, [start, start + 1, start + 2])
+    except IndexError:  # beyond a table of positions
+        return False
+    return _are_alike(given, _attended(probe, None))
+
+
+def _are_alike(tokens: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return not any(
+        float((ours - theirs).abs().max()) > POSITION_TOLERANCE * float(ours.abs().max())
+        for ours, theirs in zip(tokens, expected, strict=True)
+    )
+
+
+def _check_table(model: PreTrainedModel, start: int, max_context_len: int) -> None:
+    """Refuse a context beyond the table of a model whose positions begin above 0."""
+    rows = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if start and rows is not None and max_context_len > rows - start:
+        raise InvalidInput(
+            "context",
+            got=f"{max_context_len} tokens",
+            expected=f"at most {rows - start}: the model's {rows} positions begin at {start}",
+        )
 
 
 def _attended(probe: Probe, positions: list[int] | None) -> list[torch.Tensor]:

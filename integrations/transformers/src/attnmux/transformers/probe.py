@@ -81,7 +81,14 @@ def _first_visible(mask: MaskFunction, keys: torch.Tensor, query: int) -> int:
 
 def _row(mask: MaskFunction, keys: torch.Tensor, query: int) -> torch.Tensor:
     zero = torch.zeros_like(keys[:1])
-    return mask(zero, zero, zero + query, keys).expand(keys.shape)
+    try:
+        return mask(zero, zero, zero + query, keys).expand(keys.shape)
+    except IndexError as error:
+        raise InvalidInput(
+            "mask_function",
+            got="a mask that reads a table of the step's tokens",
+            expected="causal attention, with a sliding window or chunks at most",
+        ) from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +101,8 @@ class Recorder:
     """
 
     calls: list[ModelCall] = field(default_factory=list)
+    callers: list[torch.nn.Module] = field(default_factory=list)
+    """The module of each call."""
     masks: list[MaskFunction] = field(default_factory=list)
     mixers: MixerRecorder = field(default_factory=MixerRecorder)
     reaches: dict[tuple[int, Reach], Reach] = field(default_factory=dict)
@@ -110,6 +119,7 @@ class Recorder:
     ) -> tuple[torch.Tensor, None]:
         call = self.read(read_call(module, query, key, value, attention_mask, **kwargs))  # type: ignore[arg-type]  # checked there
         self.calls.append(call)
+        self.callers.append(module)
         group = call.q.shape[1] // call.v.shape[1]
         return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
@@ -120,6 +130,13 @@ class Recorder:
     def mask(
         self, *, mask_function: MaskFunction, device: torch.device, **kwargs: object
     ) -> torch.Tensor:
+        """Accepts the attention_mask of ones that some decoders make themselves.
+
+        They make none while they run: `SERVED` has no mask function.
+        """
+        given = kwargs.pop("attention_mask", None)
+        if isinstance(given, torch.Tensor) and not bool(given.all()):
+            raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
         no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)

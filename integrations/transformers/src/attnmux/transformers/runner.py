@@ -37,6 +37,7 @@ from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.pools import MemoryBudget, make_pools, make_states, pool_sizes
 from attnmux.transformers.ranks import ONE_RANK, Ranks
+from attnmux.transformers.repeated import has_numbered_calls
 from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
@@ -170,6 +171,9 @@ class ModelRunner:
         if self.linear_states is not None:
             expected = "attention in every layer: a compiler would cut the model at each other one"
             raise InvalidInput("compile", got="a model with linear layers", expected=expected)
+        if has_numbered_calls(self.model):
+            expected = "attention once in each layer: its code serves all that are alike"
+            raise InvalidInput("compile", got="layers that attend again", expected=expected)
         if isinstance(self.model, PackedDecoder) or not compiled.compile_layers(
             self.model, backend
         ):

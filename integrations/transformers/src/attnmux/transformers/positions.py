@@ -1,0 +1,116 @@
+"""Decoders that count positions in ways of their own, given the positions of packed tokens.
+
+Most take `position_ids` that begin at 0. Some hand their own count to a table of positions, and
+some begin theirs above 0: RoBERTa's tables begin after the row of the padding token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attnmux.core import InvalidInput
+
+Kwargs = dict[str, Any]
+
+LIKELY_STARTS = (0, 1, 2)
+"""First positions that are tried, besides the one after the padding token's."""
+
+
+class PositionTable:
+    """A module of a model that looks positions up, and gets others than the model counted."""
+
+    def __init__(self, name: str, table: torch.nn.Module) -> None:
+        """name: of the model, for errors."""
+        self.name = name
+        self._given: torch.Tensor | None = None
+        table.register_forward_pre_hook(self._place, with_kwargs=True)
+
+    @contextmanager
+    def given(self, positions: torch.Tensor | None) -> Iterator[None]:
+        """Calls in the block look up these positions [1, T]; None leaves the model's own count.
+
+        They raise InvalidInput for a table that does not take `position_ids`.
+        """
+        self._given = positions
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _place(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        if self._given is None:
+            return None
+        counted = kwargs.get("position_ids")
+        if counted is None:
+            raise InvalidInput(
+                self.name,
+                got="positions that its embedding counts by itself",
+                expected="an embedding that takes position_ids",
+            )
+        return args, {**kwargs, "position_ids": self._given.view(counted.shape)}
+
+
+def take_positions(model: PreTrainedModel) -> None:
+    """Let the model take `position_ids` where its table of positions does and its forward does not.
+
+    A model without such a table is left as it is.
+    """
+    if _takes_positions(model):
+        return
+    found = list(filter(_is_table, model.modules()))
+    if len(found) != 1:
+        return
+    table, own = PositionTable(type(model).__name__, found[0]), model.forward
+
+    def forward(*args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401  # the model's
+        with table.given(position_ids):
+            return own(*args, **kwargs)
+
+    # The signature tells callers which arguments the model's own forward takes.
+    parameters = inspect.signature(own).parameters.values()
+    mine = inspect.signature(forward).parameters["position_ids"]
+    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
+    forward.__signature__ = inspect.Signature([*named, mine, *rest])  # type: ignore[attr-defined]  # inspect's
+    model.forward = forward
+
+
+def _takes_positions(module: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _is_table(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding) and _takes_positions(module)
+
+
+def count_from_own_start(model: PreTrainedModel, agrees: Callable[[int], bool]) -> int:
+    """Let positions that begin at 0 mean the model's own, and return where its own begin.
+
+    agrees: whether positions that begin at this number are those that the model counts. Nothing
+    changes where no likely start agrees.
+    """
+    padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    after_padding = () if padding is None else (padding + 1,)
+    starts = dict.fromkeys((*LIKELY_STARTS, *after_padding))
+    start = next(filter(agrees, starts), 0)
+    if start:
+        model.register_forward_pre_hook(_adding(start), with_kwargs=True)
+    return start
+
+
+def _adding(start: int) -> Callable[..., tuple[tuple[Any, ...], Kwargs]]:
+    def add(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs]:
+        positions = kwargs.get("position_ids")
+        return args, kwargs if positions is None else {**kwargs, "position_ids": positions + start}
+
+    return add

@@ -1,0 +1,73 @@
+"""A sample of the architectures that `python -m tools.models` runs on attnmux."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnmux.core import load_plugins
+from attnmux.core.choosing.machine.cpu import probe_cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = (
+    "BartConfig",
+    "BioGptConfig",
+    "Cohere2Config",
+    "DiffLlamaConfig",
+    "Exaone4Config",
+    "GlmConfig",
+    "GraniteConfig",
+    "JetMoeConfig",
+    "MarianConfig",
+    "MiniCPM3Config",
+    "ModernBertDecoderConfig",
+    "NanoChatConfig",
+    "OPTConfig",
+    "Olmo2Config",
+    "PersimmonConfig",
+    "Phi3Config",
+    "RobertaConfig",
+    "SeedOssConfig",
+    "SmolLM3Config",
+    "StableLmConfig",
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn of themselves
+
+
+@pytest.fixture(scope="module")
+def trial():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        yield importlib.import_module("tools.models.trial")
+
+
+@pytest.fixture(scope="module")
+def offers():
+    return [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+
+
+@pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda index: SAMPLE[index])
+def test_an_architecture_says_what_it_says_eagerly(trial, offers, index):
+    page_sizes = (1,) if index % 2 else (16,)
+    name = SAMPLE[index]
+    outcome = trial.try_architecture(name, 0, probe_cpu(), offers, page_sizes=page_sizes)
+    assert outcome.status == "served", outcome.reason
+
+
+def test_a_model_that_says_something_else_is_wrong(trial, offers, monkeypatch):
+    make = trial.make_runner
+
+    def spoilt(*args):
+        runner = make(*args)
+        with torch.no_grad():
+            runner.model.get_output_embeddings().weight[7] += 0.01
+        return runner
+
+    monkeypatch.setattr(trial, "make_runner", spoilt)
+    outcome = trial.try_architecture("LlamaConfig", 0, probe_cpu(), offers, page_sizes=(1,))
+    assert outcome.status == "wrong"
+    assert "differ by" in outcome.reason

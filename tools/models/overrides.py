@@ -1,0 +1,85 @@
+"""Values of config fields that the rules cannot know, by the config's class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+SHARED_KV = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+SHARED_ATTENTION = {
+    "num_hidden_layers": 5,
+    "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
+}
+
+OVERRIDES: Mapping[str, Mapping[str, object]] = {
+    "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "CodeGenConfig": {"n_embd": 64, "n_head": 4, "rotary_dim": 8},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        }
+    },
+    "DbrxAttentionConfig": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+    "DbrxConfig": {"d_model": 64, "n_heads": 4},
+    "DbrxFFNConfig": {"hidden_size": 64, "ffn_hidden_size": 32},
+    "DeepseekV2Config": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "Dots3NoteTextConfig": {
+        **INDEXED,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "Gemma3nTextConfig": {
+        **SHARED_KV,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 16,
+    },
+    "GraniteMoeHybridConfig": {
+        **GROUPED,
+        **MAMBA2,
+        "hidden_size": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Mamba2Config": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2},
+    "MiniMaxM3VLTextConfig": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+    },
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "ReformerConfig": {"axial_pos_embds": False},
+    "XmodConfig": {"default_language": "en_XX"},
+    "Zamba2Config": SHARED_ATTENTION,
+    "ZambaConfig": SHARED_ATTENTION,
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}

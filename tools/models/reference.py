@@ -1,0 +1,138 @@
+"""Small random models of an architecture, and what they say by themselves."""
+
+# mypy: allow-untyped-calls
+# transformers is annotated in part only.
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+
+from tools.models.configs import VARIANTS, random_config
+
+NEW_TOKENS = 4
+TRIES = 5
+"""Random weights that are tried until no text holds the padding token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the model itself says after one prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+    """[NEW_TOKENS, vocabulary]: those that each token was chosen by."""
+
+
+def config_names() -> list[str]:
+    """The config classes of all decoders that transformers has, once each."""
+    return list(dict.fromkeys(one.__name__ for one in MODEL_FOR_CAUSAL_LM_MAPPING))
+
+
+def config_class_of(name: str) -> type[PreTrainedConfig]:
+    return next(one for one in MODEL_FOR_CAUSAL_LM_MAPPING if one.__name__ == name)
+
+
+def build(
+    config_class: type[PreTrainedConfig], seed: int, folder: Path
+) -> tuple[PreTrainedConfig, list[Wanted]]:
+    """Write a checkpoint of random weights. Returns its config, and what it generates.
+
+    No text holds the padding token, which some models do not count as a token.
+    """
+    errors = []
+    for variant in VARIANTS:
+        try:
+            config = random_config(config_class, seed, variant)
+            for _ in range(TRIES):
+                _write(config, folder)
+                wanted = generate(folder, seed)
+                if not any(_padding(config) in each.tokens for each in wanted):
+                    break
+            return config, wanted
+        except Exception as error:  # the next variant may do
+            errors.append(error)
+    raise errors[-1]
+
+
+def _padding(config: PreTrainedConfig) -> object:
+    return getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+
+
+def _write(config: PreTrainedConfig, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    randomise(model)
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights far from zero, so that attention is far from uniform; sinks that matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+            elif "sink" in name:
+                parameter.normal_(0, 1)
+
+
+def prompts_of(seed: int, vocabulary: int) -> list[list[int]]:
+    """Of uneven lengths, among them one of a single token; some begin as another does."""
+    rng = random.Random(seed)
+
+    def some(num: int) -> list[int]:
+        # The ends of a vocabulary are special tokens in some models
+        return [rng.randrange(5, vocabulary - 5) for _ in range(num)]
+
+    long, short = some(33), some(13)
+    return [some(1), long, short, long[:20] + some(5)]
+
+
+@torch.inference_mode()
+def generate(folder: Path, seed: int) -> list[Wanted]:
+    """Greedy text of the model's own forward over each whole text, without any cache."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    wanted = []
+    for prompt in prompts_of(seed, vocabulary):
+        ids, logits = list(prompt), []
+        for _ in range(NEW_TOKENS):
+            said = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            logits.append(said.float())
+            ids.append(int(said.argmax()))
+        if not all(bool(each.isfinite().all()) for each in logits):
+            raise ValueError("logits that are not numbers")
+        tokens = ids[len(prompt) :]
+        wanted.append(Wanted(prompt=prompt, tokens=tokens, logits=torch.stack(logits)))
+    return wanted
+
+
+def dims_of(config: PreTrainedConfig) -> str:
+    text: Any = config.get_text_config(decoder=True)
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names |= {"kv": "num_key_value_heads", "dim": "head_dim", "hidden": "hidden_size"}
+    known = {short: _field(text, name) for short, name in names.items()}
+    return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+
+
+def _field(config: PreTrainedConfig, name: str) -> object:
+    """None also for a field that differs between layers, which some configs refuse to say."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # errors of transformers' own
+        return None

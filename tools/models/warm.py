@@ -1,0 +1,9 @@
+"""Imports, in the server that children fork from, whatever every architecture needs."""
+
+from __future__ import annotations
+
+from attnmux.core import load_plugins
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from tools.models.trial import try_alone
+
+try_alone("GPT2Config", 0, probe_cpu(), tuple(load_plugins().offers()))
