@@ -36,7 +36,12 @@ def random_config(
     rng = random.Random(f"{config_class.__name__} {seed}")
     dims = Dims.drawn(rng, **variant)
     given = _values(config_class, dims)
-    return config_class(**{**given, **OVERRIDES.get(config_class.__name__, {})})
+    return _made(config_class, given)
+
+
+def _made(config_class: type[PreTrainedConfig], given: Mapping[str, object]) -> PreTrainedConfig:
+    fields: dict[str, Any] = {**given, **OVERRIDES.get(config_class.__name__, {})}
+    return config_class(**fields)
 
 
 def _values(config_class: type[PreTrainedConfig], dims: Dims) -> dict[str, object]:
@@ -69,16 +74,16 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     try:
         return config_class()
     except Exception:  # validators raise errors of their own
-        return config_class(**OVERRIDES.get(config_class.__name__, {}))
+        return _made(config_class, {})
 
 
 def _nested(name: str, value: PreTrainedConfig, dims: Dims) -> PreTrainedConfig:
-    own: Any = type(value)
+    own = type(value)
     if name in ("vision_config", "audio_config", "vq_config", "audio_encoder_config"):
         given = {key: TOWER[key] for key in vars(value) if key in TOWER}
     else:
         given = _values(own, dims)
-    return own(**{**given, **OVERRIDES.get(own.__name__, {})})
+    return _made(own, given)
 
 
 def _num_layers(stated: Mapping[str, object], renamed: Mapping[str, str]) -> int:

@@ -60,6 +60,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "hidden_size": 32,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "JetMoeConfig": GROUPED,  # as many heads of Q as heads of K and experts for a token give
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "Mamba2Config": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2},

@@ -167,7 +167,7 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
 
 
 def _repeats_heads(recorded: int | None, stated: int | None) -> bool:
-    return bool(recorded and stated) and recorded % stated == 0
+    return recorded is not None and stated is not None and recorded % stated == 0
 
 
 def _compare(name: str, recorded: object, stated: object) -> None:
