@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.amd.aiter_kernels import AiterKernels
+from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.core import (
     LATENT_DIM,
     InvalidInput,
@@ -24,8 +25,6 @@ from attnmux.core import (
     check_sixteen_bits,
     filled,
     joined,
-    kv_indices,
-    kv_indptr,
     latent_pages,
     mask_indptr,
     not_in_pool,
@@ -54,16 +53,6 @@ class LatentLayer:
     """[slots, 1, 576], the pool's memory; None for a layer that it does not store."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SlotLists:
-    """The cached keys of a step, request by request."""
-
-    indptr: torch.Tensor
-    """[B + 1] int32."""
-    indices: torch.Tensor
-    """[at least indptr[-1]] int32 or int64."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class LatentStep:
     """A step of any phase."""
@@ -84,12 +73,7 @@ class LatentStep:
 class LatentBuffers:
     """What graphs replay with."""
 
-    indptr: torch.Tensor
-    """[max_bs + 1] int32."""
-    slots: torch.Tensor
-    """[max_bs * max_context_len] int32."""
-    hidden: torch.Tensor
-    """[max_bs] bool."""
+    slots: SlotBuffers
     mask_indptr: torch.Tensor
     """[max_bs + 1] int32."""
 
@@ -102,8 +86,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
     ) -> None:
         """Raises InvalidInput for layers and pools that the kernels do not serve."""
         super().__init__(context, options, kernels)
-        pool = context.token_to_kv_pool
-        self._groups = {pool.group_of(number): number for number in pool.layer_ids}
+        self._groups = slot_groups(context)
         stored = [layer.rows for layer in self._layers.values() if layer.rows is not None]
         # The kernels multiply a slot by the length of a row in the slot's own width.
         far = any(rows.shape[0] * rows.stride(0) > INT32 for rows in stored)
@@ -127,13 +110,10 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
     def fill_step(self, step: LatentStep, batch: ForwardBatch) -> None:
         tables, buffers = step.tables, step.buffers
         tables.fill(batch, (), self.context)
-        step.cached = self._slot_lists(step, batch)
+        of_slots = buffers.slots if buffers else None
+        step.cached = slot_lists(batch, self.context, self._groups, of_slots, self._slot_dtype)
         if batch.forward_mode.is_decode():
-            known = None if buffers else batch.seq_lens_cpu
-            if known is not None and bool(known.all()):
-                return
-            room = buffers.hidden[: batch.batch_size] if buffers else None
-            step.hidden = torch.eq(batch.seq_lens, 0, out=room).view(-1, 1, 1)
+            step.hidden = without_keys(batch, of_slots)
         elif tables.queries_each is None:
             step.hidden = tables.unowned_rows(batch)
         spec = batch.spec_info
@@ -149,12 +129,9 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
                 )
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> LatentBuffers:
-        device, most = self.context.device, max_bs * self.context.max_context_len
         return LatentBuffers(
-            indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
-            slots=torch.zeros(most, dtype=torch.int32, device=device),
-            hidden=torch.zeros(max_bs, dtype=torch.bool, device=device),
-            mask_indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
+            slots=SlotBuffers.of(max_bs, self.context),
+            mask_indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=self.context.device),
         )
 
     def attend(
@@ -244,31 +221,6 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
             sm_scale=call.layer.scaling,
             skip_prefix_custom_mask=False,
         )
-
-    def _slot_lists(self, step: LatentStep, batch: ForwardBatch) -> dict[int, SlotLists]:
-        """Of the keys that are cached before the step; in decode, also of the new token."""
-        mode, buffers = batch.forward_mode, step.buffers
-        has_prefix_lens = not mode.is_decode() and not mode.is_target_verify()
-        lens = batch.extend_prefix_lens if has_prefix_lens else batch.seq_lens
-        on_host = batch.extend_prefix_lens_cpu if has_prefix_lens else batch.seq_lens_cpu
-        if lens is None:
-            raise InvalidInput("extend_prefix_lens", got=None, expected="lengths in an extend step")
-        indptr = kv_indptr(lens, out=buffers.indptr if buffers else None)
-        slots = kv_indices(
-            self.context.req_to_token_pool,
-            batch.req_pool_indices,
-            indptr,
-            kv_start=batch.encoder_lens,
-            total=None if on_host is None or buffers else int(on_host.sum()),
-            out=buffers.slots if buffers else None,
-        )
-        pool = self.context.token_to_kv_pool
-        return {
-            group: SlotLists(
-                indptr=indptr, indices=pool.translate(slots, number).to(self._slot_dtype)
-            )
-            for group, number in self._groups.items()
-        }
 
 
 def _splits(programs: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
 from attnmux.core import (
     InvalidInput,
@@ -26,8 +27,6 @@ from attnmux.core import (
     check_sixteen_bits,
     filled,
     is_writable,
-    kv_indices,
-    kv_indptr,
     kv_pages,
     not_in_pool,
     rehearse,
@@ -50,42 +49,20 @@ class WaveLayer:
     store."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SlotLists:
-    """The cached keys of a step, request by request; in decode, also the new tokens."""
-
-    indptr: torch.Tensor
-    """[B + 1] int32."""
-    indices: dict[int, torch.Tensor]
-    """By group of the pool, [indptr[-1]] int32."""
-    hidden: torch.Tensor | None
-    """[T, 1, 1] bool: rows that see no key or belong to no request."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaveStep:
     """A step of any phase."""
 
     tables: PageTables
     """Its shape and the bounds of queries; no tables."""
-    buffers: WaveBuffers | None
-    cached: SlotLists | None = None
-    """Set by `fill_step`."""
+    buffers: SlotBuffers | None
+    cached: dict[int, SlotLists] | None = None
+    """By group of the pool; set by `fill_step`, as all that follows."""
+    hidden: torch.Tensor | None = None
+    """[T, 1, 1] bool: rows that see no key or belong to no request."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WaveBuffers:
-    """What graphs replay with."""
-
-    indptr: torch.Tensor
-    """[max_bs + 1] int32."""
-    slots: torch.Tensor
-    """[max_bs * max_context_len] int32."""
-    hidden: torch.Tensor
-    """[max_bs] bool."""
-
-
-class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers]):
+class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers]):
     """MHA and GQA of 16-bit floats."""
 
     def __init__(
@@ -98,17 +75,13 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers])
         self._splits = int(str(options.get("num_kv_splits", 8)))
         check_positive("num_kv_splits", self._splits)
         self._compiled: dict[Heads, tuple[tuple[Compiled, Compiled], Compiled]] = {}
-        self._compile = kernels
         super().__init__(context, options, kernels)
-        pool = context.token_to_kv_pool
-        self._groups = {pool.group_of(number): number for number in pool.layer_ids}
+        self._groups = slot_groups(context)
 
     def prepare_layer(self, layer: LayerSpec) -> WaveLayer:
         if layer.kind != "mha":
-            expected = "mha"
-            raise InvalidInput(
-                f"layer {layer.layer_id}", got=f"kind {layer.kind}", expected=expected
-            )
+            got = f"kind {layer.kind}"
+            raise InvalidInput(f"layer {layer.layer_id}", got=got, expected="mha")
         check_plain(replace(layer, logit_cap=0.0))  # the kernels do caps
         check_sixteen_bits(self.context)
         decode, extend = self._kernels_of(layer)
@@ -123,40 +96,19 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers])
         group = pool.group_of(layer.layer_id)
         return WaveLayer(decode=decode, extend=extend, group=group, kv=(k, v))
 
-    def plan_step(self, batch: ForwardBatch, buffers: WaveBuffers | None) -> WaveStep:
+    def plan_step(self, batch: ForwardBatch, buffers: SlotBuffers | None) -> WaveStep:
         return WaveStep(tables=PageTables.of(batch, self.context, {}), buffers=buffers)
 
     def fill_step(self, step: WaveStep, batch: ForwardBatch) -> None:
         step.tables.fill(batch, (), self.context)
-        is_decode, buffers = batch.forward_mode.is_decode(), step.buffers
-        lens = batch.seq_lens if is_decode else batch.extend_prefix_lens
-        on_host = batch.seq_lens_cpu if is_decode else batch.extend_prefix_lens_cpu
-        if lens is None:
-            raise InvalidInput("extend_prefix_lens", got=None, expected="lengths in an extend step")
-        indptr = kv_indptr(lens, out=buffers.indptr if buffers else None)
-        slots = kv_indices(
-            self.context.req_to_token_pool,
-            batch.req_pool_indices,
-            indptr,
-            total=None if on_host is None or buffers else int(on_host.sum()),
-            out=buffers.slots if buffers else None,
-        )
-        pool = self.context.token_to_kv_pool
-        step.cached = SlotLists(
-            indptr=indptr,
-            indices={
-                group: pool.translate(slots, number).int() for group, number in self._groups.items()
-            },
-            hidden=_without_keys(lens, buffers) if is_decode else step.tables.unowned_rows(batch),
-        )
+        step.cached = slot_lists(batch, self.context, self._groups, step.buffers)
+        if batch.forward_mode.is_decode():
+            step.hidden = without_keys(batch, step.buffers)
+        else:
+            step.hidden = step.tables.unowned_rows(batch)
 
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> WaveBuffers:
-        device, most = self.context.device, max_bs * self.context.max_context_len
-        return WaveBuffers(
-            indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
-            slots=torch.zeros(most, dtype=torch.int32, device=device),
-            hidden=torch.zeros(max_bs, dtype=torch.bool, device=device),
-        )
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> SlotBuffers:
+        return SlotBuffers.of(max_bs, self.context)
 
     def attend(
         self, call: AttentionCall, layer: WaveLayer, step: WaveStep, batch: ForwardBatch
@@ -164,23 +116,23 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers])
         out = call.out
         if out is None or not is_writable(out):
             out = call.q.new_empty((*call.q.shape[:2], call.layer.v_head_dim))
-        cached = filled(step.cached)
         if batch.forward_mode.is_decode():
-            self._decode(call, out, layer, cached)
+            self._decode(call, out, layer, step)
         else:
             self._extend(call, out, layer, step, batch)
-        return out if cached.hidden is None else out.masked_fill_(cached.hidden, 0)
+        return out if step.hidden is None else out.masked_fill_(step.hidden, 0)
 
     def _decode(
-        self, call: AttentionCall, out: torch.Tensor, layer: WaveLayer, cached: SlotLists
+        self, call: AttentionCall, out: torch.Tensor, layer: WaveLayer, step: WaveStep
     ) -> None:
         if layer.kv is None:
             raise not_in_pool(call.layer)
+        cached = filled(step.cached)[layer.group]
         attend, merge = layer.decode
         parts = out.new_empty((self._splits, *out.shape), dtype=torch.float32)
         parts_lse = out.new_empty((self._splits, *out.shape[:2]), dtype=torch.float32)
-        indices = cached.indices[layer.group]
-        attend(aligned(call.q.contiguous()), *layer.kv, cached.indptr, indices, parts, parts_lse)
+        q = aligned(call.q.contiguous())
+        attend(q, *layer.kv, cached.indptr, cached.indices, parts, parts_lse)
         merge(parts, parts_lse, cached.indptr, out)
 
     def _extend(
@@ -191,7 +143,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers])
         step: WaveStep,
         batch: ForwardBatch,
     ) -> None:
-        bounds, cached = step.tables.query_bounds(out.device), filled(step.cached)
+        bounds = step.tables.query_bounds(out.device)
         if call.k is not None and call.v is not None:
             k, v = aligned(call.k.contiguous()), aligned(call.v.contiguous())
         elif layer.kv is None:
@@ -202,39 +154,29 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, WaveBuffers])
             )
             k, v = (rows[slots] for rows in layer.kv)
         check_keys_dtype(call.q, k, v)
-        rows, indptr = layer.kv, cached.indptr
-        if call.has_own_kv or rows is None:
-            rows, indptr, indices = (k, v), torch.zeros_like(bounds), bounds
+        if call.has_own_kv or layer.kv is None:
+            rows, cached = (k, v), SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
         else:
-            indices = cached.indices[layer.group]
-        longest = step.tables.max_seqlen_q
-        layer.extend(
-            aligned(call.q.contiguous()), k, v, *rows, bounds, indptr, indices, longest, out
-        )
+            rows, cached = layer.kv, filled(step.cached)[layer.group]
+        q, longest = aligned(call.q.contiguous()), step.tables.max_seqlen_q
+        layer.extend(q, k, v, *rows, bounds, cached.indptr, cached.indices, longest, out)
 
     def _kernels_of(self, layer: LayerSpec) -> tuple[tuple[Compiled, Compiled], Compiled]:
-        pool_dtype = self.context.token_to_kv_pool.dtype
         heads = Heads(
             target=self.context.platform.arch,
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim=layer.qk_head_dim,
             v_head_dim=layer.v_head_dim,
-            dtype=pool_dtype,
+            dtype=self.context.token_to_kv_pool.dtype,
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
         )
         if heads not in self._compiled:
-            decode = self._compile.decode(heads, self._splits)
-            extend = self._compile.extend(heads, self.context.max_context_len)
+            decode = self.kernels.decode(heads, self._splits)
+            extend = self.kernels.extend(heads, self.context.max_context_len)
             self._compiled[heads] = decode, extend
         return self._compiled[heads]
-
-
-def _without_keys(lens: torch.Tensor, buffers: WaveBuffers | None) -> torch.Tensor:
-    """[B, 1, 1] bool: the requests of which decode makes NaN."""
-    room = buffers.hidden[: len(lens)] if buffers else None
-    return torch.eq(lens, 0, out=room).view(-1, 1, 1)
 
 
 make = KernelLibrary(
