@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmux.core import RankFailed, RankGroup, RanksDiffer, TunedLaunch, load_plugins
+from attnmux.core import (
+    RankFailed,
+    RankGroup,
+    RanksDiffer,
+    TunedLaunch,
+    load_plugins,
+    ranks_measuring,
+)
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
@@ -26,7 +33,6 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.parallel import agreement
 from attnmux.transformers.parallel.ranks import InterleavedRanks, TensorParallelRanks
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}
@@ -124,7 +130,7 @@ def other_library(group: RankGroup, folder: Path) -> str:
     patch = pytest.MonkeyPatch()
     if group.rank == 1:
         older = {"torch": ("2.0.0", "0123456789abcdef")}
-        patch.setattr(agreement, "installed", lambda names: older)
+        patch.setattr(ranks_measuring, "installed", lambda names: older)
     with pytest.raises(RanksDiffer) as info:
         load_runner(
             checkpoint,

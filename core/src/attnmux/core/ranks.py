@@ -18,6 +18,8 @@ from attnmux.core.errors import InvalidInput, RankFailed, in_brief
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""
+MEASURING_SECONDS = 600.0
+"""How long it waits for others that measure, which may compile."""
 
 POLL_SECONDS = 2e-5
 
@@ -92,11 +94,16 @@ class RankGroup:
         return cls.of(dist.group.WORLD, device, seconds=seconds)
 
     @classmethod
-    def launched(cls, device_type: str, *, seconds: float = SECONDS) -> RankGroup | None:
-        """As `start`; None in a process that no launcher started."""
+    def measuring(cls, device_type: str, device: str) -> RankGroup | None:
+        """As `start`, for ranks that measure; None in a process that no launcher started.
+
+        device: named by the user. Raises InvalidInput for one, where each rank has its own.
+        """
         if not dist.is_torchelastic_launched():
             return None
-        return cls.start(device_type, seconds=seconds)
+        if device:
+            raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
+        return cls.start(device_type, seconds=MEASURING_SECONDS)
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ from attnmux.core.choosing.measured.launches import Trial, TunedLaunch
 from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.errors import AttnmuxError, BackendFailed, RanksDiffer, in_brief
-from attnmux.core.lock import Lock
+from attnmux.core.lock import Lock, installed
 
 if TYPE_CHECKING:
     from attnmux.core.ranks import RankGroup
@@ -63,13 +63,30 @@ def together_on(group: RankGroup | None) -> Together:
     return alone if group is None else TogetherOnRanks(group)
 
 
-def check_same_libraries(group: RankGroup, offers: Iterable[Offer]) -> None:
-    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ."""
-    found = Lock.of(offers).distributions
-    said = group.exchange(json.dumps(found, sort_keys=True))
-    if len(set(said)) > 1:
-        hint = "install the same distributions on every rank"
-        raise RanksDiffer("plugins and libraries", by_rank=said, hint=hint)
+def check_same_libraries(
+    group: RankGroup, offers: Iterable[Offer], names: Iterable[str] = ()
+) -> None:
+    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ.
+
+    names: of distributions besides those of the offers.
+    """
+    said = group.exchange({**Lock.of(offers).distributions, **installed(names)})
+    every = sorted({name for each in said for name in each})
+    differing = [
+        name for name in every if any(each.get(name) != said[0].get(name) for each in said)
+    ]
+    if not differing:
+        return
+    by_rank = [
+        ", ".join(f"{name} {_version(each.get(name))}" for name in differing) for each in said
+    ]
+    hint = "install the same distributions on every rank"
+    raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
+
+
+def _version(row: Sequence[str] | None) -> str:
+    """The version and the beginning of the hash of the installed files."""
+    return "not installed" if row is None else f"{row[0]} ({row[1][:8] or 'no hash'})"
 
 
 def shared_launches(group: RankGroup, launches: Iterable[TunedLaunch]) -> tuple[TunedLaunch, ...]:
@@ -112,7 +129,7 @@ def _slowest(trial: Trial, ranks: Sequence[dict[str, Any]]) -> Trial:
 
 def _exchanged(group: RankGroup, said: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank says. Raises RanksDiffer where one measures and another has finished."""
-    found = [json.loads(each) for each in group.exchange(json.dumps(said))]
+    found = group.exchange(said)
     kinds = [each["kind"] for each in found]
     if len(set(kinds)) > 1:
         raise RanksDiffer("what the ranks measure", by_rank=kinds)

@@ -44,9 +44,6 @@ from attnmux.core.cli.select import decided, machine
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""
 
-SECONDS = 600.0
-"""How long a rank waits for another, which may compile."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -81,11 +78,9 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     if device and device.partition(":")[0] != here.device_type:
         expected = f"{here.device_type}, as torch calls {here}, or {here.device_type}:NUMBER"
         raise InvalidInput("--device", got=repr(device), expected=expected)
-    ranks = RankGroup.launched(here.device_type, seconds=SECONDS)
+    ranks = RankGroup.measuring(here.device_type, device)
     launches = run.launches(settings)
     if ranks is not None:
-        if device:
-            raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
         check_same_libraries(ranks, plugins.offers())
         device, launches = str(ranks.device), shared_launches(ranks, launches)
     return Place(

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 """Advice for a file that cannot be written."""
 
-SECONDS = 600.0
-"""How long a rank waits for another, which may compile."""
-
 
 @click.command()
 @click.argument("backend", required=False)
@@ -179,10 +176,7 @@ def _joined(here: Platform, device: str) -> RankGroup | None:
         from attnmux.core import RankGroup  # noqa: PLC0415  # torch, after the refusals
     except ModuleNotFoundError:  # which the tuner reports
         return None
-    ranks = RankGroup.launched(here.device_type, seconds=SECONDS)
-    if ranks is not None and device:
-        raise InvalidInput("--device", got=repr(device), expected="nothing: each rank has one")
-    return ranks
+    return RankGroup.measuring(here.device_type, device)
 
 
 def _shared(

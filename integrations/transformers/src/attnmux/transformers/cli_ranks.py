@@ -51,18 +51,20 @@ class Parallel:
         watched: whether the reference watches steps, or failures are kept.
         """
         self._check_pcp(watched=watched)
-        from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
-
-        if self.tp == 1 or (self.tp is None and not is_torchelastic_launched()):
-            for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
-                if is_set:
-                    raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
+        for option, is_set in (("--dcp", self.dcp), ("--dp-attention", self.dp_attention)):
+            if is_set and self._is_alone():
+                raise InvalidInput(option, got="1 rank", expected="--tp with 2 ranks or more")
         if self.dp_attention and self.dcp:
             expected = "one of the two: with --dp-attention each rank keeps its own requests' KV"
             raise InvalidInput("--dcp", got="--dp-attention too", expected=expected)
         if self.dp_attention and drafting.draft is not None:
             expected = "no drafts: ranks with requests of their own verify none"
             raise InvalidInput("--draft", got="--dp-attention too", expected=expected)
+
+    def _is_alone(self) -> bool:
+        from torch.distributed import is_torchelastic_launched  # noqa: PLC0415  # slow
+
+        return self.tp == 1 or (self.tp is None and not is_torchelastic_launched())
 
     def _check_pcp(self, *, watched: bool) -> None:
         others = {"tp": self.tp is not None, "dcp": self.dcp, "dp-attention": self.dp_attention}

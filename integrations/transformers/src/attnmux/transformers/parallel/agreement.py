@@ -1,4 +1,4 @@
-"""What the ranks of one model agree on: their libraries, the decision, and every step."""
+"""What the ranks of one model agree on: the decision, and every step."""
 
 from __future__ import annotations
 
@@ -20,32 +20,8 @@ from attnmux.core import (
     RanksDiffer,
     in_brief,
 )
-from attnmux.core.lock import Lock, installed
-
-LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
 
 T = TypeVar("T")
-
-
-def check_libraries(group: RankGroup, offers: Sequence[Offer]) -> None:
-    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ."""
-    found = {**Lock.of(offers).distributions, **installed(LIBRARIES)}
-    said = group.exchange(json.dumps(found, sort_keys=True))
-    if len(set(said)) == 1:
-        return
-    rows = [json.loads(each) for each in said]
-    names = sorted({name for each in rows for name in each})
-    differing = [name for name in names if len({str(each.get(name)) for each in rows}) > 1]
-    by_rank = [
-        ", ".join(f"{name} {_version(each.get(name))}" for name in differing) for each in rows
-    ]
-    hint = "install the same distributions on every rank"
-    raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
-
-
-def _version(row: Sequence[str] | None) -> str:
-    """The version and the beginning of the hash of the installed files."""
-    return "not installed" if row is None else f"{row[0]} ({row[1][:8] or 'no hash'})"
 
 
 def decided(

@@ -26,6 +26,7 @@ from attnmux.core import (
     RankGroup,
     Request,
     TunedLaunch,
+    check_same_libraries,
     shared_launches,
 )
 from attnmux.distributed import (
@@ -39,13 +40,15 @@ from attnmux.distributed import (
 )
 from attnmux.transformers.parallel.agreement import (
     Companions,
-    check_libraries,
     check_step,
     decided,
     together,
 )
 from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
 from attnmux.transformers.ranks import Ranks
+
+LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
+"""Distributions that ranks have in common, besides those of plugins."""
 
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class GroupRanks(Ranks):
         self.rank, self.size = group.rank, group.size
 
     def check_libraries(self, offers: Sequence[Offer]) -> None:
-        check_libraries(self.group, offers)
+        check_same_libraries(self.group, offers, LIBRARIES)
 
     def decided(
         self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
