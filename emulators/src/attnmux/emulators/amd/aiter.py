@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.util import find_spec
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 
 from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
 
@@ -29,9 +29,11 @@ def aiter_kernels(compute_units: int = FEW_UNITS) -> AiterKernels:
             raise ModuleNotFoundError("amd-aiter is not installed", name="aiter")
         folder = spec.submodule_search_locations[0]
         for name in ("aiter", "aiter.ops", "aiter.ops.triton"):
-            module = ModuleType(name)
-            module.__path__ = [folder + name.removeprefix("aiter").replace(".", "/")]
-            sys.modules[name] = module
+            # With a spec, as `find_spec` demands of loaded modules
+            package = ModuleSpec(name, None, is_package=True)
+            path = folder + name.removeprefix("aiter").replace(".", "/")
+            package.submodule_search_locations = [path]
+            sys.modules[name] = module_from_spec(package)
         arch_info = importlib.import_module("aiter.ops.triton.utils._triton.arch_info")
         arch_info.get_arch = lambda: ARCH  # type: ignore[attr-defined]  # the device's name
         device_info = importlib.import_module("aiter.ops.triton.utils.device_info")
