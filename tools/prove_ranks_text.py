@@ -1,6 +1,6 @@
 """Compare the text of several ranks with that of one, on a random model of 2.9 B parameters.
 
-    python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16]
+    python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16] [--length 40 400]
 
 Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
 with `--tp 2 --dcp`, with `--tp 2 --dp-attention` and with `--pcp 2`. Prints the share of tokens
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnmux.transformers import open_checkpoint, recall
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, CONTEXT = 28, 3072, 24, 8, 4096
+LAYERS, HIDDEN, HEADS, KV_HEADS, CONTEXT = 28, 3072, 24, 8, 32768
 PHASES = "prefill", "decode"
 
 
@@ -68,12 +68,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--length", type=int, nargs=2, default=(40, 400), help="characters")
     parser.add_argument("--layers", type=int, default=LAYERS)
     asked = parser.parse_args()
     if not (asked.folder / "config.json").exists():
         make_model(asked.folder, asked.layers)
     rng = random.Random(1)
-    lines = [recall.make_prompt(rng, rng.randrange(40, 400))[0] for _ in range(asked.prompts)]
+    lines = [recall.make_prompt(rng, rng.randrange(*asked.length))[0] for _ in range(asked.prompts)]
     prompts = asked.folder / "prompts.txt"
     prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
     expected: list[list[int]] = []

@@ -192,6 +192,8 @@ def _nan(page: int) -> Iterator[Case]:
     prefixes = extend((0, 21), (page + 3, 5), (0, 9))
     yield case_of("decode-nan", page, decode(45, 17, 3, 9), after, **between)
     yield case_of("extend-nan", page, prefixes, after, **between)
+    prompts = extend((0, 9), (0, 5), (0, 21))
+    yield case_of("prompts-nan", page, prompts, after, host_lens=True, **between)
     yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
 
 

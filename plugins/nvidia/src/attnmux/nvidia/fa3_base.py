@@ -222,6 +222,9 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         if not k.shape[0]:
             return call.empty_result()
         check_keys_dtype(call.q, k, v)
+        if tables.batch_size > 1:
+            # The kernels multiply by 0 what follows a request's keys in its last tile.
+            v = v.nan_to_num(nan=torch.finfo(v.dtype).max)
         q, qv = self.queries(call)
         bounds = tables.query_bounds(q.device)
         is_cross = call.layer.is_cross_attention
