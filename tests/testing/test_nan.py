@@ -80,6 +80,8 @@ def faked(backend: type[FakeBackend]) -> Candidate:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("name", ["fake", "whole pages", "torch_native", "flex_attention"])
 def test_a_correct_backend_passes(name: str, page: int) -> None:
+    if page == 1 and name == "flex_attention":
+        pytest.skip("it compiles each page size for seconds")
     if name in ("torch_native", "flex_attention"):
         candidate = find_candidate(name, device="cpu")
     else:
