@@ -34,6 +34,7 @@ from attnmux.core import (
 )
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
 from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
+from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
@@ -222,9 +223,6 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         if not k.shape[0]:
             return call.empty_result()
         check_keys_dtype(call.q, k, v)
-        if tables.batch_size > 1:
-            # The kernels multiply by 0 what follows a request's keys in its last tile.
-            v = v.nan_to_num(nan=torch.finfo(v.dtype).max)
         q, qv = self.queries(call)
         bounds = tables.query_bounds(q.device)
         is_cross = call.layer.is_cross_attention
@@ -232,7 +230,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         result = self.kernels.flash_attn_varlen_func(
             q,
             aligned(k),
-            aligned(v),
+            aligned(bounded(v, tables.batch_size)),
             bounds,
             tables.encoder_bounds(batch) if is_cross else bounds,
             qv=qv,

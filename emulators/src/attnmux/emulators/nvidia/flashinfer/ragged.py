@@ -11,6 +11,9 @@ from attnmux.emulators.nvidia.flashinfer.arguments import dtype_of, refuse
 from attnmux.emulators.nvidia.flashinfer.numerics import segments
 from attnmux.emulators.nvidia.flashinfer.wrapper import Wrapper
 
+_SMALLEST_TILE = 64
+"""Keys of a tile of fa3, of heads of 256 dims; others have more."""
+
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Many tokens a request over K and V that lie end to end."""
@@ -119,3 +122,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             lse=lse,
         )
         return (result, base_2) if return_lse else result
+
+    def _loads(
+        self, mine: torch.Tensor, request: torch.Tensor, kv_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """fa3, which Hopper takes for "auto", loads whole tiles; fa2 puts 0 after the last key."""
+        if self._backend == "fa2":
+            return mine
+        first = self._kv_indptr_buf[request].unsqueeze(1)
+        tiles = -(-kv_lens[request] // _SMALLEST_TILE)
+        place = torch.arange(mine.shape[1], device=mine.device) - first
+        return mine | ((place >= 0) & (place < _SMALLEST_TILE * tiles.unsqueeze(1)))

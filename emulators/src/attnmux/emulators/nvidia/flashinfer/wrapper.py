@@ -144,6 +144,16 @@ class Wrapper:
             raise ValueError(f"lse is {lse.dtype} of shape {tuple(lse.shape)}")
         assert window_left is None or window_left == self._window_left
 
+    def _loads(
+        self, mine: torch.Tensor, request: torch.Tensor, kv_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, S] bool: the keys whose V a row's kernel multiplies, by weights of 0 where the keys
+        are not the request's.
+
+        mine: [T, S] bool. request: [T], of each row. kv_lens: [B].
+        """
+        return mine
+
     def _attend(
         self,
         q: torch.Tensor,
@@ -162,7 +172,8 @@ class Wrapper:
         request, place = segments(self._qo_indptr_buf, len(q))
         safe = request.clamp(max=len(kv_lens) - 1)
         position = place + (kv_lens - self._qo_indptr_buf.diff())[safe]
-        keep = loads = key_request == request.unsqueeze(1)
+        keep = key_request == request.unsqueeze(1)
+        loads = self._loads(keep, safe, kv_lens)
         if self._items is not None:
             keep = keep & item_keep(self._items, safe, position, key_place)
         elif mask is not None:

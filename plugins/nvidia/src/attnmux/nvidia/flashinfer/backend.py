@@ -29,6 +29,7 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels, Planner, check
 from attnmux.nvidia.flashinfer.settings import graph_workspace_bytes, read_settings
 from attnmux.nvidia.flashinfer.shared import HINT, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer.step import FlashInferStep, Role, pool_role
+from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -181,6 +182,8 @@ class FlashInferBackend(
         if role is Role.RAGGED and k is not None and v is not None:
             if k.dtype != q.dtype or v.dtype != q.dtype:  # as the pool would have cast them
                 k, v = k.to(q.dtype), v.to(q.dtype)
+            if self._settings.reads_tiles:
+                v = bounded(v, step.batch.batch_size)
             q = q if layer.own_q_factor is None else q * layer.own_q_factor
             wrapper.run(q, aligned(k), aligned(v), out=out, lse=lse, return_lse=lse is not None)
             return

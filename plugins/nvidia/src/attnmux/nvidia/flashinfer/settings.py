@@ -15,6 +15,9 @@ CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Query heads a KV head that decode kernels without tensor cores are made for
 (`DISPATCH_GQA_GROUP_SIZE`)."""
 
+HOPPER = 9
+"""The major number of its SM version."""
+
 TENSOR_CORE_GROUP = 4
 """From this many query heads a KV head on, tensor cores are faster."""
 
@@ -38,6 +41,10 @@ class Settings:
     page_size: int
     """Of the kernels' view of the pool."""
     prefill_backend: str
+    reads_tiles: bool
+    """Prefill over K and V of the call loads a request's last tile whole, as fa3 does by TMA
+    (`mainloop.cuh`); fa2 and the paged kernels fill the rest with zeros. The library takes fa3 for
+    "auto" on Hopper."""
     decode_backend: str
     tensor_cores: bool
     """In decode."""
@@ -71,6 +78,8 @@ def read_settings(
         kv_dtype=pool.dtype,
         page_size=1 if has_encoder else pool.page_size,
         prefill_backend=prefill,
+        reads_tiles=prefill == "fa3"
+        or (prefill == "auto" and context.platform.version[:1] == (HOPPER,)),
         decode_backend=decode,
         tensor_cores=_tensor_cores(use_tensor_cores, groups, dtype, pool.dtype)
         or request.deterministic,
