@@ -102,6 +102,12 @@ def test_latent_heads_that_pack_and_that_do_not(num_q_heads, page_size) -> None:
     assert_passes(SM100, extend((30, 4), (0, 3)), **settings)
 
 
+@pytest.mark.parametrize("on", [SM90, SM100], ids=["sm90", "sm100"])
+def test_nan_reaches_no_other_request_of_packed_keys(on) -> None:
+    step = extend((0, 9), (0, 5), (0, 21))
+    assert_passes(on, step, nan_request=1, save_kv_cache=False, **PAGES)
+
+
 def test_layers_share_a_page_table_and_read_the_pool() -> None:
     kernels, calls = recorded(EMULATED)
     backend, made = WORLD.prepared(extend((140, 5), (0, 3)), kernels=kernels)

@@ -47,6 +47,9 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
     cases.append(case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
     cases.append(
+        case_of("encoder-nan", 1, extend((0, 20), (0, 5), (0, 41)), nan_request=1, **encoder)
+    )
+    cases.append(
         case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder)
     )
     return tuple(cases)
@@ -194,6 +197,7 @@ def _nan(page: int) -> Iterator[Case]:
     yield case_of("extend-nan", page, prefixes, after, **between)
     prompts = extend((0, 9), (0, 5), (0, 21))
     yield case_of("prompts-nan", page, prompts, after, host_lens=True, **between)
+    yield case_of("mla-unsaved-nan", page, prompts, save_kv_cache=False, **LATENT, **between)
     yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
 
 

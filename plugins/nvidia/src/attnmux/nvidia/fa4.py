@@ -39,6 +39,7 @@ from attnmux.core import (
     rotary,
     store_lse,
 )
+from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
     from attnmux.core import (
@@ -181,7 +182,7 @@ def _keys(call: AttentionCall, layer: FA4Layer, tables: PageTables) -> dict[str,
         check_keys_dtype(call.q, k, v)
         return {
             "k": aligned(k),
-            "v": aligned(v),
+            "v": aligned(bounded(v, tables.batch_size)),
             "cu_seqlens_k": tables.query_bounds(k.device),
             "max_seqlen_k": tables.max_seqlen_q,
         }
