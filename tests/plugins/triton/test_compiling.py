@@ -46,6 +46,8 @@ CASES = {
     "decode, sinks": Case(
         name="sinks", steps=(decode(45),), sinks=True, windows=(8, None), logit_cap=30.0
     ),
+    "decode, ALiBi": Case(name="alibi", steps=(decode(45, 3),), alibi=True),
+    "extend, ALiBi": Case(name="alibi", steps=(extend((16, 41)),), alibi=True),
     "decode, 256": Case(name="256", steps=(decode(45),), head_dim=256, v_head_dim=256),
     "verify": Case(name="verify", steps=(verify(5, 40, 4),), **TREE),
     "extend": Case(name="extend", steps=(extend((16, 41), (0, 7)),), lse=True),
@@ -163,7 +165,10 @@ def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
     from attnmux.triton import merge, splits  # noqa: PLC0415  # not the interpreter's
 
     sizes = {"HEADS": 8, "DV": 128, "BLOCK_D": 128}
-    floats = {name: "*fp32" for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks")}
+    floats = {
+        name: "*fp32"
+        for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks", "alibi_slopes")
+    }
     words = {**floats, **dict.fromkeys(("out", "out_a", "out_b"), "*bf16")}
     yield merge.merge_rows, words, {**sizes, "BLOCK_R": merge.TILE // 128}
     flags = {"HAS_SINKS": True, "HAS_LSE": True, "BLOCK_R": splits.MERGED_ROWS}

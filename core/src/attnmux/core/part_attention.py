@@ -131,9 +131,7 @@ def part_context(context: BackendContext, request: Request) -> BackendContext:
     """
     for layer in context.layers:
         if not is_mergeable(layer) or not layer.is_causal or layer.is_cross_attention:
-            expected = (
-                "causal self attention of kind mha or mla, without windows, chunks and ALiBi"
-            )
+            expected = "causal self attention of kind mha or mla, without windows, chunks and ALiBi"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
     number = max(context.token_to_kv_pool.layer_ids) + 1
     layers: list[LayerSpec] = []
