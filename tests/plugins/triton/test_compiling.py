@@ -165,10 +165,7 @@ def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
     from attnmux.triton import merge, splits  # noqa: PLC0415  # not the interpreter's
 
     sizes = {"HEADS": 8, "DV": 128, "BLOCK_D": 128}
-    floats = {
-        name: "*fp32"
-        for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks", "alibi_slopes")
-    }
+    floats = {name: "*fp32" for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks")}
     words = {**floats, **dict.fromkeys(("out", "out_a", "out_b"), "*bf16")}
     yield merge.merge_rows, words, {**sizes, "BLOCK_R": merge.TILE // 128}
     flags = {"HAS_SINKS": True, "HAS_LSE": True, "BLOCK_R": splits.MERGED_ROWS}

@@ -45,8 +45,8 @@ class LayerSpec:
     sinks: torch.Tensor | None = None
     """[Hq] fp32: one logit a head that takes part in the softmax and has no value."""
     alibi_slopes: torch.Tensor | None = None
-    """[Hq] fp32: attention with linear biases (ALiBi, arXiv:2108.12409). The scaled logit of token i
-    and key j grows by slope * (j - i), where i and j are places in the sequence. Only causal self
+    """[Hq] fp32: attention with linear biases (ALiBi, arXiv:2108.12409). The scaled logit of token
+    i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
     attention of kind "mha" without a cap has it."""
     k_scale: float | None = None
     v_scale: float | None = None

@@ -83,15 +83,14 @@ def attention(
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
-            if layer.alibi_slopes is not None:
-                bias = alibi_bias(layer.alibi_slopes, positions, len(keys))
+            bias = _bias(layer, positions, len(keys))
             if layer.kind == "dual_chunk":
                 meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
         wanted = torch.arange(rows.start, rows.stop, device=q.device)
         if only is not None:
             wanted, keep = wanted[only[rows]], keep[only[rows]]
-            bias = None if bias is None else bias[only[rows]]
+            bias = bias[only[rows]] if bias is not None else None
         out[wanted], lse[wanted] = dense_attention(
             q[wanted],
             keys,
@@ -219,6 +218,12 @@ def dense_attention(
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
     out = torch.einsum("tkgs,skd->tkgd", weights.reshape(len(q), *heads, len(k)), v.double())
     return out.flatten(1, 2), lse
+
+
+def _bias(layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
+    """As `alibi_bias`; None for a layer without slopes."""
+    slopes = layer.alibi_slopes
+    return None if slopes is None else alibi_bias(slopes, positions, num_keys)
 
 
 def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:

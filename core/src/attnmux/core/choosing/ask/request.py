@@ -192,8 +192,8 @@ class Request:
     def has_separable_trees(self) -> bool:
         """Whether attention to the prefix and among the drafts can be merged by LSE.
 
-        Windows, chunks and ALiBi count places in the row, where a tree's nodes lie one after another;
-        a mask of the user may hide the prefix; products among drafts depend on the step's size, so
+        Windows, chunks and ALiBi count places in the row, where the nodes of a tree lie one after
+        another; a mask of the user may hide the prefix; products among drafts depend on the step's size, so
         that no request is deterministic.
         """
         hindered = (
