@@ -101,6 +101,7 @@ def dense_spec(layer_id: int, layer: Attention) -> LayerSpec:
         # vLLM's window counts the token itself
         sliding_window_size=-1 if window is None else window - 1,
         sinks=None if impl.sinks is None else impl.sinks.detach().float(),
+        alibi_slopes=_slopes(impl.alibi_slopes, layer.device),
         k_scale=scales[0],
         v_scale=scales[1],
     )

@@ -193,8 +193,8 @@ class Request:
         """Whether attention to the prefix and among the drafts can be merged by LSE.
 
         Windows, chunks and ALiBi count places in the row, where the nodes of a tree lie one after
-        another; a mask of the user may hide the prefix; products among drafts depend on the step's size, so
-        that no request is deterministic.
+        another; a mask of the user may hide the prefix; products among drafts depend on the step's
+        size, so that no request is deterministic.
         """
         hindered = (
             *(self.sliding_window, self.attention_chunk, self.custom_mask),
