@@ -81,7 +81,7 @@ def sinks() -> Any:
 def alibi() -> Any:
     return transformers.BloomConfig(
         vocab_size=256,
-        hidden_size=64,
+        hidden_size=128,
         n_layer=4,
         n_head=4,
         initializer_range=0.2,
