@@ -171,11 +171,11 @@ class FakeBackend(AttentionBackend):
             if layer.kind == "dual_chunk":
                 meets = self.meets(layer, torch.arange(first, first + new), len(keys))
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets.to(keep.device))
-            of_request = q[rows]
+            queries = q[rows]
             if layer.alibi_slopes is not None:
                 places = torch.arange(first, first + new, device=q.device)
-                of_request, keys = self.biased(of_request, keys, layer, places)
-            result, result_lse = self.attend(of_request, keys, values, keep, layer)
+                queries, keys = self.biased(queries, keys, layer, places)
+            result, result_lse = self.attend(queries, keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if call.lse is not None:
                 call.lse[rows] = result_lse.to(call.lse.dtype)

@@ -88,7 +88,8 @@ class _Remade:
         facts, self.device = kept.facts, torch.device(candidate.device)
         self._kept = kept
         self._generator = torch.Generator().manual_seed(facts["seed"])
-        self.layer = LayerSpec(**facts["layer"], **{name: self._tensor(name) for name in PER_HEAD})
+        of_heads: dict[str, Any] = {name: self._tensor(name) for name in PER_HEAD}
+        self.layer = LayerSpec(**facts["layer"], **of_heads)
         page = facts["page_size"]
         table = kept.tensors["req_to_token"].long()
         loc = kept.tensors["out_cache_loc"]
