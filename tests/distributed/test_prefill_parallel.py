@@ -276,12 +276,7 @@ def test_every_rank_has_the_answer_and_all_keys(tmp_path: Path, size: int) -> No
         {"windows": (None, 7, 40)},
         {"attention_chunk": 24, "sinks": True},
     )
-    # native has no ALiBi
-    biased = [
-        (case, seed, {**options, "backends": ["torch_native"]})
-        for case, seed, options in worlds_of(draw, *[{"alibi": True}] * 2)
-    ]
-    run_ranks(check_worlds, size, tmp_path, [*worlds, *biased])
+    run_ranks(check_worlds, size, tmp_path, worlds)
 
 
 STEPS = {
