@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from attnmux.testing import (
 from attnmux.testing.cases import Case, case_of, decode, extend
 from attnmux.testing.graph_fakes import graph_card
 from attnmux.testing.reference import alibi_bias, attention, dense_attention
+from attnmux.testing.sampling import Sampler
 
 CASES = {case.name: case for case in standard_cases((16,)) if case.alibi}
 
@@ -112,6 +115,19 @@ def test_a_card_that_does_not_offer_it_refuses(case: Case) -> None:
     outcome = run_case(candidate, case)
     assert outcome.status == "refused"
     assert {reason.axis for reason in outcome.reasons} == {"alibi"}
+
+
+def test_sampled_cases_have_it_where_layers_can() -> None:
+    """Even of a card that claims everything together."""
+    candidate = Candidate(card=fake_card(), platform=fake_platform())
+    sampler = Sampler(candidate=candidate, seed=secrets.randbits(31), most_cost=0.01)
+    sampled = islice(sampler.cases(), 150)
+    biased = [case for case in sampled if isinstance(case, Case) and case.alibi]
+    assert len(biased) > 5
+    for case in biased:
+        assert not (case.logit_cap or case.custom_mask or case.cross_attention or case.multi_item)
+        layers = make_setup(case, fake_platform(), "cpu").context.layers
+        assert all(layer.alibi_slopes is not None for layer in layers)
 
 
 def test_the_bias_grows_with_the_distance() -> None:
