@@ -210,6 +210,7 @@ def test_layers_that_the_decision_was_not_made_for(
         ("sliding_window", {"windows": (8, None)}),
         ("attention_chunk", {"attention_chunk": 16}),
         ("sinks", {"sinks": True}),
+        ("alibi", {"alibi": True}),
         ("logit_cap", {"logit_cap": 30.0}),
     ],
 )

@@ -312,6 +312,8 @@ def test_context_knows_its_layers_by_id() -> None:
         {"tp_v_head_num": 1},
         {"sinks": torch.zeros(2)},
         {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
+        {"alibi_slopes": torch.zeros(2)},
+        {"alibi_slopes": torch.zeros(8, dtype=torch.float64)},
         {"kind": "mla", "v_head_dim": 64},
         {"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 128},
     ],
@@ -320,6 +322,24 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     layer: LayerSpec = setup_of(decode(3)).context.layers[0]
     with pytest.raises(InvalidInput):
         replace(layer, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logit_cap": 30.0}, "logit_cap 30.0"),
+        ({"is_cross_attention": True}, "is_cross_attention"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"kind": "dual_chunk", "dual_chunk_len": 16}, "kind 'dual_chunk'"),
+        ({"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 64}, "kind 'mla'"),
+    ],
+)
+def test_slopes_that_no_layer_can_have(changes: dict[str, object], named: str) -> None:
+    layer: LayerSpec = setup_of(decode(3)).context.layers[0]
+    biased = replace(layer, alibi_slopes=torch.ones(8))
+    assert biased.alibi_slopes is not None
+    with pytest.raises(InvalidInput, match=f"alibi_slopes: .*{named}"):
+        replace(biased, **changes)
 
 
 @pytest.mark.parametrize(

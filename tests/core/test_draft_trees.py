@@ -197,9 +197,10 @@ def test_a_backend_of_another_context_is_refused() -> None:
     [
         ({"windows": (8, None)}, "windows"),
         ({"attention_chunk": 16}, "chunks"),
+        ({"alibi": True}, "ALiBi"),
     ],
 )
-def test_windows_and_chunks_are_refused(changes, message) -> None:
+def test_layers_that_count_places_are_refused(changes, message) -> None:
     case = Case(name="trees", steps=(verify(6, 9),), spec_topk=3, **changes)
     with pytest.raises(InvalidInput, match=message):
         prefix_context(make_setup(case, fake_platform(), "cpu").context)

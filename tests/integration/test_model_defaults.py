@@ -38,7 +38,9 @@ def test_the_table_says_what_the_class_does(model_type) -> None:
 def test_a_name_of_its_own_is_the_class_s(model_type) -> None:
     config = transformers.CONFIG_MAPPING[model_type]()
     for name, own in NAMES[model_type].items():
-        assert own in config.to_dict()
+        if own not in config.to_dict():  # a class may still read a name that it no longer writes
+            assert getattr(transformers.CONFIG_MAPPING[model_type](**{own: 48}), name) == 48
+            continue
         assert getattr(config, name, getattr(config, own)) == getattr(config, own)
 
 

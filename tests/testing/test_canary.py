@@ -314,6 +314,17 @@ class SinksIgnored(Faulty):
         return super().attend(q, k, v, keep, replace(layer, sinks=None))
 
 
+class SlopesNegated(Faulty):
+    def biased(self, q, k, layer, positions):
+        layer = replace(layer, alibi_slopes=-layer.alibi_slopes)
+        return super().biased(q, k, layer, positions)
+
+
+class PlacesOneLate(Faulty):
+    def biased(self, q, k, layer, positions):
+        return super().biased(q, k, layer, positions + 1)
+
+
 class CapIgnored(Faulty):
     def attend(self, q, k, v, keep, layer):
         return super().attend(q, k, v, keep, replace(layer, logit_cap=0.0))
@@ -418,6 +429,8 @@ FAULTS: tuple[tuple[type[Faulty], dict[str, object]], ...] = (
     (BaseTwoLSE, {}),
     (LSEWithoutSinks, {"sinks": True}),
     (SinksIgnored, {"sinks": True}),
+    (SlopesNegated, {"alibi": True}),
+    (PlacesOneLate, {"alibi": True, "lse": True}),
     (CapIgnored, {"logit_cap": 1.0}),
     (WrongScaling, {}),
     (WrongKVHead, {}),
@@ -469,6 +482,7 @@ CLEAN = {
     "e4m3": {"dtype": "bfloat16", **EIGHT_BITS},
     "e5m2-page16": {"dtype": "float16", "kv_dtype": "fp8_e5m2", "page_size": 16},
     "sinks-cap": {"dtype": "bfloat16", "sinks": True, "logit_cap": 2.0},
+    "alibi": {"dtype": "bfloat16", "alibi": True, "lse": True},
     "mla": {
         "dtype": "bfloat16",
         "kind": "mla",

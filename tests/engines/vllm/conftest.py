@@ -78,6 +78,19 @@ def sinks() -> Any:
     )
 
 
+def alibi() -> Any:
+    return transformers.BloomConfig(
+        vocab_size=256,
+        hidden_size=128,
+        n_layer=4,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
 def mla() -> Any:
     """The dims of DeepSeek's latent, the only ones that the engine's own kernel has, and its scaled
     rotary embedding: the CPU's kernel for plain ones misreads the slices that MLA gives it."""
@@ -107,7 +120,7 @@ def mla() -> Any:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    family.__name__: family for family in (gqa, windows, sinks, soft_cap, mla, mixed_windows)
+    family.__name__: family for family in (gqa, windows, sinks, soft_cap, alibi, mla, mixed_windows)
 }
 
 

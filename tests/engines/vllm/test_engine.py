@@ -52,7 +52,9 @@ def texts(
         gc.collect()
 
 
-@pytest.mark.parametrize("family", ["gqa", "windows", "sinks", "soft_cap", "mla", "mixed_windows"])
+@pytest.mark.parametrize(
+    "family", ["gqa", "windows", "sinks", "soft_cap", "alibi", "mla", "mixed_windows"]
+)
 def test_families(family, checkpoint, prompts):
     model = checkpoint(family)
     own = texts(model, "CPU_MLA" if family == "mla" else "CPU_ATTN", prompts)

@@ -114,6 +114,12 @@ def test_other_architectures(arch):
         assert kernels(traits(layer), arch) == ("portable", "portable")
 
 
+def test_layers_with_alibi_have_the_portable_kernels():
+    found = Dispatch(traits=traits(gqa(alibi_slopes=torch.ones(32))), arch="sm90", page_size=1)
+    assert found.shares(1, hides=False).kernel == "portable"
+    assert found.tiles(hides=False).kernel == "portable"
+
+
 def test_steps_with_masks_or_items():
     assert kernels(traits(gqa()), hides=True) == ("hopper", "portable")
     assert kernels(traits(mla()), hides=True) == ("portable", "portable")

@@ -225,6 +225,9 @@ def _layers(
     }
     if request.sinks:
         given["sinks"] = torch.randn(heads, device=device, generator=generator)
+    if request.alibi:
+        # The slopes of a model with a power of two heads (arXiv:2108.12409)
+        given["alibi_slopes"] = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
     return tuple(LayerSpec(layer_id=number, **given) for number in range(count))
 
 

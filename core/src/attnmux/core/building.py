@@ -205,6 +205,7 @@ def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool
         ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
         ("cross_attention", layer.is_cross_attention, request.cross_attention),
         ("sinks", layer.sinks is not None, request.sinks),
+        ("alibi", layer.alibi_slopes is not None, request.alibi),
         ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
     )
 

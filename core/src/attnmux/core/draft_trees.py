@@ -13,7 +13,7 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
-from attnmux.core.part_attention import merge_into
+from attnmux.core.part_attention import is_mergeable, merge_into
 from attnmux.core.tree_steps import Trees, among_drafts, as_heads, as_tokens, trees_of
 
 if TYPE_CHECKING:
@@ -231,9 +231,8 @@ def prefix_context(context: BackendContext) -> BackendContext:
     drafts = context.request.spec_draft_tokens or 1
     layers = []
     for layer in context.layers:
-        limited = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
-        if layer.kind not in ("mha", "mla") or limited or layer.is_cross_attention:
-            expected = "self attention of kind mha or mla, without windows and chunks"
+        if not is_mergeable(layer) or layer.is_cross_attention:
+            expected = "self attention of kind mha or mla, without windows, chunks and ALiBi"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         sinks = layer.sinks
         if sinks is not None:

@@ -44,6 +44,10 @@ class LayerSpec:
     is_cross_attention: bool = False
     sinks: torch.Tensor | None = None
     """[Hq] fp32: one logit a head that takes part in the softmax and has no value."""
+    alibi_slopes: torch.Tensor | None = None
+    """[Hq] fp32: attention with linear biases (ALiBi, arXiv:2108.12409). The scaled logit of token
+    i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
+    attention of kind "mha" without a cap has it."""
     k_scale: float | None = None
     v_scale: float | None = None
     """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a
@@ -57,10 +61,10 @@ class LayerSpec:
         if self.tp_v_head_num != kv_heads:
             expected = f"{kv_heads}, as in K"
             raise InvalidInput("tp_v_head_num", got=self.tp_v_head_num, expected=expected)
-        sinks = self.sinks
-        if sinks is not None and (sinks.shape != (q_heads,) or sinks.dtype != torch.float32):
-            got = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
-            raise InvalidInput("sinks", got=got, expected=f"float32 of shape ({q_heads},)")
+        for name, of_heads in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            _check_per_head(name, of_heads, q_heads)
+        if self.alibi_slopes is not None:
+            self._check_alibi()
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",
@@ -79,6 +83,19 @@ class LayerSpec:
             expected = "at least 1" if chunked else "0, since only dual chunk layers have chunks"
             raise InvalidInput("dual_chunk_len", got=got, expected=expected)
 
+    def _check_alibi(self) -> None:
+        hindrances = {
+            f"kind {self.kind!r}": self.kind != "mha",
+            "is_cross_attention": self.is_cross_attention,
+            "is_causal False": not self.is_causal,
+            f"logit_cap {self.logit_cap}": self.logit_cap > 0,
+        }
+        found = [name for name, is_set in hindrances.items() if is_set]
+        if found:
+            got = f"slopes in a layer with {' and '.join(found)}"
+            expected = "None, or causal self attention of kind 'mha' without a cap"
+            raise InvalidInput("alibi_slopes", got=got, expected=expected)
+
     @property
     def qk_rope_head_dim(self) -> int:
         """Dim of the rotary part that MLA passes separately; 0 in other kinds."""
@@ -90,3 +107,11 @@ class LayerSpec:
         if self.kind == "dual_chunk":
             return 3 * self.qk_head_dim
         return self.qk_head_dim - self.qk_rope_head_dim
+
+
+def _check_per_head(name: str, of_heads: torch.Tensor | None, q_heads: int) -> None:
+    """Raises InvalidInput for values that are not one float32 for each query head."""
+    if of_heads is None or (of_heads.shape == (q_heads,) and of_heads.dtype == torch.float32):
+        return
+    got = f"{of_heads.dtype} of shape {tuple(of_heads.shape)}"
+    raise InvalidInput(name, got=got, expected=f"float32 of shape ({q_heads},)")

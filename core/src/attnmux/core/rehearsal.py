@@ -119,6 +119,7 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
             layer.sliding_window_size >= 0,
             layer.logit_cap,
             layer.sinks is None,
+            layer.alibi_slopes is None,
             layer.is_cross_attention,
             _brings_keys(layer, context),
         )

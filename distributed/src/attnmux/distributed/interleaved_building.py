@@ -180,7 +180,7 @@ def _interleaved(context: BackendContext) -> InterleavedKVPool:
 
 
 def _check_request(request: Request) -> None:
-    for name in ("sliding_window", "attention_chunk", "custom_mask", "multi_item"):
+    for name in ("sliding_window", "attention_chunk", "alibi", "custom_mask", "multi_item"):
         value = getattr(request, name)
         if value:
             expected = "nothing: KV is interleaved over ranks"

@@ -26,7 +26,7 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale_and_cap: torch.Tensor,
+    numbers: torch.Tensor,
     given: KernelInput,
 ) -> Result:
     listed = _listed(given.num_partial, given.partial, spec)
@@ -40,9 +40,11 @@ def _attend(
         listed[:, blocks].unsqueeze(1) & _sees(given, keys, spec)
     )
     seen = seen.repeat(1, spec.group, 1).unsqueeze(1)
-    logits = q.float() @ k.nan_to_num().float().transpose(2, 3) * scale_and_cap[0]
+    logits = q.float() @ k.nan_to_num().float().transpose(2, 3) * numbers[0]
     if spec.capped:
-        logits = torch.tanh(logits / scale_and_cap[1]) * scale_and_cap[1]
+        logits = torch.tanh(logits / numbers[1]) * numbers[1]
+    if spec.biased:
+        logits = logits + _bias(numbers[2:], given, keys, spec)
     lse = torch.where(seen, logits, -torch.inf).logsumexp(-1)
     weights = torch.where(seen, logits - lse.unsqueeze(-1), -torch.inf).exp()
     out = weights @ v.nan_to_num().float()
@@ -61,6 +63,16 @@ def _listed(count: torch.Tensor, blocks: torch.Tensor, spec: KernelSpec) -> torc
     places = torch.where(is_listed, own, spec.capacity - 1)
     found = torch.zeros((spec.num_tiles, spec.capacity), dtype=torch.bool, device=own.device)
     return found.scatter(1, places, is_listed)
+
+
+def _bias(
+    slopes: torch.Tensor, given: KernelInput, keys: torch.Tensor, spec: KernelSpec
+) -> torch.Tensor:
+    """[N, Hkv, rows, S]: ALiBi's, for slopes [Hq]; a query's own column is its last."""
+    column = given.columns[keys // spec.block] + keys % spec.block
+    distance = column - (given.end.unsqueeze(-1) - 1)
+    of_rows = slopes.view(spec.num_kv_heads, -1).repeat_interleave(spec.tile_size, dim=1)
+    return of_rows.unsqueeze(-1) * distance.repeat(1, spec.group, 1).unsqueeze(1)
 
 
 def _sees(given: KernelInput, keys: torch.Tensor, spec: KernelSpec) -> torch.Tensor:

@@ -253,6 +253,7 @@ def can_be_split(case: Case, size: int) -> bool:
         and case.kind in ("mha", "mla")
         and not any(case.windows)
         and not case.attention_chunk
+        and not case.alibi
         and not case.cross_attention
         and not case.multi_item
         and not case.is_encoder

@@ -36,6 +36,7 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "spec_draft_tokens": (4,),
     "cross_attention": (True,),
     "sinks": (True,),
+    "alibi": (True,),
     "custom_mask": (True,),
     "multi_item": (True,),
     "deterministic": (True,),

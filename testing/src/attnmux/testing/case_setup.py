@@ -107,9 +107,17 @@ def make_layers(
             sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
             if case.sinks
             else None,
+            alibi_slopes=_slopes(case, generator).to(device)
+            if case.alibi and not (case.cross_attention and index == last)
+            else None,
         )
         for index, window in enumerate(case.windows)
     )
+
+
+def _slopes(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[Hq] float32 between 2 ** -8 and 1, as the geometric ones of models are."""
+    return torch.exp2(-8 * torch.rand(case.num_q_heads, generator=generator))
 
 
 def pages_of(length: int, page_size: int) -> int:

@@ -152,6 +152,8 @@ class Case:
     """k_scale and v_scale of the first layer; the next has twice those. Only a pool of 8-bit floats
     divides by them."""
     sinks: bool = False
+    alibi: bool = False
+    """Self attention has slopes of ALiBi."""
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a custom mask."""
     lse: bool = False
@@ -227,6 +229,7 @@ class Case:
             attention_chunk=self.attention_chunk,
             cross_attention=self.cross_attention,
             sinks=self.sinks,
+            alibi=self.alibi,
             logit_cap=self.logit_cap,
             custom_mask=self.custom_mask,
             multi_item=self.multi_item,

@@ -30,6 +30,8 @@ from attnmux.testing.wrapping import WrappingBackend
 FORMAT = 1
 FACTS, TENSORS = "failure.json", "tensors.pt"
 PREFIX = "failure-"
+PER_HEAD = ("sinks", "alibi_slopes")
+"""A layer's tensors."""
 INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 
 
@@ -122,8 +124,10 @@ class FailureKeeper(WrappingBackend):
         tensors = _batch_tensors(batch)
         tensors["req_to_token"] = self._table(batch)
         layer = self.context.layers[0] if call is None else call.layer
-        if layer.sinks is not None:
-            tensors["sinks"] = layer.sinks
+        for name in PER_HEAD:
+            of_heads = getattr(layer, name)
+            if of_heads is not None:
+                tensors[name] = of_heads
         values = self._values(call, tensors["req_to_token"]) if self._tensors else {}
         size = sum(each.nbytes for each in values.values())
         if size <= self._max_bytes:
@@ -153,7 +157,7 @@ class FailureKeeper(WrappingBackend):
             "kv_dtype": dtype_name(pool.dtype),
             "max_batch_size": context.max_batch_size,
             "max_context_len": context.max_context_len,
-            "layer": _scalars(layer, skip=("sinks",)),
+            "layer": _scalars(layer, skip=PER_HEAD),
             "batch": {
                 "forward_mode": batch.forward_mode.name,
                 **_scalars(batch, skip=("forward_mode", "actual_forward_mode", "tbo_children")),

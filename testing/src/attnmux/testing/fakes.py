@@ -171,7 +171,11 @@ class FakeBackend(AttentionBackend):
             if layer.kind == "dual_chunk":
                 meets = self.meets(layer, torch.arange(first, first + new), len(keys))
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets.to(keep.device))
-            result, result_lse = self.attend(q[rows], keys, values, keep, layer)
+            queries = q[rows]
+            if layer.alibi_slopes is not None:
+                places = torch.arange(first, first + new, device=q.device)
+                queries, keys = self.biased(queries, keys, layer, places)
+            result, result_lse = self.attend(queries, keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if call.lse is not None:
                 call.lse[rows] = result_lse.to(call.lse.dtype)
@@ -236,6 +240,21 @@ class FakeBackend(AttentionBackend):
     def meets(self, layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
         """[T, S]: the query with which each token meets each key, in a "dual_chunk" layer."""
         return chunks_before(positions, num_keys, layer.dual_chunk_len)
+
+    def biased(
+        self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q and K with two dims more, whose product is ALiBi's bias.
+
+        Q has (slope, -slope * place) there, before scaling, and K has (place, 1).
+        """
+        assert layer.alibi_slopes is not None
+        slopes = (layer.alibi_slopes.double() / layer.scaling).expand(len(q), -1)
+        of_queries = torch.stack([slopes, -slopes * positions.unsqueeze(1)], dim=-1)
+        places = torch.arange(len(k), device=k.device).double()
+        of_keys = torch.stack([places, torch.ones_like(places)], dim=-1)
+        of_keys = of_keys.unsqueeze(1).expand(-1, k.shape[1], -1)
+        return torch.cat([q.double(), of_queries], dim=-1), torch.cat([k.double(), of_keys], dim=-1)
 
     def attend(
         self,

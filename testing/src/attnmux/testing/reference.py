@@ -61,6 +61,7 @@ def attention(
         else:
             slots = _slots(layer, batch, req_to_token, request, num_cached + num_new)
             keys, values = _read_pool(layer, pool, slots)
+        bias: torch.Tensor | None = None
         if layer.is_cross_attention:
             keep = torch.ones((num_new, len(keys)), dtype=torch.bool, device=q.device)
         else:
@@ -82,12 +83,14 @@ def attention(
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
+            bias = _bias(layer, positions, len(keys))
             if layer.kind == "dual_chunk":
                 meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
         wanted = torch.arange(rows.start, rows.stop, device=q.device)
         if only is not None:
             wanted, keep = wanted[only[rows]], keep[only[rows]]
+            bias = bias[only[rows]] if bias is not None else None
         out[wanted], lse[wanted] = dense_attention(
             q[wanted],
             keys,
@@ -95,6 +98,7 @@ def attention(
             keep,
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
+            bias=bias,
             sinks=layer.sinks,
         )
     return out, lse
@@ -130,6 +134,16 @@ def visibility(
     if item_starts is not None:
         keep = keep & ((key < shared_prefix) | (key >= item_starts.unsqueeze(1)))
     return keep
+
+
+def alibi_bias(slopes: torch.Tensor, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """What ALiBi adds to the logits of each token and key, slope * (key - token): [T, Hq, num_keys]
+    float64 (arXiv:2108.12409).
+
+    slopes: [Hq]. positions: [T], places of the tokens in the sequence.
+    """
+    distance = torch.arange(num_keys, device=positions.device) - positions.unsqueeze(1)
+    return slopes.double().view(1, -1, 1) * distance.unsqueeze(1)
 
 
 def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -179,11 +193,13 @@ def dense_attention(
     *,
     scaling: float,
     logit_cap: float = 0.0,
+    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one request, every step written out.
 
-    q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. sinks: [Hq].
+    q: [T, Hq, D]. k: [S, Hkv, D]. v: [S, Hkv, Dv]. keep: [T, S] bool. bias: [T, Hq, S],
+    added to the scaled and capped logits. sinks: [Hq].
     Query head h reads KV head h // (Hq / Hkv). Returns out [T, Hq, Dv] and lse [T, Hq], float64.
     """
     heads = (k.shape[1], q.shape[1] // k.shape[1])
@@ -191,6 +207,8 @@ def dense_attention(
     logits = torch.einsum("tkgd,skd->tkgs", grouped, k.double()).flatten(1, 2) * scaling
     if logit_cap > 0:
         logits = logit_cap * torch.tanh(logits / logit_cap)
+    if bias is not None:
+        logits = logits + bias
     logits = logits.masked_fill(~keep.unsqueeze(1), -torch.inf)
 
     lse = torch.logsumexp(logits, dim=-1)
@@ -200,6 +218,12 @@ def dense_attention(
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~keep.unsqueeze(1), 0)
     out = torch.einsum("tkgs,skd->tkgd", weights.reshape(len(q), *heads, len(k)), v.double())
     return out.flatten(1, 2), lse
+
+
+def _bias(layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
+    """As `alibi_bias`; None for a layer without slopes."""
+    slopes = layer.alibi_slopes
+    return None if slopes is None else alibi_bias(slopes, positions, num_keys)
 
 
 def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
-from attnmux.testing.failures import KeptFailure, load_failure
+from attnmux.testing.failures import PER_HEAD, KeptFailure, load_failure
 from attnmux.testing.placement import put
 from attnmux.testing.watched import kv_memory
 
@@ -88,7 +88,8 @@ class _Remade:
         facts, self.device = kept.facts, torch.device(candidate.device)
         self._kept = kept
         self._generator = torch.Generator().manual_seed(facts["seed"])
-        self.layer = LayerSpec(**facts["layer"], sinks=self._tensor("sinks"))
+        of_heads: dict[str, Any] = {name: self._tensor(name) for name in PER_HEAD}
+        self.layer = LayerSpec(**facts["layer"], **of_heads)
         page = facts["page_size"]
         table = kept.tensors["req_to_token"].long()
         loc = kept.tensors["out_cache_loc"]

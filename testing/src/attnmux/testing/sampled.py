@@ -13,6 +13,7 @@ import torch
 from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
 from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.reference import (
+    alibi_bias,
     chunks_before,
     dense_attention,
     expand_dual_chunk,
@@ -109,10 +110,13 @@ def expected_at(
         keys, values = _from_pool(layer, pool, slots, kv_head)
     keep = torch.ones((1, len(seen)), dtype=torch.bool, device=q.device)
     values = torch.cat([values, values.abs()], dim=-1)
+    cached = 0 if call.has_own_kv else request.cached
+    place, num_keys = torch.tensor([cached + offset], device=q.device), cached + request.new
+    bias = None
+    if layer.alibi_slopes is not None:
+        bias = alibi_bias(layer.alibi_slopes[head : head + 1], place, num_keys)[..., seen]
     if layer.kind == "dual_chunk":
-        cached = 0 if call.has_own_kv else request.cached
-        place = torch.tensor([cached + offset], device=q.device)
-        meets = chunks_before(place, cached + request.new, layer.dual_chunk_len)[:, seen]
+        meets = chunks_before(place, num_keys, layer.dual_chunk_len)[:, seen]
         keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
     out, lse = dense_attention(
         q.view(1, 1, -1),
@@ -121,6 +125,7 @@ def expected_at(
         keep,
         scaling=layer.scaling,
         logit_cap=layer.logit_cap,
+        bias=bias,
         sinks=None if layer.sinks is None else layer.sinks[head : head + 1],
     )
     result, magnitude = out[0, 0].chunk(2)

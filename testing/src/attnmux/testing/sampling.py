@@ -58,7 +58,9 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
 """Values for properties that every card supports implicitly, and for those that the engine decides.
 `scale` is in units of the usual one."""
 
-FLAGS = ("sinks", "lse", "deterministic", "cross_attention", "multi_item", "strided_kv")
+FLAGS = (
+    *("sinks", "alibi", "lse", "deterministic", "cross_attention", "multi_item", "strided_kv"),
+)
 MODES = {
     "extend": ("extend", "mixed"),
     "decode": ("decode",),
@@ -306,7 +308,7 @@ NEUTRAL: Mapping[str, Any] = {
 ENCODER: Point = {
     **_clear("sliding_window", "attention_chunk", "logit_cap", "kv_scales", "store"),
     **_clear("sinks", "deterministic", "lse", "cross_attention", "multi_item", "v_head_dim"),
-    **_clear("strided_kv"),
+    **_clear("strided_kv", "alibi"),
     **{"num_kv_heads": 2, "group_size": 4, "page_size": 1},
 }
 """An encoder's request mentions neither the cache nor heads."""
@@ -326,6 +328,8 @@ RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
     (lambda p: p.get("cross_attention") or p.get("multi_item"),
      _clear("sliding_window", "attention_chunk", "shared", "deterministic", "graph", "padding",
             "store")),
+    (lambda p: p.get("alibi"), _clear("logit_cap", "cross_attention", "multi_item")),
+    (lambda p: p.get("alibi") and (p["spec_topk"] or 1) > 1, _clear("alibi")),
     (lambda p: p["rows"] > MOST_ALONE, _clear("deterministic")),
     (lambda p: p["deterministic"], {**_clear("graph", "padding"), "store": "pool"}),
     (lambda p: p.get("sliding_window"), _clear("attention_chunk")),
@@ -442,6 +446,7 @@ def _case_of(point: Point, rng: Random, number: int) -> Case:
         logit_cap=point.get("logit_cap"),
         kv_scales=(point["kv_scales"], 3.0) if point["kv_scales"] else None,
         sinks=point.get("sinks", False),
+        alibi=point.get("alibi", False),
         spec_topk=point["spec_topk"],
         lse=point["lse"],
         strided_kv=point.get("strided_kv", False),

@@ -22,6 +22,7 @@ FEATURES = (
     "attention_chunk",
     "cross_attention",
     "sinks",
+    "alibi",
     "logit_cap",
     "custom_mask",
     "multi_item",

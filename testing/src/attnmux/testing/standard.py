@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core import ForwardMode
+from attnmux.testing.alibi_cases import alibi_cases
 from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
 from attnmux.testing.variant_cases import (
     LATENT,
@@ -37,6 +38,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += dual_chunk_cases(page)
         cases += fp8_cases(page)
         cases += window_pool_cases(page)
+        cases += alibi_cases(page)
         cases += _nan(page)
         cases += _strided(page)
         cases += _host_lens(page)

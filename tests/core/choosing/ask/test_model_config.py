@@ -353,6 +353,33 @@ def test_tp_must_divide(name, tp) -> None:
         Request.from_model(DATA / name, tp=tp)
 
 
+BLOOM = {"model_type": "bloom", "n_head": 16, "hidden_size": 1024}
+MPT = {"model_type": "mpt", "n_heads": 32, "d_model": 4096}
+FALCON = {"model_type": "falcon", **SMALL}
+
+
+@pytest.mark.parametrize(
+    ("content", "heads", "has_alibi"),
+    [
+        (BLOOM, (16, 16, 64), True),
+        ({"model_type": "bloom", "n_head": 112, "n_embed": 14336}, (112, 112, 128), True),
+        (MPT, (32, 32, 128), True),
+        ({**MPT, "attn_config": {"alibi": True}}, (32, 32, 128), True),
+        ({**MPT, "attn_config": {"alibi": False}}, (32, 32, 128), False),
+        ({**FALCON, "alibi": True, "multi_query": False}, None, True),
+        ({**FALCON, "alibi": False}, None, False),
+        ({**SMALL, "alibi": True}, None, True),
+        (SMALL, None, False),
+    ],
+)
+def test_models_with_a_bias_by_distance(tmp_path, content, heads, has_alibi) -> None:
+    request = from_config(tmp_path, content)
+    assert request.alibi is has_alibi
+    assert request.origins.get("alibi") == ("model" if has_alibi else None)
+    if heads is not None:
+        assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == heads
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -361,8 +388,8 @@ def test_tp_must_divide(name, tp) -> None:
         ({"model_type": "mystery"}, "mystery without num_attention_heads"),
         ({"model_type": "t5", "num_heads": 8}, "t5, whose attention has a relative position bias"),
         ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has a relative"),
-        ({"model_type": "bloom", "n_head": 8}, "bloom, whose attention has a bias by distance"),
-        ({"model_type": "mpt", "n_heads": 8}, "mpt, whose attention has a bias by distance"),
+        ({"model_type": "bloom", "n_head": 8}, "bloom without hidden_size"),
+        ({"model_type": "mpt", "n_heads": 8}, "mpt without hidden_size"),
         (
             {"model_type": "mpt", "d_model": 64, "attn_config": {"alibi": False}},
             "mpt without num_attention_heads",
@@ -412,7 +439,7 @@ def test_tp_must_divide(name, tp) -> None:
         ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),
         ({**SMALL, "layer_types": ["chunked_attention"]}, "a positive attention_chunk_size"),
         ({**SMALL, "index_topk": 512}, "index_topk without kv_lora_rank"),
-        ({**SMALL, "alibi": True}, "alibi=True"),
+        ({"model_type": "bert", **SMALL, "alibi": True}, "an encoder with a bias by distance"),
         ({**SMALL, "vision_config": {"head_dim": "wide"}}, "head_dim='wide' in the vision_config"),
         ({**SMALL, "vision_config": {"head_dim": [64]}}, "head_dim=[64] in the vision_config"),
         ({**SMALL, "vision_config": {"head_dim": 72.5}}, "head_dim=72.5 in the vision_config"),

@@ -233,11 +233,11 @@ class DenseImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        _refuse_alibi(alibi_slopes)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = alibi_slopes
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap or 0.0
@@ -284,7 +284,8 @@ class LatentImpl(MLAAttentionImpl):
         kv_sharing_target_layer_name: str | None,
         **latent: Any,  # noqa: ANN401  # dims and projections, which the layer has too
     ) -> None:
-        _refuse_alibi(alibi_slopes)
+        if alibi_slopes is not None:
+            raise NotImplementedError("attnmux serves no ALiBi slopes in layers of MLA")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -321,8 +322,3 @@ class LatentImpl(MLAAttentionImpl):
         self._new = ()
         out = attn_metadata.forward(layer.layer_name, nope, k, None, q_rope=rope, k_rope=k_rope)
         return out, None
-
-
-def _refuse_alibi(slopes: list[float] | None) -> None:
-    if slopes is not None:
-        raise NotImplementedError("attnmux serves no ALiBi slopes")

@@ -57,6 +57,7 @@ class Asked:
             "kv_dtype": kv_dtype(self.cache_dtype, self.dtype),
             "page_size": self.block_size,
             "sinks": self.has_sink,
+            "alibi": model.uses_alibi,
             "deterministic": self.batch_invariant,
             "sliding_window": _window(config) if self.has_sliding_window else None,
         }
@@ -101,9 +102,15 @@ def dense_spec(layer_id: int, layer: Attention) -> LayerSpec:
         # vLLM's window counts the token itself
         sliding_window_size=-1 if window is None else window - 1,
         sinks=None if impl.sinks is None else impl.sinks.detach().float(),
+        alibi_slopes=_slopes(impl.alibi_slopes, layer.kv_cache.device),
         k_scale=scales[0],
         v_scale=scales[1],
     )
+
+
+def _slopes(of_heads: Sequence[float] | None, device: torch.device) -> torch.Tensor | None:
+    """ALiBi's, of this rank's heads. vLLM adds them to the scaled logits, as we do."""
+    return None if of_heads is None else torch.tensor(of_heads, dtype=torch.float32, device=device)
 
 
 def latent_spec(layer_id: int, layer: MLAAttention) -> LayerSpec:
@@ -147,6 +154,7 @@ def request_of(
         "sliding_window": max(spec.sliding_window_size for spec in specs),
         "logit_cap": max(spec.logit_cap for spec in specs) or None,
         "sinks": any(spec.sinks is not None for spec in specs),
+        "alibi": any(spec.alibi_slopes is not None for spec in specs),
         "deterministic": bool(envs.VLLM_BATCH_INVARIANT),
     }
     if first.kind == "mla":

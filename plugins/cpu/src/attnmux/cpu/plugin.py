@@ -53,6 +53,19 @@ def _plain(kind: str, **more: Condition) -> Clause:
     return Clause(**{**everything, **more})
 
 
+_ALIBI: dict[str, Condition] = {
+    "phase": one_of("extend", "decode", "verify", "draft"),
+    "spec_topk": one_of(1),
+    "cross_attention": NONE,
+    "logit_cap": NONE,
+    "custom_mask": NONE,
+    "multi_item": NONE,
+    "alibi": ANY,
+}
+"""ALiBi counts places in the sequence, where the nodes of a draft tree and the tokens of several
+items lie one after another. What else is left out, no layer has."""
+
+
 def _on_h200(date: str, cases: int) -> Verified:
     """date, cases: as in benchmarks/results/conformance.md."""
     return Verified(
@@ -108,6 +121,7 @@ TORCH_NATIVE = BackendCard(
     },
     clauses=(
         _plain("mha"),
+        _plain("mha", **_ALIBI),
         _plain("mla", **_LATENT, vendor=one_of("cpu")),
         _plain("mla", **_LATENT, spec_topk=one_of(1)),
         _plain("mla", **_LATENT, page_size=one_of(1)),
@@ -281,7 +295,10 @@ FLEX_ATTENTION = BackendCard(
         "spec_topk": "in graphs: masks of trees are compiled in",
     },
     clauses=tuple(
-        _flex(dtype, **where) for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS) for dtype in _UNSCALED
+        _flex(dtype, **{**where, **more})
+        for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS)
+        for more in ({}, {**_ALIBI, "kind": one_of("mha")})
+        for dtype in _UNSCALED
     ),
     priors=(
         Prior(

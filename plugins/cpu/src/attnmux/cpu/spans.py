@@ -47,6 +47,14 @@ class Visibility:
         """Whether no key in range is hidden."""
         return self.item is None and self.mask is None
 
+    def distances(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Places from each query to each key, [R, Tq, S] float32: at most 0 for keys that it sees.
+
+        For layers with causality, whose queries see themselves last. tokens, keys: as in `hidden`.
+        """
+        position = self.end[tokens].view(keys.shape[0], -1, 1) - 1
+        return (keys.unsqueeze(1) - position).float()
+
     def hidden(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which keys the queries do not see, [R, Tq, S] bool.
 

@@ -117,6 +117,7 @@ class TritonLayer:
         scale, cap = spec.scaling * k_scale, spec.logit_cap
         return {
             "sinks": spec.sinks,
+            "alibi_slopes": spec.alibi_slopes,
             "scale": scale if cap else scale * LOG2_E,
             "cap": cap,
             "v_scale": v_scale,
@@ -128,6 +129,7 @@ class TritonLayer:
             "HAS_CAP": spec.logit_cap > 0,
             "HAS_MASK": has_mask,
             "HAS_SINKS": spec.sinks is not None,
+            "HAS_ALIBI": spec.alibi_slopes is not None,
             "HAS_LSE": has_lse,
         }
 

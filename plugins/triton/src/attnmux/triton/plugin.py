@@ -10,6 +10,7 @@ from typing import Any
 
 from attnmux.core import (
     ANY,
+    NONE,
     BackendCard,
     Clause,
     Condition,
@@ -49,21 +50,23 @@ def _clause(dtype: str, **more: Condition) -> Clause:
 
 
 def _clauses(dtype: str) -> Iterator[Clause]:
+    of_heads: dict[str, Condition] = {
+        "kind": one_of("mha"),
+        "kv_dtype": one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
+        "head_dim": multiple_of(1, most=512),
+        "v_head_dim": multiple_of(1, most=512),
+        "sliding_window": ANY,
+        "attention_chunk": ANY,
+        "sinks": ANY,
+    }
     for spec in ({}, {"spec_topk": ANY, "page_size": one_of(1)}):
         yield _clause(
             dtype,
             # The encoder phase is a non-causal prefill without a cache.
             phase=one_of("extend", "decode", "verify", "draft", "encoder"),
-            kind=one_of("mha"),
-            kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
-            head_dim=multiple_of(1, most=512),
-            v_head_dim=multiple_of(1, most=512),
-            sliding_window=ANY,
-            attention_chunk=ANY,
             cross_attention=ANY,
-            sinks=ANY,
             logit_cap=ANY,
-            **spec,
+            **{**of_heads, **spec},
         )
         yield _clause(
             dtype,
@@ -75,6 +78,14 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             qk_rope_head_dim=multiple_of(1, most=64),
             **spec,
         )
+    # ALiBi counts places in the sequence, which the nodes of a draft tree do not have.
+    yield _clause(
+        dtype,
+        phase=one_of("extend", "decode", "verify", "draft"),
+        custom_mask=NONE,
+        alibi=ANY,
+        **of_heads,
+    )
 
 
 OPTIONS = (

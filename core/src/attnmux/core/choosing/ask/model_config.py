@@ -19,7 +19,14 @@ from attnmux.core.choosing.ask.model_layers import (
     layer_types,
     linear_layers,
 )
-from attnmux.core.choosing.ask.model_types import DEFAULTS, ENCODERS, NAMES, SINKS, UNSAYABLE
+from attnmux.core.choosing.ask.model_types import (
+    ALIBI,
+    DEFAULTS,
+    ENCODERS,
+    NAMES,
+    SINKS,
+    UNSAYABLE,
+)
 from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
@@ -66,6 +73,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         **_layers(values, source),
         "dtype": _dtype(text) or _dtype(config),
         "sinks": model_type in SINKS,
+        "alibi": _has_alibi(values),
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
         "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
@@ -109,8 +117,7 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         said = " and ".join(f"{count} {kind}" for kind, count in counts)
         yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
     bias = UNSAYABLE.get(values["model_type"], "")
-    attention = values.get("attn_config")
-    if bias and not (isinstance(attention, dict) and attention.get("alibi") is False):
+    if bias:
         yield f"{values['model_type']}, whose attention has {bias},", "attention without a bias"
     if not types <= known:
         unknown = ", ".join(sorted(types - known))
@@ -118,8 +125,6 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
         yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
-    if values.get("alibi"):
-        yield f"alibi={values['alibi']!r}", "attention without a bias"
     if differing := differing_shapes(values):
         expected = "one shape, as one KV pool holds all layers, or a request for each shape"
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
@@ -245,6 +250,9 @@ def _encoder(
 ) -> dict[str, Any]:
     """Fields of a model that encodes whole sequences: it has no KV cache."""
     _check_sayable({**values, "layer_types": []}, source, latent=False)
+    if _has_alibi(values):
+        got = f"an encoder with a bias by distance (ALiBi) in {source}"
+        raise InvalidInput("model", got=got, expected="an encoder without a bias")
     heads = _heads(values, source, tp)
     vision = _encoder_head_dim(config.get("vision_config"), source)
     if vision not in (None, heads["head_dim"]):
@@ -256,6 +264,13 @@ def _encoder(
         "encoder_head_dim": heads["head_dim"],
         "dtype": _dtype(values) or _dtype(config),
     }
+
+
+def _has_alibi(values: Mapping[str, Any]) -> bool:
+    if values["model_type"] not in ALIBI:
+        return bool(values.get("alibi"))
+    attention = values.get("attn_config")
+    return not (isinstance(attention, dict) and attention.get("alibi") is False)
 
 
 def _encoder_head_dim(vision: object, source: str) -> int | None:

@@ -65,6 +65,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     ),
     **dict.fromkeys(("zamba", "zamba2"), ZAMBA),
     "distilbert": {"num_attention_heads": "n_heads", "hidden_size": "dim"},
+    "bloom": {"num_attention_heads": "n_head", "hidden_size": "n_embed"},
     "mpt": {"num_attention_heads": "n_heads", "hidden_size": "d_model"},
     "falcon": {"num_key_value_heads": "num_kv_heads"},
     "jetmoe": {"head_dim": "kv_channels"},
@@ -77,7 +78,6 @@ UNSAYABLE: Mapping[str, str] = {
         ("t5", "mt5", "umt5", "longt5", "switch_transformers", "mpnet", "deberta", "deberta-v2"),
         "a relative position bias",
     ),
-    **dict.fromkeys(("bloom", "mpt"), "a bias by distance (ALiBi)"),
     "modernbert": "windows in both directions",
 }
 """Model types with attention that a request cannot express, and what it cannot."""
@@ -91,6 +91,10 @@ ENCODERS = frozenset(
     }
 )
 """Model types that encode whole sequences. One that sets `is_decoder` decodes."""
+
+ALIBI = frozenset({"bloom", "mpt"})
+"""Model types whose logits have a bias by distance, unless their `attn_config` says that they do
+not. Others have it where config.json sets `alibi`."""
 
 SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
 """Model types whose attention has sinks. These are weights: a config.json does not list them."""

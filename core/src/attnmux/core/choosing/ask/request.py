@@ -61,6 +61,8 @@ class Request:
     attention_chunk: int | None = None
     cross_attention: bool = False
     sinks: bool = False
+    alibi: bool = False
+    """A bias of the logits by distance, one slope a head: `LayerSpec.alibi_slopes`."""
     logit_cap: float | None = None
     custom_mask: bool = False
     multi_item: bool = False
@@ -162,11 +164,11 @@ class Request:
         """The attention of a model's prompts in parts, over K and V of the call.
 
         Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
-        MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows and
-        attention chunks have no parts.
+        MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
+        attention chunks and ALiBi have no parts.
         """
         limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
-        flags = ("sinks", "custom_mask", "multi_item", "multimodal")
+        flags = ("sinks", "alibi", "custom_mask", "multi_item", "multimodal")
         return (self.expanded() if self.latent else self).replace(
             origin="model",
             kv_dtype=self.dtype,
@@ -190,13 +192,13 @@ class Request:
     def has_separable_trees(self) -> bool:
         """Whether attention to the prefix and among the drafts can be merged by LSE.
 
-        Windows and chunks count places in the row, where the nodes of a tree lie one after another;
-        a mask of the user may hide the prefix; products among drafts depend on the step's size, so
-        that no request is deterministic.
+        Windows, chunks and ALiBi count places in the row, where the nodes of a tree lie one after
+        another; a mask of the user may hide the prefix; products among drafts depend on the step's
+        size, so that no request is deterministic.
         """
         hindered = (
             *(self.sliding_window, self.attention_chunk, self.custom_mask),
-            *(self.cross_attention, self.multi_item, self.deterministic),
+            *(self.cross_attention, self.multi_item, self.deterministic, self.alibi),
         )
         known = self.spec_draft_tokens is not None and self.num_q_heads is not None
         return self.has_trees and known and self.kind in ("mha", "mla") and not any(hindered)

@@ -144,6 +144,7 @@ READERS: Mapping[str, Reader] = {
     "attention_chunk": _positive,
     "cross_attention": _flag,
     "sinks": _flag,
+    "alibi": _flag,
     "logit_cap": partial(_number, float, "a positive number, or none"),
     "custom_mask": _flag,
     "multi_item": _flag,

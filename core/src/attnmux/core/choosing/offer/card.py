@@ -147,6 +147,7 @@ class Clause:
     attention_chunk: Condition = NONE
     cross_attention: Condition = NONE
     sinks: Condition = NONE
+    alibi: Condition = NONE
     logit_cap: Condition = NONE
     custom_mask: Condition = NONE
     multi_item: Condition = NONE

@@ -53,6 +53,8 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "attention_chunk": "It does not serve attention in chunks, or not of that size.",
     "cross_attention": "It does not serve cross attention to an encoder's tokens.",
     "sinks": "It does not serve attention sinks.",
+    "alibi": "It does not add a bias by distance to the logits (ALiBi), or not together with the "
+    "request's other features.",
     "logit_cap": "It does not serve a soft cap of the logits.",
     "dtype": "Its kernels do not compute in that dtype.",
     "kv_dtype": "Its kernels do not read K and V stored in that dtype.",

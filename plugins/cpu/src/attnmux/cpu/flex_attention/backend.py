@@ -58,18 +58,8 @@ class FlexAttentionBackend(AttentionBackend):
         self._tiles: dict[int, Tiles] = {}
         self._plans: dict[tuple[KeyRule, int, int], Plan] = {}
         self._fixed: dict[tuple[KeyRule, int, int], list[FixedPlan]] = {}
-        pool = context.token_to_kv_pool
         with plain_tensors():
-            self._scale_and_cap = {
-                layer.layer_id: torch.tensor(
-                    [
-                        layer.scaling * pool.read_scales(layer.k_scale, layer.v_scale)[0],
-                        layer.logit_cap,
-                    ],
-                    device=context.device,
-                )
-                for layer in context.layers
-            }
+            self._numbers = {layer.layer_id: self._numbers_of(layer) for layer in context.layers}
         for spec in first_specs(context):
             kernels(spec)
 
@@ -152,7 +142,7 @@ class FlexAttentionBackend(AttentionBackend):
                 queries,
                 heads_first(keys),
                 heads_first(keys[..., : layer.v_head_dim] if values is None else values),
-                self._scale_and_cap[layer.layer_id],
+                self._numbers[layer.layer_id],
                 plan.given,
             )
             out = _unrows(result, plan, layer)
@@ -165,6 +155,14 @@ class FlexAttentionBackend(AttentionBackend):
                     lse.copy_(of_tokens)
             v_scale = 1.0 if in_call else pool.read_scales(layer.k_scale, layer.v_scale)[1]
             return out if v_scale == 1 else out * v_scale
+
+    def _numbers_of(self, layer: LayerSpec) -> torch.Tensor:
+        """As the kernel takes them."""
+        k_scale, _ = self.context.token_to_kv_pool.read_scales(layer.k_scale, layer.v_scale)
+        numbers = torch.tensor([layer.scaling * k_scale, layer.logit_cap])
+        if layer.alibi_slopes is not None:
+            numbers = torch.cat([numbers, layer.alibi_slopes.cpu()])
+        return numbers.to(self.context.device)
 
     def _blocks(
         self, plan: Plan, keys: torch.Tensor, values: torch.Tensor | None

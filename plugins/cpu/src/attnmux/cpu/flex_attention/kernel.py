@@ -46,6 +46,8 @@ class KernelSpec:
     split: bool
     """Whether blocks that need no mask are listed separately."""
     capped: bool
+    biased: bool
+    """Whether the layer has slopes of ALiBi."""
     lse: bool
 
     @property
@@ -122,7 +124,9 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput], Result]
-"""(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], [scale, cap] float32, the plan's)."""
+"""(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], the layer's numbers, the plan's).
+
+The numbers are float32: scale, cap and, if `KernelSpec.biased`, the slope of each query head."""
 
 
 @contextmanager
@@ -144,14 +148,14 @@ def kernel(spec: KernelSpec) -> Kernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale_and_cap: torch.Tensor,
+        numbers: torch.Tensor,
         given: KernelInput,
     ) -> Result:
         result: Result = compiled(
             q,
             k,
             v,
-            scale_and_cap,
+            numbers,
             given.columns,
             given.first,
             given.end,
@@ -185,7 +189,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale_and_cap: torch.Tensor,
+        numbers: torch.Tensor,
         columns: torch.Tensor,
         first: torch.Tensor,
         end: torch.Tensor,
@@ -217,9 +221,14 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
             row: torch.Tensor,
             key: torch.Tensor,
         ) -> torch.Tensor:
-            scaled = score * scale_and_cap[0]
+            scaled = score * numbers[0]
             if spec.capped:
-                return torch.tanh(scaled / scale_and_cap[1]) * scale_and_cap[1]
+                return torch.tanh(scaled / numbers[1]) * numbers[1]
+            if spec.biased:
+                # Without a mask a query sees itself last.
+                distance = columns[key // block] + key % block - (end[tile, row % tile_size] - 1)
+                slope = numbers[2 + head * spec.group + row // tile_size]
+                return scaled + slope * distance
             return scaled
 
         block_mask = BlockMask.from_kv_blocks(
@@ -287,4 +296,5 @@ def _tiny(
         if spec.mask_room
         else None,
     )
-    return q, k, v, made(2) + 1, given
+    num_slopes = spec.num_kv_heads * spec.group if spec.biased else 0
+    return q, k, v, made(2 + num_slopes) + 1, given

@@ -123,6 +123,7 @@ def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> K
         mask_room=0 if given.mask is None else given.mask[0].shape[0],
         split=given.whole is not None,
         capped=layer.logit_cap > 0,
+        biased=layer.alibi_slopes is not None,
         lse=lse,
     )
 
@@ -153,6 +154,7 @@ def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
             mask_room=0,
             split=splits(device),
             capped=layer.logit_cap > 0,
+            biased=layer.alibi_slopes is not None,
             lse=request.lse or layer.sinks is not None,
         )
         if "decode" in phases:

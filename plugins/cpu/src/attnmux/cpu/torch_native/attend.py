@@ -79,6 +79,8 @@ def attend(
         rows = _rows(operands, slots)
         keys = _gather(operands, operands.keys, rows)
         logits = _logits(operands, queries, keys)
+        if operands.layer.alibi_slopes is not None:
+            _bias(logits, operands.layer.alibi_slopes, tile, visibility, start)
         _hide(logits, tile, visibility, start)
         weights = softmax.weigh(logits)
         if operands.values is None:
@@ -148,6 +150,17 @@ def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> to
     if layer.logit_cap > 0:
         return logits.mul_(scaling / layer.logit_cap).tanh_().mul_(layer.logit_cap)
     return logits.mul_(scaling)
+
+
+def _bias(
+    logits: torch.Tensor, slopes: torch.Tensor, tile: Tile, visibility: Visibility, start: int
+) -> None:
+    """Add ALiBi's bias to the logits of the block that begins at key `start`."""
+    num_keys = logits.shape[-1]
+    keys = tile.first_key + torch.arange(start, start + num_keys, device=logits.device)
+    distances = visibility.distances(tile.tokens, keys).unsqueeze(1)
+    by_head = logits.view(tile.num_requests, slopes.shape[0], -1, num_keys)
+    by_head.addcmul_(slopes.view(1, -1, 1, 1), distances)
 
 
 def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) -> None:

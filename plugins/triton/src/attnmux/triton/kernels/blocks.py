@@ -51,6 +51,10 @@ class Sight(NamedTuple):
     shared_end: tl.tensor
     item_start: tl.tensor
     """Keys from shared_end to item_start are hidden where HAS_ITEMS."""
+    position: tl.tensor
+    slope: tl.tensor
+    """What a key adds to the logit for each place that it is after `position`, times log2(e); read
+    where HAS_ALIBI."""
 
 
 class Widths(NamedTuple):
@@ -177,6 +181,15 @@ def visible_range(
 
 
 @triton.jit
+def slopes_of(alibi_slopes, head, HAS_ALIBI: tl.constexpr):
+    """The slope of each row of head [M], as `Sight.slope`; zeros without ALiBi."""
+    slope = tl.zeros(head.shape, tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + head) * LOG2_E
+    return slope
+
+
+@triton.jit
 def part_of_range(low, high, part, num_parts, LEAST: tl.constexpr):
     """The part-th of num_parts parts of low <= i < high: its first, and one past its last.
 
@@ -192,14 +205,14 @@ def attend_blocks(
     acc, top, mass, q, q_tail, all_keys, start, stop, num_keys, sight, scale, cap, widths,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HIDES: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys start <= j < stop to the running softmax; `start` is a multiple of BLOCK_N.
 
     acc [M, DV] float32, top and mass [M] float32: the sum of weighted values, the largest logit and
     the sum of weights. q [M, D] and q_tail [M, TAIL], of Q's dtype. all_keys: `Keys`. sight:
-    `Sight`. scale: a number or [M, 1], times log2(e), unless HAS_CAP. HIDES: whether any row may
-    not see some of the keys; without it nothing is compared.
+    `Sight`. scale: a number or [M, 1], times log2(e), unless HAS_CAP. HAS_ALIBI: without a
+    cap. HIDES: whether any row may not see some of the keys; without it nothing is compared.
     """
     for block in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = block + tl.arange(0, BLOCK_N)
@@ -232,6 +245,9 @@ def attend_blocks(
             # cap * tanh(logits / cap); beyond 2**100 the quotient is 1 to float32.
             grown = tl.exp2(tl.minimum(logits * (2.0 * LOG2_E / cap), 100.0))
             logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
+        if HAS_ALIBI:
+            distance = (keys[None, :] - sight.position[:, None]).to(tl.float32)
+            logits += sight.slope[:, None] * distance
         if HIDES:
             sees = (keys[None, :] >= sight.first[:, None]) & (keys[None, :] < sight.end[:, None])
             if HAS_MASK:

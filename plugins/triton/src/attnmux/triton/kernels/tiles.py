@@ -14,6 +14,7 @@ from attnmux.triton.kernels.blocks import (
     attend_blocks,
     nothing_seen,
     part_of_range,
+    slopes_of,
     store_rows,
     take,
     tile_of_queries,
@@ -65,7 +66,8 @@ def plan_tiles(
 def attend_tiles(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
-    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
+    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes, slots,
+    slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, mask,
     mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, num_splits,
     scale, cap, v_scale,
@@ -75,7 +77,7 @@ def attend_tiles(
     HAS_ENCODER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
@@ -86,7 +88,7 @@ def attend_tiles(
     of 8-bit floats; IN_CALL their rows are the call's tokens. IS_LATENT: v is not read, K's first
     part is V.
     out [T, Hq, REAL_DV] of Q's dtype, lse [T, Hq] float32: a token's heads side by side.
-    sinks [Hq] float32.
+    sinks, alibi_slopes [Hq] float32.
     slots [R, W] int32: slots or, with PAGE above 1, pages of each row. rows [B] int64: each
     request's row; None where request i has row i.
     cached_lens [B] int32: tokens before the new ones; None IN_CALL.
@@ -154,6 +156,7 @@ def attend_tiles(
         shared_end = position * 0 + tl.load(shared_lens + request, mask=is_request, other=0)
         item_start = position - tl.load(token_pos_in_items + token)
 
+    slope = slopes_of(alibi_slopes, head, HAS_ALIBI)
     k += kv_head.to(tl.int64) * k_head_stride
     if TAIL > 0:
         k_tail += kv_head.to(tl.int64) * k_tail_head_stride
@@ -189,9 +192,10 @@ def attend_tiles(
         acc, top, mass = attend_blocks(
             acc, top, mass, q_tile, tail_tile,
             Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
-            start, stop, num_keys, Sight(first, end, mask_rows, shared_end, item_start), q_scale,
-            cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
-            HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, STAGES,
+            start, stop, num_keys,
+            Sight(first, end, mask_rows, shared_end, item_start, position, slope), q_scale, cap,
+            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
+            HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, HAS_ALIBI, STAGES,
         )  # fmt: skip
     store_rows(
         out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real, v_scale,
