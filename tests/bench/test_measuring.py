@@ -57,6 +57,7 @@ REQUESTS = {
     "chunk": PLAIN.replace(attention_chunk=6),
     "cap": PLAIN.replace(logit_cap=3.0),
     "sinks": PLAIN.replace(sinks=True),
+    "alibi": PLAIN.replace(alibi=True),
     "lse": PLAIN.replace(lse=True),
     "fp8": PLAIN.replace(kv_dtype="fp8_e4m3"),
     "page": PLAIN.replace(page_size=16),
@@ -407,7 +408,7 @@ def entrant_of(factory=None, request=PLAIN, phase="decode", **given):
 
 
 @pytest.mark.parametrize("phase", ["decode", "extend"])
-@pytest.mark.parametrize("name", ["plain", "sinks", "fp8", "mla"])
+@pytest.mark.parametrize("name", ["plain", "sinks", "alibi", "fp8", "mla"])
 def test_the_suite_runs_in_the_request_s_shapes(name, phase, monkeypatch) -> None:
     ran = []
 
