@@ -337,6 +337,7 @@ def test_slices_cover_an_item(items, part_rows, slices):
 def test_another_release_of_gluon_leaves_the_portable_kernels(monkeypatch):
     monkeypatch.undo()
     address = SHARE_KERNELS["hopper"].address
+    dispatch.kernel_at(address)  # in the mode in which Triton itself was imported
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton, "__version__", "3.6.1")
     assert dispatch.can_compile(address)
