@@ -51,9 +51,16 @@ def test_collectives(tmp_path: Path, size: int) -> None:
         assert each["heard"] == [10, 11, 12]
 
 
-def one_dies(group: RankGroup) -> tuple[str, float]:
+def die_after_meeting(group: RankGroup) -> None:
+    """End rank 1 once rank 0 has its group, which may take it longer than rank 1."""
+    group.exchange_numbers([0])
     if group.rank == 1:
+        time.sleep(0.5)
         die()
+
+
+def one_dies(group: RankGroup) -> tuple[str, float]:
+    die_after_meeting(group)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="another rank ended or did not arrive within 5 s") as info:
         group.all_reduce(torch.ones(1))
@@ -70,9 +77,8 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 
 def one_dies_under_way(group: RankGroup) -> float:
+    die_after_meeting(group)
     began = time.monotonic()
-    if group.rank == 1:
-        die()
     with pytest.raises(RankFailed, match="moving between ranks: another rank ended"):
         group.start_broadcasts([torch.ones(1)], [1]).wait()
     return time.monotonic() - began
