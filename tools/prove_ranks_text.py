@@ -1,9 +1,10 @@
 """Compare the text of several ranks with that of one, on a random model of 2.9 B parameters.
 
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16] [--length 40 400]
+        [--ways tp dcp dp pcp]
 
-Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
-with `--tp 2 --dcp`, with `--tp 2 --dp-attention` and with `--pcp 2`. Prints the share of tokens
+Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, and with `--tp 2`,
+`--tp 2 --dcp`, `--tp 2 --dp-attention` and `--pcp 2`. Prints the share of tokens
 before the first difference of each prompt, and the tokens per second of prefill and decode.
 """
 
@@ -26,6 +27,12 @@ from attnmux.transformers import open_checkpoint, recall
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, CONTEXT = 28, 3072, 24, 8, 32768
 PHASES = "prefill", "decode"
+WAYS = {
+    "tp": ["--tp", "2"],
+    "dcp": ["--tp", "2", "--dcp"],
+    "dp": ["--tp", "2", "--dp-attention"],
+    "pcp": ["--pcp", "2", "--pcp-min-tokens", "32"],
+}
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -72,6 +79,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--length", type=int, nargs=2, default=(40, 400), help="characters")
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     asked = parser.parse_args()
     if not (asked.folder / "config.json").exists():
         make_model(asked.folder, asked.layers)
@@ -80,9 +88,7 @@ def main() -> None:
     prompts = asked.folder / "prompts.txt"
     prompts.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
     expected: list[list[int]] = []
-    split = ["--pcp", "2", "--pcp-min-tokens", "32"]
-    over = (["--tp", "2", *more] for more in ([], ["--dcp"], ["--dp-attention"]))
-    for options in ([], *over, split):
+    for options in ([], *(WAYS[way] for way in asked.ways)):
         answer = generated(asked.folder, prompts, "--dtype", asked.dtype, *options)
         tokens = [each["token_ids"] for each in answer["results"]]
         expected = expected or tokens
