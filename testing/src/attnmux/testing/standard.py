@@ -198,7 +198,9 @@ def _nan(page: int) -> Iterator[Case]:
     yield case_of("decode-nan", page, decode(45, 17, 3, 9), after, **between)
     yield case_of("extend-nan", page, prefixes, after, **between)
     prompts = extend((0, 9), (0, 5), (0, 21))
-    yield case_of("prompts-nan", page, prompts, after, host_lens=True, **between)
+    # Some backends serve prompts alone
+    again = extend((0, 20), (0, 31), (0, 5))
+    yield case_of("prompts-nan", page, prompts, again, host_lens=True, **between)
     yield case_of("mla-unsaved-nan", page, prompts, save_kv_cache=False, **LATENT, **between)
     yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
 
