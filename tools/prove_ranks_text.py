@@ -3,7 +3,7 @@
     python tools/prove_ranks_text.py FOLDER [--dtype float32] [--prompts 16] [--length 40 400]
         [--ways tp dcp dp pcp]
 
-Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, and with `--tp 2`,
+Makes the model in FOLDER if it is not there. Runs `attnmux generate` on one rank, with `--tp 2`,
 `--tp 2 --dcp`, `--tp 2 --dp-attention` and `--pcp 2`. Prints the share of tokens
 before the first difference of each prompt, and the tokens per second of prefill and decode.
 """

@@ -28,6 +28,7 @@ from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuil
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine import speculation as speculation_module
+from attnmux.transformers.engine.speculation import accepted
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling import Sampler, Upcoming, sample
 
@@ -545,7 +546,7 @@ MUTANTS = {
     ),
     "a node hangs on another branch": (
         speculation_module,
-        "verify_tree_greedy",
+        "accepted",
         lambda verify: (
             lambda tree, predict: verify(
                 replace(tree, links=tree.links - (tree.links > 0).long()), predict
@@ -613,3 +614,19 @@ def check_distribution(counts, probabilities):
     """99.9% of chi-square with 4 degrees of freedom lies below 18.5."""
     expected = probabilities * counts.sum()
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.5
+
+
+def test_random_trees_are_accepted_as_in_core() -> None:
+    rng = random.Random(8)
+    for _ in range(300):
+        size, width = rng.randrange(1, 4), rng.randrange(1, 10)
+        parents = [[-1, *(rng.randrange(node) for node in range(1, width))] for _ in range(size)]
+        tokens = torch.randint(0, 3, (size, width))
+        tree = DraftTree.of(tokens, torch.tensor(parents), topk=rng.choice([1, 2]))
+        tree = tree.padded(width + rng.randrange(3))
+        target_predict = torch.randint(-1, 3, tree.draft_tokens.shape)
+        expected = verify_tree_greedy(tree, target_predict)
+        paths, answers = accepted(tree, target_predict.tolist())
+        for place, length in enumerate((expected.accept_token_num + 1).tolist()):
+            assert paths[place] == expected.accept_index[place, :length].tolist()
+            assert answers[place] == expected.predict[place, :length].tolist()

@@ -14,7 +14,6 @@ from attnmux.core import (
     InvalidInput,
     NgramIndex,
     check_positive,
-    verify_tree_greedy,
 )
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
@@ -121,7 +120,7 @@ class Speculation:
         self._cache = cache
         self._stats = stats
         self._step: VerifyStep | None = None
-        self._paths: list[Sequence[int]] = []
+        self._paths: list[list[int]] = []
         self._unsound: list[bool] = []
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
@@ -157,17 +156,12 @@ class Speculation:
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
         sampled = sample(logits, _draws(requests, tree))
         laps.lap("sample")
-        target_predict = sampled.cpu().view(tree.draft_tokens.shape)
+        predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
         laps.lap("wait")
-        predict: list[list[int]] = target_predict.tolist()
         self._unsound = [NOT_A_NUMBER in row for row in predict]
-        if tree.visible is None:
-            answer = _accepted_of_chains(tree, predict)
-            self._paths = [range(len(tokens)) for tokens in answer]
-        else:
-            self._paths, answer = _accepted(tree, target_predict)
-        accepted = sum(map(len, answer)) - len(answer)
-        self._stats.drafts.count(len(answer), num_drafts, accepted)
+        self._paths, answer = accepted(tree, predict)
+        num_accepted = sum(map(len, answer)) - len(answer)
+        self._stats.drafts.count(len(answer), num_drafts, num_accepted)
         return answer
 
     def commit(self, requests: Sequence[LiveRequest]) -> None:
@@ -218,28 +212,20 @@ class Speculation:
         return pages * size
 
 
-def _accepted_of_chains(tree: DraftTree, predict: list[list[int]]) -> list[list[int]]:
-    """`_accepted` of chains, up to the first wrong draft, in a fraction of the time."""
-    answer = []
-    for row, (_, *drafts) in zip(predict, tree.draft_tokens.tolist(), strict=True):
-        length = 1
-        for token, draft in zip(row, drafts[: tree.num_nodes - 1], strict=False):
-            if token != draft:
-                break
-            length += 1
-        answer.append(row[:length])
-    return answer
-
-
-def _accepted(
-    tree: DraftTree, target_predict: torch.Tensor
-) -> tuple[list[Sequence[int]], list[list[int]]]:
-    """The accepted nodes of each request, and the target's token after each of them."""
-    verified = verify_tree_greedy(tree, target_predict)
-    lens = (verified.accept_token_num + 1).tolist()
-    nodes, predict = verified.accept_index.tolist(), verified.predict.tolist()
-    paths = [path[:num] for path, num in zip(nodes, lens, strict=True)]
-    return paths, [tokens[:num] for tokens, num in zip(predict, lens, strict=True)]
+def accepted(tree: DraftTree, predict: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """What `verify_tree_greedy` accepts, in a fraction of its time on the host: the nodes of each
+    request's path, and the target's token after each of them."""
+    paths, answer = [], []
+    of_tree = zip(tree.draft_tokens.tolist(), tree.parents.tolist(), predict, strict=True)
+    for tokens, parents, after in of_tree:
+        path = [0]
+        # A parent precedes its children, so that one pass finds the whole path
+        for node in range(1, len(tokens)):
+            if parents[node] == path[-1] and tokens[node] == after[path[-1]]:
+                path.append(node)
+        paths.append(path)
+        answer.append([after[node] for node in path])
+    return paths, answer
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
