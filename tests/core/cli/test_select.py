@@ -49,6 +49,7 @@ def test_json_form(call) -> None:
         "decode_sizes",
         "expanded",
         "trees",
+        "others",
         "linear",
         "coercions",
         "notes",

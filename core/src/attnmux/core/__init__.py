@@ -134,6 +134,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
     from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
     from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
+    from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
     from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
     from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
@@ -165,6 +166,7 @@ if TYPE_CHECKING:
     from attnmux.core.latent_rows import latent_pages as latent_pages
     from attnmux.core.latent_rows import rotary as rotary
     from attnmux.core.layer import LayerSpec as LayerSpec
+    from attnmux.core.layer_groups import LayerGroupsBackend as LayerGroupsBackend
     from attnmux.core.library import KernelLibrary as KernelLibrary
     from attnmux.core.library import LibraryBackend as LibraryBackend
     from attnmux.core.library import filled as filled
@@ -421,6 +423,7 @@ _NAMES_BY_MODULE = {
         "ReqToTokenPool",
         "RequestTable",
     ),
+    "kv.joined": ("JoinedKVPool",),
     "kv.linear_states": ("LinearStatePool",),
     "kv.rows": (
         "gather_rows",
@@ -434,6 +437,7 @@ _NAMES_BY_MODULE = {
     "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
+    "layer_groups": ("LayerGroupsBackend",),
     "linear_backend": ("LinearAttentionBackend",),
     "linear_call": (
         "ConvCall",

@@ -232,6 +232,7 @@ def _answered(
         "decode_sizes": [],
         "expanded": None,
         "trees": None,
+        "others": [],
         "linear": {},
         "coercions": [],
         "notes": [],
