@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnmux.core.building import make_first as make_first
     from attnmux.core.call import AttentionCall as AttentionCall
     from attnmux.core.chooser import Chooser as Chooser
+    from attnmux.core.choosing.ask.layer_group import LayerGroup as LayerGroup
     from attnmux.core.choosing.ask.policy import Policy as Policy
     from attnmux.core.choosing.ask.request import Request as Request
     from attnmux.core.choosing.common.files import replacing as replacing
@@ -246,6 +247,7 @@ _NAMES_BY_MODULE = {
     ),
     "call": ("AttentionCall",),
     "chooser": ("Chooser",),
+    "choosing.ask.layer_group": ("LayerGroup",),
     "choosing.ask.policy": ("Policy",),
     "choosing.ask.request": ("Request",),
     "choosing.common.files": ("replacing",),

@@ -49,8 +49,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
-    A `LayerGroupsBackend` is around one of all these for each group of layers whose heads or dims
-    differ, and a `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
+    A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
+    A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.

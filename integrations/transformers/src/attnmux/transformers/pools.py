@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 
 from attnmux.core import (
     Decision,
     InvalidInput,
+    JoinedKVPool,
     KVPool,
     LayerSpec,
     LinearLayerSpec,
@@ -93,6 +95,10 @@ SLOT_MAP_BYTES = 12
 """Bytes that a window pool's map takes for each token of the full pool."""
 
 STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
+"""What a pool's layers have in common."""
+
+SHAPE = (*STORED, "tp_q_head_num")
+"""What the layers of one backend have in common."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +164,7 @@ def pool_sizes(
         tokens = own + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
-    swa_bytes = token_bytes // len(layers) * sum(map(_is_windowed, layers))
+    swa_bytes = bytes_per_token([each for each in layers if _is_windowed(each)], decision)
     full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
     if nbytes is not None:
         fitting = swa_tokens_in_budget(
@@ -202,11 +208,10 @@ def make_pools(
     if sizes.swa is None or span is None:
         pool = make_pool(layers, decision, size=sizes.full, device=device)
         return pool, PagedAllocator(sizes.full, decision.page_size, device), None
-    alike(layers)
     groups: list[KVPool] = []
     for size, windowed in ((sizes.full, False), (sizes.swa, True)):
-        ids = [layer.layer_id for layer in layers if _is_windowed(layer) == windowed]
-        groups.append(_pool_like(layers[0], ids, decision, size=size, device=device))
+        own = [layer for layer in layers if _is_windowed(layer) == windowed]
+        groups.append(make_pool(own, decision, size=size, device=device))
     swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
     allocator = SWAAllocator(swa_pool)
     return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
@@ -217,25 +222,24 @@ def make_pool(
 ) -> KVPool:
     """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    It is an MLA pool for latent layers, else one of K and V. Every layer has a buffer of `size`
-    tokens, also in an encoder-decoder model, where a layer uses only one kind of token.
+    It is an MLA pool for latent layers, else one of K and V; where heads or dims differ, it joins
+    a pool for each shape. Every layer has a buffer of `size` tokens, also in an encoder-decoder
+    model, where a layer uses only one kind of token.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
     does not suffice.
     """
-    ids = [layer.layer_id for layer in layers]
-    return _pool_like(alike(layers), ids, decision, size=size, device=device)
+    pools = [
+        _pool_like(alike, decision, size=size, device=device) for alike in by_shape(layers, *STORED)
+    ]
+    return pools[0] if len(pools) == 1 else JoinedKVPool(pools)
 
 
 def _pool_like(
-    first: LayerSpec,
-    layer_ids: Sequence[int],
-    decision: Decision,
-    *,
-    size: int,
-    device: torch.device,
+    layers: Sequence[LayerSpec], decision: Decision, *, size: int, device: torch.device
 ) -> KVPool:
-    """A pool for layers that are like `first`."""
-    dtype = torch_dtype(decision.kv_dtype)
+    """A pool for layers of one shape."""
+    dtype, first = torch_dtype(decision.kv_dtype), layers[0]
+    layer_ids = [layer.layer_id for layer in layers]
     if first.kind == "mla":
         return MLATokenToKVPool(
             size=size,
@@ -263,8 +267,12 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
 
     Raises InvalidInput for layers that one pool cannot hold.
     """
-    dtype = torch_dtype(decision.kv_dtype)
-    first = alike(layers)
+    return sum(_shape_bytes(alike, decision) for alike in by_shape(layers, *STORED))
+
+
+def _shape_bytes(layers: Sequence[LayerSpec], decision: Decision) -> int:
+    """Of layers of one shape."""
+    dtype, first = torch_dtype(decision.kv_dtype), layers[0]
     if first.kind == "mla":
         return MLATokenToKVPool.bytes_per_token(
             dtype=dtype,
@@ -281,21 +289,29 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
     )
 
 
-def alike(layers: Sequence[LayerSpec], *also: str) -> LayerSpec:
-    """A layer whose kind, KV heads and dims, and the fields in `also`, all of them have.
+def by_shape(layers: Sequence[LayerSpec], *names: str) -> list[list[LayerSpec]]:
+    """The layers in groups that have the same values of these fields, in the order of their first
+    layers.
 
-    Raises InvalidInput naming the first that differs.
+    Raises InvalidInput without layers, and for latent layers that are not all alike: a model has
+    one kind of them.
     """
     if not layers:
         raise InvalidInput("layers", got="none", expected="at least one layer")
-    first = layers[0]
-    for layer in layers[1:]:
-        for name in (*STORED, *also):
-            if getattr(layer, name) != getattr(first, name):
-                raise InvalidInput(
-                    f"layer {layer.layer_id}",
-                    got=f"{name} {getattr(layer, name)}",
-                    expected=f"{getattr(first, name)}, as in layer {first.layer_id}: one KV pool "
-                    "holds all layers",
-                )
-    return first
+    groups: dict[tuple[object, ...], list[LayerSpec]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(getattr(layer, name) for name in names), []).append(layer)
+    found = list(groups.values())
+    if len(found) > 1 and any(layer.kind != "mha" for layer in layers):
+        _refuse(found[0][0], found[1][0], names)
+    return found
+
+
+def _refuse(first: LayerSpec, other: LayerSpec, names: Sequence[str]) -> NoReturn:
+    name = next(name for name in names if getattr(other, name) != getattr(first, name))
+    raise InvalidInput(
+        f"layer {other.layer_id}",
+        got=f"{name} {getattr(other, name)}",
+        expected=f"{getattr(first, name)}, as in layer {first.layer_id}: only layers of kind mha "
+        "may differ",
+    )

@@ -96,17 +96,30 @@ def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any
         of_layer = {**values, **own, "layer_types": [kind] if kind else []}
         reach = _layers(of_layer, source)
         sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
-        every.append({**_heads(of_layer, source, tp), **reach, "sinks": sinks})
-    first, *others = (each for n, each in enumerate(every) if each not in every[:n])
+        every.append((_heads(of_layer, source, tp), {**reach, "sinks": sinks}))
+    shapes = [heads for n, (heads, _) in enumerate(every) if heads not in [h for h, _ in every[:n]]]
+    first, *others = (
+        (shape, [features for heads, features in every if heads == shape]) for shape in shapes
+    )
+    cap = values.get("attn_logit_softcapping")
     groups = [
         LayerGroup(
-            layers=every.count(each),
-            logit_cap=values.get("attn_logit_softcapping"),
-            **{name: each[name] for name in each if name != "kind"},
+            layers=len(features),
+            logit_cap=cap,
+            **{name: shape[name] for name in shape if name != "kind"},
+            **_joined(features),
         )
-        for each in others
+        for shape, features in others
     ]
-    return {**first, "other_layers": tuple(groups)}
+    return {**first[0], **_joined(first[1]), "other_layers": tuple(groups)}
+
+
+def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
+    """What layers of one shape ask for together: windows and chunks have one size in a model."""
+    return {
+        name: next((each[name] for each in features if each[name]), unset)
+        for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
+    }
 
 
 def _latent_layers(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
