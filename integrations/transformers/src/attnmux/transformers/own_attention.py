@@ -10,7 +10,6 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -131,7 +130,7 @@ def _mpt_model(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
 
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A module with a function of its own between the rotated queries and keys and the context."""
-    given: dict[str, Any] = {"scaling": module.head_dim**-0.5}
+    given: dict[str, Any] = {}
     is_local = False
     if type(module).__name__ == "GPTNeoSelfAttention":
         module.layer_idx = module.layer_id
@@ -161,6 +160,7 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "FalconAttention": _falcon,
         "GPTJAttention": _between,
         "GPTNeoSelfAttention": _between,
+        "GPTNeoXJapaneseAttention": _between,
         "MptAttention": _mpt,
         "MptModel": _mpt_model,
     }
