@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
-from attnmux.transformers.own_attention import has_adapter
+from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.positions import count_from_own_start, take_positions
 from attnmux.transformers.probe import Probe, Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
@@ -37,6 +37,7 @@ def record_layers(
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
+    adapt(model)
     take_positions(model)
     probe = Probe.of(model, mixers)
     try:

@@ -19,6 +19,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 Heads = torch.Tensor
 """[1, H, T, D]"""
 
+SWITCH = "_can_set_attn_implementation"
+"""The method by which a model says that it calls AttentionInterface."""
+
 
 def has_adapter(model_class: type[torch.nn.Module]) -> bool:
     """Whether `adapt` leads the attention of models of this class through the interface."""
@@ -28,12 +31,14 @@ def has_adapter(model_class: type[torch.nn.Module]) -> bool:
 
 def adapt(model: PreTrainedModel) -> None:
     """Replace the attention of a model that `has_adapter` serves, and let the model switch its
-    implementation as others do."""
+    implementation as others do. Does nothing for other models, and for one that is adapted."""
+    if not has_adapter(type(model)) or SWITCH in vars(model):
+        return
     for module in model.modules():
         adapter = ADAPTERS.get(type(module).__name__)
         if adapter is not None:
             adapter(module, model.config)
-    model._can_set_attn_implementation = lambda: True  # type: ignore[method-assign]  # of this instance
+    setattr(model, SWITCH, lambda: True)
 
 
 def attend(

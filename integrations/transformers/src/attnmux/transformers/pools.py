@@ -211,7 +211,10 @@ def make_pools(
     groups: list[KVPool] = []
     for size, windowed in ((sizes.full, False), (sizes.swa, True)):
         own = [layer for layer in layers if _is_windowed(layer) == windowed]
-        groups.append(make_pool(own, decision, size=size, device=device))
+        if own:
+            groups.append(make_pool(own, decision, size=size, device=device))
+        else:  # a window pool holds all layers, and the full one counts their tokens
+            groups.append(_pool_like(layers[0], [], decision, size=size, device=device))
     swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
     allocator = SWAAllocator(swa_pool)
     return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
@@ -229,17 +232,22 @@ def make_pool(
     does not suffice.
     """
     pools = [
-        _pool_like(alike, decision, size=size, device=device) for alike in by_shape(layers, *STORED)
+        _pool_like(alike[0], [each.layer_id for each in alike], decision, size=size, device=device)
+        for alike in by_shape(layers, *STORED)
     ]
     return pools[0] if len(pools) == 1 else JoinedKVPool(pools)
 
 
 def _pool_like(
-    layers: Sequence[LayerSpec], decision: Decision, *, size: int, device: torch.device
+    first: LayerSpec,
+    layer_ids: Sequence[int],
+    decision: Decision,
+    *,
+    size: int,
+    device: torch.device,
 ) -> KVPool:
-    """A pool for layers of one shape."""
-    dtype, first = torch_dtype(decision.kv_dtype), layers[0]
-    layer_ids = [layer.layer_id for layer in layers]
+    """A pool for layers of the shape of `first`."""
+    dtype = torch_dtype(decision.kv_dtype)
     if first.kind == "mla":
         return MLATokenToKVPool(
             size=size,
