@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LayerGroupsBackend(AttentionBackend):
             expected = "one length of padding rows in all groups"
             raise InvalidInput("groups", got=f"{sorted(fills)}", expected=expected)
         self.groups = tuple(groups)
-        self._by_layer = FrozenMapping(
+        self._by_layer = MappingProxyType(
             {layer.layer_id: group for group in groups for layer in group.context.layers}
         )
 

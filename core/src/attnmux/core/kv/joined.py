@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
 
@@ -36,7 +36,7 @@ class JoinedKVPool(KVPool):
             device=first.device,
         )
         self.pools = tuple(pools)
-        self._pool_by_layer: Mapping[int, KVPool] = FrozenMapping(
+        self._pool_by_layer: Mapping[int, KVPool] = MappingProxyType(
             {layer_id: pool for pool in pools for layer_id in pool.layer_ids}
         )
 

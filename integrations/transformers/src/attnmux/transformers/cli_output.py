@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from attnmux.transformers.generate import Generation
-from attnmux.transformers.pools import STORED, by_shape
 from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.shapes import STORED, by_shape
 from attnmux.transformers.tokenization import TextOrIds
 
 

@@ -29,14 +29,9 @@ from attnmux.core import (
     dtype_name,
 )
 from attnmux.transformers.checkpoint import Checkpoint
-from attnmux.transformers.pools import (
-    SHAPE,
-    STORED,
-    WINDOW_STEP_TOKENS,
-    MemoryBudget,
-    by_shape,
-)
+from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget
 from attnmux.transformers.ranks import ONE_RANK, Ranks
+from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

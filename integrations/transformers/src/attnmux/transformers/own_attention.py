@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Heads = torch.Tensor
 """[1, H, T, D]"""
@@ -51,7 +52,7 @@ def attend(
     **given: object,
 ) -> torch.Tensor:
     """The context [1, T, Hq, Dv]."""
-    function = AttentionInterface()[config._attn_implementation]
+    function = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     # Some families rotate in float32, where the cache would hold the model's dtype
     context, _ = function(module, q.to(v.dtype), k.to(v.dtype), v, mask, **given)
     assert isinstance(context, torch.Tensor)
@@ -97,7 +98,7 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         fused = fused.view(1, -1, kv_heads, heads // kv_heads + 2, dim)
         q, k, v = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        if alibi is None:
+        if position_embeddings is not None and alibi is None:
             q, k = _beside(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
         else:
             attention_mask = None  # causal, with the biases in it

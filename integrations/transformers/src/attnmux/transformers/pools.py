@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
 
 import torch
 
@@ -27,6 +26,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan, swa_tokens_in_budget
+from attnmux.transformers.shapes import STORED, by_shape
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -93,12 +93,6 @@ for longer steps, and for windows at the ends of cached prefixes."""
 
 SLOT_MAP_BYTES = 12
 """Bytes that a window pool's map takes for each token of the full pool."""
-
-STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
-"""What a pool's layers have in common."""
-
-SHAPE = (*STORED, "tp_q_head_num")
-"""What the layers of one backend have in common."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,32 +288,4 @@ def _shape_bytes(layers: Sequence[LayerSpec], decision: Decision) -> int:
         num_kv_heads=first.tp_k_head_num,
         head_dim=first.qk_head_dim,
         v_head_dim=first.v_head_dim,
-    )
-
-
-def by_shape(layers: Sequence[LayerSpec], *names: str) -> list[list[LayerSpec]]:
-    """The layers in groups that have the same values of these fields, in the order of their first
-    layers.
-
-    Raises InvalidInput without layers, and for latent layers that are not all alike: a model has
-    one kind of them.
-    """
-    if not layers:
-        raise InvalidInput("layers", got="none", expected="at least one layer")
-    groups: dict[tuple[object, ...], list[LayerSpec]] = {}
-    for layer in layers:
-        groups.setdefault(tuple(getattr(layer, name) for name in names), []).append(layer)
-    found = list(groups.values())
-    if len(found) > 1 and any(layer.kind != "mha" for layer in layers):
-        _refuse(found[0][0], found[1][0], names)
-    return found
-
-
-def _refuse(first: LayerSpec, other: LayerSpec, names: Sequence[str]) -> NoReturn:
-    name = next(name for name in names if getattr(other, name) != getattr(first, name))
-    raise InvalidInput(
-        f"layer {other.layer_id}",
-        got=f"{name} {getattr(other, name)}",
-        expected=f"{getattr(first, name)}, as in layer {first.layer_id}: only layers of kind mha "
-        "may differ",
     )

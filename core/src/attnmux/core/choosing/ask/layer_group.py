@@ -39,7 +39,7 @@ class LayerGroup:
         return {"layers": self.layers, **self.needs()}
 
 
-NEEDS = tuple(name for name in LayerGroup.__slots__ if name != "layers")  # type: ignore[attr-defined]  # made by slots=True
+NEEDS = tuple(name for name in LayerGroup.__slots__ if name != "layers")
 
 
 def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value

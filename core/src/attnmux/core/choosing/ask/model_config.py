@@ -62,7 +62,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         if values.get(name) is None:
             values[name] = values.get(own)
     kv_heads = values.get("num_key_value_heads")
-    if model_type in WINDOW_KV_HEADS and is_whole(kv_heads, 1):
+    if model_type in WINDOW_KV_HEADS and isinstance(kv_heads, int):
         values.setdefault("swa_num_key_value_heads", kv_heads * WINDOW_KV_HEADS[model_type])
     source = str(path)
     values["model_type"] = model_type

@@ -71,12 +71,12 @@ def attention_layers(values: Mapping[str, Any]) -> list[LayerValues]:
         return []
     kinds = list(types) or [""] * count
     stated, blocks = _stated(values), _pruned(values)
-    found = []
+    found: list[LayerValues] = []
     for place, kind in enumerate(kinds):
         own = {**_of_type(values, kind), **_listed(values, place), **stated.get(place, {})}
         block = blocks[place] if blocks else {}
         group, heads = block.get("n_heads_in_group"), values.get("num_attention_heads")
-        if is_whole(group, 1) and is_whole(heads, 1):
+        if isinstance(group, int) and isinstance(heads, int) and is_whole(group, 1):
             own["num_key_value_heads"] = heads // group
         attends = not blocks or group is not None
         if attends and (not kind or kind in ATTENTION):
@@ -88,7 +88,8 @@ def _count(values: Mapping[str, Any]) -> int | None:
     """The number of layers; None where it is unknown, or where lists have other lengths."""
     listed = [values[name] for name in LISTED if isinstance(values.get(name), list)]
     counts = {len(each) for each in (values["layer_types"], *listed, _pruned(values)) if each}
-    if not counts and is_whole(stated := values.get("num_hidden_layers"), 1):
+    stated = values.get("num_hidden_layers")
+    if not counts and isinstance(stated, int) and is_whole(stated, 1):
         counts = {stated}
     return counts.pop() if len(counts) == 1 else None
 
