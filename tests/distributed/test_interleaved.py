@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import InvalidInput, RankGroup, Request
+from attnmux.core import InvalidInput, LayerGroup, RankGroup, Request
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.distributed import (
     HeadSplit,
@@ -133,6 +133,7 @@ def test_impossible_layouts_are_refused(changes: dict[str, int], said: str) -> N
         ({"spec_topk": 2}, "spec_topk: expected 1, chains"),
         ({"spec_topk": 1}, "spec_draft_tokens: expected a number, with spec_topk"),
         ({"spec_topk": 1, "spec_draft_tokens": 4, "deterministic": True}, "deterministic: expec"),
+        ({"other_layers": [LayerGroup(layers=1)]}, "other_layers: expected one: KV is interleaved"),
         ({"kind": "dual_chunk"}, "self attention of kind mha or mla"),
     ],
 )

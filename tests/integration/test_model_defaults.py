@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import InvalidInput, Request
-from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS
+from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")
@@ -53,6 +53,16 @@ def shape(config) -> tuple[int, int, int]:
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def shapes(config) -> set[tuple[int, int, int]]:
+    """The shapes of all layers, in a model whose layers differ."""
+    types = config.layer_types
+    if config.model_type in WINDOW_KV_HEADS:  # the model's own code doubles them
+        heads, kv_heads, dim = shape(config)
+        more = WINDOW_KV_HEADS[config.model_type]
+        return {(heads, kv_heads * (more if each in WINDOWS else 1), dim) for each in types}
+    return {shape(config.per_layer_config[place]) for place in range(len(types))}
+
+
 def window(config) -> int | None:
     types, size = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     return size if types is None or WINDOWS & set(types) else None
@@ -70,6 +80,13 @@ def test_a_config_is_read_as_its_class_says_or_refused(model_type, tmp_path) -> 
     except InvalidInput:
         return
     text = config.get_text_config(decoder=True)
+    if request.other_layers:
+        groups = request.of_groups()
+        assert {(one.num_q_heads, one.num_kv_heads, one.head_dim) for one in groups} == shapes(text)
+        windows = {each in WINDOWS for each in text.layer_types}
+        assert {one.sliding_window is not None for one in groups} == windows
+        assert {one.sliding_window or window(text) - 1 for one in groups} == {window(text) - 1}
+        return
     if not request.latent:
         assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == shape(text)
         v_head_dim = request.v_head_dim or request.head_dim

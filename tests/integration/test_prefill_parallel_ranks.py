@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import InvalidInput, Policy, RankGroup, Request, load_plugins
+from attnmux.core import InvalidInput, LayerGroup, Policy, RankGroup, Request, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
 from attnmux.emulators.ranks import run_ranks
@@ -132,6 +132,7 @@ def check_construction(group: RankGroup) -> None:
     assert ranks.least_tokens == 2 * TOKENS_EACH
     for changes, match in (
         ({"linear_layers": (("gdn", 2),)}, "got linear layers"),
+        ({"other_layers": [LayerGroup(layers=1, head_dim=8)]}, "got layers of several shapes"),
         ({"deterministic": True}, "got a deterministic request"),
     ):
         with pytest.raises(InvalidInput, match=f"pcp: expected attention in every layer.*{match}"):

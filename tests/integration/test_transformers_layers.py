@@ -90,7 +90,7 @@ def test_recording_leaves_the_model_as_it_was(tiny):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "by itself"),
+        (transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "by itself"),
         (
             transformers.FalconMambaConfig(
                 vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4
@@ -242,9 +242,18 @@ def test_the_request_asks_for_what_any_layer_needs():
     assert set(request.origins.values()) <= {"model", "default"}
 
 
-def test_layers_of_different_shapes_are_refused():
+def test_layers_of_other_shapes_are_groups_of_their_own():
+    specs = [spec(0), spec(1, qk_head_dim=32, sliding_window_size=7), spec(2, qk_head_dim=32)]
+    request = request_of([*specs, spec(3)], torch.float32)
+    assert (request.head_dim, request.sliding_window) == (16, None)
+    (group,) = request.other_layers
+    assert (group.layers, group.head_dim, group.v_head_dim, group.sliding_window) == (2, 32, 16, 7)
+
+
+def test_latent_layers_of_different_shapes_are_refused():
+    latent = {"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 8}
     with pytest.raises(InvalidInput, match="layer 1"):
-        request_of([spec(0), spec(1, qk_head_dim=32)], torch.float32)
+        request_of([spec(0, **latent), spec(1, qk_head_dim=32, **latent)], torch.float32)
 
 
 @pytest.mark.parametrize(

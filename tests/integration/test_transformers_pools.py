@@ -11,6 +11,7 @@ from attnmux.core import (
     Decision,
     FrozenMapping,
     InvalidInput,
+    JoinedKVPool,
     LayerSpec,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -75,6 +76,30 @@ def test_a_pool_takes_what_bytes_per_token_says(layers, kind, values, kv_dtype):
     assert pool.nbytes == per_token * (pool.size + pool.page_size)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_layers_that_differ_have_a_pool_for_each_shape(windowed):
+    wide = {"qk_head_dim": 32, "v_head_dim": 32, "tp_k_head_num": 1, "tp_v_head_num": 1}
+    layers = [heads(0), heads(1, **wide), heads(2)]
+    if windowed:
+        layers = [replace(layer, sliding_window_size=3 * (layer.layer_id < 2)) for layer in layers]
+        layers[2] = replace(layers[2], sliding_window_size=-1)
+    given = {"max_tokens": 256, "nbytes": None, "max_batch_size": 2, "window_step_tokens": 8}
+    sizes = pool_sizes(layers, decision(), **given)
+    pool, _, _ = make_pools(layers, decision(), sizes, device=CPU)
+    assert isinstance(pool, SWAKVPool) == windowed
+    joined = pool.swa if windowed else pool
+    assert isinstance(joined, JoinedKVPool)
+    assert [each.layer_ids for each in joined.pools] == [(0,), (1,)] if windowed else [(0, 2), (1,)]
+    own, other = (2 * (24 + 16) * 4, 64 * 4)
+    token = 2 * own + other
+    assert bytes_per_token(layers, decision()) == token
+    slots, swa_slots = sizes.full + 4, (sizes.swa or 0) + 4
+    wanted = own * slots + (own + other) * swa_slots if windowed else token * slots
+    assert pool.nbytes == wanted
+    k, v = pool.get_kv_buffer(1)
+    assert (k.shape[1:], v.shape[1:]) == ((1, 32), (1, 32))
+
+
 def test_deepseek_v3_takes_576_values_a_token_and_layer():
     """Against 40,960 of the 128 expanded heads of 192 and 128 dims."""
     absorbed = heads(
@@ -97,7 +122,7 @@ def test_deepseek_v3_takes_576_values_a_token_and_layer():
     ("layers", "words"),
     [
         ([], "none"),
-        ([heads(0), heads(1, v_head_dim=24)], "layer 1"),
+        ([latent(0), replace(latent(1), qk_head_dim=32)], "layer 1"),
         ([latent(0), heads(1)], "kind"),
     ],
 )

@@ -54,6 +54,14 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "vocab_size_per_layer_input": 97,
         "hidden_size_per_layer_input": 16,
     },
+    "Gemma4TextConfig": {
+        **SHARED_KV,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "vocab_size_per_layer_input": 150,
+        "hidden_size_per_layer_input": 16,
+    },
     "GraniteMoeHybridConfig": {
         **GROUPED,
         **MAMBA2,

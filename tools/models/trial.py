@@ -159,7 +159,7 @@ def _compare_tokens(wanted: Wanted, ours: Sequence[int]) -> None:
 
 
 def _chosen(runner: ModelRunner) -> Iterator[Any]:
-    return iter(runner.decision.phases.values())
+    return (choice for _, choice in runner.decision.choices)
 
 
 def in_one_line(error: BaseException) -> str:

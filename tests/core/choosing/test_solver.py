@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge import axes
@@ -11,6 +13,7 @@ from attnmux.core.choosing.judge.checking import Rank
 from attnmux.core.choosing.offer.card import Option, Prior, when
 from attnmux.core.choosing.offer.conditions import ANY, anything_but, emulated, multiple_of, one_of
 from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
 
 NO_LIBRARIES = {}.get
@@ -614,3 +617,78 @@ def test_an_axis_that_is_younger_than_a_card_is_never_ignored(
     reasons = [reason for verdict in caught.value.candidates for reason in verdict.reasons]
     if asked:
         assert {reason.code for reason in reasons} == {"UNDECLARED_FEATURE"}
+
+
+def grouped(**changes) -> Request:
+    """Layers of 64 dims with a window, and two without one of 512."""
+    others = [LayerGroup(layers=2, num_q_heads=8, num_kv_heads=1, head_dim=512)]
+    given = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 31, **changes}
+    return Request(other_layers=others, **given)
+
+
+def by_group(decision) -> list[str]:
+    return [each.phases["decode"].backend for each in decision.groups]
+
+
+def test_each_group_of_layers_has_the_best_backend_that_shares_a_page_size(offer, cpu) -> None:
+    cards = [
+        offer("narrow", rank=10, head_dim=one_of(64), page_size=one_of(1, 16), sliding_window=ANY),
+        offer("wide", rank=10, head_dim=one_of(512), page_size=multiple_of(16)),
+        offer("slow", rank=90, sliding_window=ANY),
+    ]
+    decision = solve(grouped(), cpu, cards)
+    assert by_group(decision) == ["narrow", "wide"]
+    assert decision.page_size == 16
+    assert {each.page_size for each in decision.groups} == {16}
+    assert by_group(solve(grouped(page_size=1), cpu, cards)) == ["narrow", "slow"]
+    assert by_group(solve(grouped(page_size=32), cpu, cards)) == ["slow", "wide"]
+
+
+def test_a_page_size_that_no_group_would_take_alone(offer, cpu) -> None:
+    """12 is the least multiple of both steps; each prefers its own."""
+    cards = [
+        offer("a", head_dim=one_of(64), page_size=multiple_of(4), sliding_window=ANY),
+        offer("b", head_dim=one_of(512), page_size=multiple_of(6)),
+    ]
+    decision = solve(grouped(), cpu, cards)
+    assert (by_group(decision), decision.page_size) == (["a", "b"], 12)
+
+
+def test_a_window_is_demanded_of_its_own_group_alone(offer, cpu) -> None:
+    cards = [offer("windows", rank=90, sliding_window=ANY), offer("plain", rank=10)]
+    assert by_group(solve(grouped(), cpu, cards)) == ["windows", "plain"]
+
+
+def test_groups_that_nothing_serves_are_named(offer, cpu) -> None:
+    narrow = offer("a", head_dim=one_of(64), page_size=one_of(1), sliding_window=ANY)
+    with pytest.raises(NoBackend, match=r"^2 layers with 8/1 heads of 512: no attention") as caught:
+        solve(grouped(), cpu, [narrow])
+    assert caught.value.candidates
+    with pytest.raises(NoBackend, match=r"^the first layers: no attention"):
+        solve(grouped(head_dim=128), cpu, [narrow])
+    wide = offer("b", head_dim=one_of(512), page_size=one_of(16))
+    with pytest.raises(NoBackend, match="no page size and KV dtype serves the first layers"):
+        solve(grouped(), cpu, [narrow, wide])
+
+
+def test_a_decision_of_groups_survives_json_and_is_checked(offer, cpu) -> None:
+    cards = [offer("a", sliding_window=ANY), offer("b", rank=10, head_dim=one_of(512))]
+    decision = solve(grouped(), cpu, cards, libraries=NO_LIBRARIES)
+    read = Decision.from_json(decision.to_json())
+    assert (read.hash, by_group(read)) == (decision.hash, ["a", "b"])
+    read.check(cpu, cards, libraries=NO_LIBRARIES)
+    assert read.is_checked
+    with pytest.raises(InvalidInput, match="fake/b for extend and decode is offered by no plugin"):
+        Decision.from_json(decision.to_json()).check(cpu, cards[:1], libraries=NO_LIBRARIES)
+    data = json.loads(decision.to_json())
+    data["others"] = []
+    with pytest.raises(InvalidInput, match="decision"):
+        Decision.from_json(json.dumps(data))
+    other = replace(decision.others[0], phases=decision.phases)
+    assert replace(decision, others=(other,)).hash != decision.hash
+
+
+@pytest.mark.parametrize("given", ["2 layers", [{"layers": 0}], [{"dims": 3}], [3]])
+def test_groups_that_are_none_are_refused(given) -> None:
+    with pytest.raises(InvalidInput, match="other_layers"):
+        Request(other_layers=given)

@@ -49,6 +49,7 @@ def test_json_form(call) -> None:
         "decode_sizes",
         "expanded",
         "trees",
+        "others",
         "linear",
         "coercions",
         "notes",
@@ -386,3 +387,35 @@ def test_an_engine_without_an_integration_is_refused(call, engine) -> None:
 def test_lists_hold_for_integrations_too(call, engine, monkeypatch) -> None:
     monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "attnmux-acme-engine")
     assert call("--platform", HERE, "--engine", "acme").exit_code == 2
+
+
+GEMMA4 = {
+    **{"model_type": "gemma4_text", "dtype": "bfloat16", "sliding_window": 512},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    **{"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 512},
+}
+
+
+def test_a_model_whose_layers_differ(call, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
+    given = ("--model", str(tmp_path), "--platform", HERE)
+    data = answer(call(*given, "--json"))
+    (other,) = data["others"]
+    assert (other["request"]["head_dim"], other["request"]["sliding_window"]) == (512, None)
+    assert other["phases"]["decode"]["backend"] == "torch_native"
+    assert (other["page_size"], other["kv_dtype"]) == (data["page_size"], data["kv_dtype"])
+    said = call(*given).stdout
+    assert "for 1 layer with 8/4 heads of 512: torch_native" in " ".join(said.split())
+    assert "1 layer with 8/4 heads of 512:" in said.splitlines()
+    explained = answer(call(*given, "--explain", "--json"))["explanation"]
+    assert [each["layers"] for each in explained["others"]] == ["1 layer with 8/4 heads of 512"]
+    table = call(*given, "--platform", "nvidia:sm90").stdout
+    assert "1 layer with 8/4 heads of 512: torch_native" in " ".join(table.split())
+
+
+def test_a_group_of_layers_that_nobody_serves(call, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, "global_head_dim": 100_000}))
+    given = ("--model", str(tmp_path), "--platform", "nvidia:sm90", "--backend", "flashinfer")
+    result = call(*given)
+    assert result.exit_code == 3
+    assert "1 layer with 8/4 heads of 100000: flashinfer cannot serve" in result.stderr

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnmux.core.building import make_first as make_first
     from attnmux.core.call import AttentionCall as AttentionCall
     from attnmux.core.chooser import Chooser as Chooser
+    from attnmux.core.choosing.ask.layer_group import LayerGroup as LayerGroup
     from attnmux.core.choosing.ask.policy import Policy as Policy
     from attnmux.core.choosing.ask.request import Request as Request
     from attnmux.core.choosing.common.files import replacing as replacing
@@ -134,6 +135,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
     from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
     from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
+    from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
     from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
     from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
@@ -165,6 +167,7 @@ if TYPE_CHECKING:
     from attnmux.core.latent_rows import latent_pages as latent_pages
     from attnmux.core.latent_rows import rotary as rotary
     from attnmux.core.layer import LayerSpec as LayerSpec
+    from attnmux.core.layer_groups import LayerGroupsBackend as LayerGroupsBackend
     from attnmux.core.library import KernelLibrary as KernelLibrary
     from attnmux.core.library import LibraryBackend as LibraryBackend
     from attnmux.core.library import filled as filled
@@ -244,6 +247,7 @@ _NAMES_BY_MODULE = {
     ),
     "call": ("AttentionCall",),
     "chooser": ("Chooser",),
+    "choosing.ask.layer_group": ("LayerGroup",),
     "choosing.ask.policy": ("Policy",),
     "choosing.ask.request": ("Request",),
     "choosing.common.files": ("replacing",),
@@ -421,6 +425,7 @@ _NAMES_BY_MODULE = {
         "ReqToTokenPool",
         "RequestTable",
     ),
+    "kv.joined": ("JoinedKVPool",),
     "kv.linear_states": ("LinearStatePool",),
     "kv.rows": (
         "gather_rows",
@@ -434,6 +439,7 @@ _NAMES_BY_MODULE = {
     "kv.writer": ("KVWriter",),
     "latent": ("UpProjection",),
     "layer": ("LayerSpec",),
+    "layer_groups": ("LayerGroupsBackend",),
     "linear_backend": ("LinearAttentionBackend",),
     "linear_call": (
         "ConvCall",

@@ -22,6 +22,7 @@ from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.factories import make_backend
 from attnmux.core.installed import load_plugins
+from attnmux.core.layer_groups import LayerGroupsBackend, group_contexts
 from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.settings import Settings
@@ -48,6 +49,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
+    A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
     A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
@@ -59,8 +61,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         _check(decision)
     _check_context(decision, context)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
-    serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
-    if not serving:
+    if decision.phases.keys().isdisjoint(phases):
         raise InvalidInput(
             "decision", got=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
         )
@@ -69,20 +70,45 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
     context = with_shared_kernels(context)
 
+    groups = tuple(group_contexts(decision, context))
+
     def assembled() -> AttentionBackend:
-        if decision.trees is None or "decode" not in serving:
-            return _assemble(decision, context, serving)
-        plain = replace(context, request=context.request.without_drafts())
-        return TreeAttnBackend(
-            context,
-            child=_assemble(decision, plain, serving),
-            prefixes=make_backend(decision.trees, prefix_context(context)),
-        )
+        made = [_of_group(*group, phases) for group in groups]
+        return made[0] if len(made) == 1 else _joined(decision, context, made)
 
     made = assembled()
     if decision.request.two_batches:
         made = TboAttnBackend(made, (assembled(), assembled()))
     return with_linear_layers(made, decision, context)
+
+
+def _of_group(
+    decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The backend of layers that are alike. phases: those of the context's layers."""
+    serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
+    if decision.trees is None or "decode" not in serving:
+        return _assemble(decision, context, serving)
+    plain = replace(context, request=context.request.without_drafts())
+    return TreeAttnBackend(
+        context,
+        child=_assemble(decision, plain, serving),
+        prefixes=make_backend(decision.trees, prefix_context(context)),
+    )
+
+
+def _joined(
+    decision: Decision, context: BackendContext, made: Sequence[AttentionBackend]
+) -> AttentionBackend:
+    """Raises BackendFailed for groups that cannot be combined, so that an automatic choice goes on
+    without the second one's backend."""
+    first = made[0].get_cuda_graph_seq_len_fill_value()
+    for other, backend in zip(decision.others, made[1:], strict=True):
+        own = backend.get_cuda_graph_seq_len_fill_value()
+        if own != first:
+            reason = f"it has padding rows of {own} tokens, and that of other layers of {first}"
+            raise BackendFailed(other.phases["decode"].address, reason)
+    return LayerGroupsBackend(context, made)
 
 
 def _assemble(
@@ -143,7 +169,7 @@ def _by_batch_size(
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:
-    pool, request = context.token_to_kv_pool, decision.request
+    pool = context.token_to_kv_pool
     if len({layer.is_causal for layer in context.layers}) != 1:
         raise InvalidInput(
             "context.layers",
@@ -157,13 +183,19 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
         if got != expected:
             expected = f"the decision's {what}, {expected}"
             raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
-    if pool.is_strided and not request.strided_kv:
+    if pool.is_strided and not decision.request.strided_kv:
         raise InvalidInput(
             "context.token_to_kv_pool",
             got="slots or heads with gaps between them",
             expected="none, as the request says: choose again with strided_kv set",
         )
-    for layer in context.layers:
+    for group, own in group_contexts(decision, context):
+        _check_layers(own.layers, group.request)
+
+
+def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
+    """Refuse layers with dims or features that the request of their group lacks."""
+    for layer in layers:
         name = f"layer {layer.layer_id}"
         for field, has, asked in _dims(layer, request):
             if asked is not None and has != asked:

@@ -185,6 +185,9 @@ def _check_request(request: Request) -> None:
         if value:
             expected = "nothing: KV is interleaved over ranks"
             raise InvalidInput(name, got=value, expected=expected)
+    if request.other_layers:
+        got = f"{len(request.other_layers) + 1} shapes of layers"
+        raise InvalidInput("other_layers", got=got, expected="one: KV is interleaved over ranks")
     if request.spec_topk is not None:
         _check_drafts(request)
     if request.kind not in ("mha", "mla") or request.cross_attention or request.linear_layers:

@@ -408,18 +408,13 @@ def test_models_with_a_bias_by_distance(tmp_path, content, heads, has_alibi) -> 
             "towers with head_dim 64 and 80",
         ),
         ({**SMALL, "swa_head_dim": 32}, "layers that differ in head_dim"),
-        ({**SMALL, "num_key_value_heads": [4, 8]}, "layers that differ in num_key_value_heads"),
-        ({**SMALL, "num_query_heads": [4, 8]}, "layers that differ in num_query_heads"),
+        (
+            {**SMALL, "num_key_value_heads": [4, 8], "layer_types": ["attention"]},
+            "layers that differ in num_key_value_heads",
+        ),
         (
             {**SMALL, "attention_other_setting": {"num_attention_heads": 96}},
             "layers that differ in num_attention_heads",
-        ),
-        (
-            {
-                **SMALL,
-                "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 8, None)],
-            },
-            "layers that differ in num_key_value_heads",
         ),
         ({"num_attention_heads": "many", "hidden_size": 8}, "a positive num_attention_heads"),
         ({"num_attention_heads": 4}, "a positive hidden_size"),
@@ -455,6 +450,73 @@ def test_unusable_configs(tmp_path, content, said) -> None:
         from_config(tmp_path, content)
     assert said in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+GEMMA4 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+SHAPED = {
+    "openelm": (
+        {"num_query_heads": [12, 12, 16], "num_kv_heads": [3, 3, 4], "head_dim": 64},
+        (12, 3, 64, None, False),
+        [(1, 16, 4, 64, None, False)],
+    ),
+    "nemotron-nas": (
+        {**SMALL, "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, None, 8)]},
+        (8, 2, 64, None, False),
+        [(1, 8, 1, 64, None, False)],
+    ),
+    "step3p5": (
+        {
+            **{"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 512,
+            "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+        },
+        (64, 8, 128, None, False),
+        [(2, 96, 8, 128, 511, False)],
+    ),
+    "gemma4_text": (
+        {
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+            **GEMMA4,
+            **{"sliding_window": 512, "attention_k_eq_v": True},
+            **{"global_head_dim": 512, "num_global_key_value_heads": 2},
+        },
+        (8, 4, 256, 511, False),
+        [(1, 8, 2, 512, None, False)],
+    ),
+    "gemma4_text with layers stated": (
+        {
+            **GEMMA4,
+            "model_type": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            **{"sliding_window": 512, "per_layer_config": {"01": {"head_dim": 512}}},
+        },
+        (8, 4, 256, 511, False),
+        [(1, 8, 4, 512, None, False)],
+    ),
+    "mimo_v2_flash": (
+        {"layer_types": ["full_attention", *["sliding_attention"] * 3], "sliding_window": 128},
+        (64, 4, 192, None, False),
+        [(3, 64, 8, 192, 127, True)],
+    ),
+}
+"""By model type: a config.json, the heads, dims and window of the first layers and whether they
+have sinks, and those of the others after their number."""
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_layers_that_differ(tmp_path, name) -> None:
+    content, first, others = SHAPED[name]
+    request = from_config(tmp_path, {"model_type": name, **content})
+
+    def stated(each) -> tuple:
+        heads = each.num_q_heads, each.num_kv_heads, each.head_dim
+        return (*heads, each.sliding_window, each.sinks)
+
+    assert stated(request) == first
+    assert [(each.layers, *stated(each)) for each in request.other_layers] == others
+    assert [stated(each) for each in request.of_groups()] == [first, *(one[1:] for one in others)]
+    assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 
 def test_paths_that_are_no_model(tmp_path) -> None:

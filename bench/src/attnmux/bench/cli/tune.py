@@ -41,7 +41,7 @@ from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device, RecordFile
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.cli.select import machine, requested
+from attnmux.core.cli.select import machine, of_one_shape, requested
 
 if TYPE_CHECKING:
     from attnmux.core import RankGroup
@@ -78,7 +78,7 @@ def tune(
     each on a device of its own, and a time is that of the slowest. Exits with 0 when launches were
     tried, 3 when no backend fits.
     """
-    request = requested(model, fields, tp, None)
+    request = of_one_shape(requested(model, fields, tp, None))
     settings = run.settings()
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)

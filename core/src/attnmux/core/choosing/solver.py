@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Coercion, Reason, Verdict
+from attnmux.core.choosing.common.verdict import Coercion, Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
@@ -21,8 +21,12 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.search.assignments import Assignment, best_assignment
-from attnmux.core.choosing.search.problem import Problem, groups_of, opposed
+from attnmux.core.choosing.search.assignments import (
+    Assignment,
+    best_assignment,
+    best_together,
+)
+from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
 from attnmux.core.choosing.tell.choice import choice_of
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
@@ -49,6 +53,8 @@ def solve(
     that are not offers, and for two offers with the same address.
     """
     policy, offers = policy or Policy(), _in_order(offers)
+    if request.other_layers:
+        return _solve_groups(request, platform, offers, policy, libraries, ranking, accuracy)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
     try:
         decision = _solve(request, platform, offers, policy, libraries, ranking, accuracy)
@@ -89,16 +95,77 @@ def _solve(
     accuracy: Accuracy,
 ) -> Decision:
     """A decision of `phases` alone: each has a backend whose card admits all of it."""
+    problem = _problem(request, platform, offers, policy, libraries, ranking, accuracy)
+    variants = problem.variants()
+    best = best_assignment(problem, variants)
+    if best is None:
+        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
+    return _decision(problem, variants, best, read_options(policy.options, offers, libraries))
+
+
+def _solve_groups(
+    request: Request,
+    platform: Platform,
+    offers: tuple[Offer, ...],
+    policy: Policy,
+    libraries: Libraries,
+    ranking: Ranking,
+    accuracy: Accuracy,
+) -> Decision:
+    """A decision for each group of layers, all with one page size and one KV dtype.
+
+    Raises NoBackend for the first group that nothing serves, and where no page size and KV dtype
+    serves all groups.
+    """
+    how = (policy, libraries, ranking, accuracy)
+    problems = [_problem(each, platform, offers, *how) for each in request.of_groups()]
+    variants = [problem.variants() for problem in problems]
+    given = read_options(policy.options, offers, libraries)
+    best = best_together(problems, variants)
+    if best is None:
+        _refuse_groups(request, problems, variants)
+    found = [
+        _decision(problem, alike, one, given)
+        for problem, alike, one in zip(problems, variants, best, strict=True)
+    ]
+    decision = Decision.of_groups(found, request.other_layers)
+    if not request.linear_layers:
+        return decision
+    again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
+    return _with_linear(decision, policy, again)
+
+
+def _refuse_groups(
+    request: Request, problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
+) -> NoReturn:
+    names = ["the first layers", *map(str, request.other_layers)]
+    for name, problem, alike in zip(names, problems, variants, strict=True):
+        if best_assignment(problem, alike) is None:
+            refused = refusal(problem.platform, problem.groups, verdicts(problem, alike, None))
+            raise NoBackend(f"{name}: {refused}", refused.candidates)
+    where = problems[0].platform.name or str(problems[0].platform)
+    said = f"no page size and KV dtype serves {' and '.join(names)} on {where}"
+    raise NoBackend(f"{said}, though backends serve each alone")
+
+
+def _problem(
+    request: Request,
+    platform: Platform,
+    offers: tuple[Offer, ...],
+    policy: Policy,
+    libraries: Libraries,
+    ranking: Ranking,
+    accuracy: Accuracy,
+) -> Problem:
     # The search and the verdicts, which may be read later, must see the same libraries
     known = cache(assumed(policy.without, libraries, policy.hypothetical))
     by_address = {offer.address: offer for offer in offers}
-    given = read_options(policy.options, offers, libraries)
 
     def barred(address: str) -> Sequence[Reason]:
         offer = by_address[address]
         return [*standing(offer, policy, known), *accuracy(offer, request)]
 
-    problem = Problem(
+    return Problem(
         request=request,
         platform=platform,
         policy=policy,
@@ -108,12 +175,6 @@ def _solve(
         ranking=ranking,
         opposed=opposed(offers),
     )
-    variants = problem.variants()
-    best = best_assignment(problem, variants)
-    if best is None:
-        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
-    candidates = Deferred(partial(verdicts, problem, variants, best))
-    return _decision(problem, best, given, candidates)
 
 
 def _with_expanded(
@@ -210,9 +271,9 @@ def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
 def _decision(
     problem: Problem,
+    variants: Sequence[Variant],
     best: Assignment,
     given: Mapping[str, Mapping[str, OptionValue]],
-    candidates: Sequence[Verdict],
 ) -> Decision:
     request = best.variant.request
     if request.page_size is None or request.kv_dtype is None:
@@ -230,7 +291,7 @@ def _decision(
         kv_dtype=request.kv_dtype,
         phases=FrozenMapping({phase: chosen[phase] for phase in PHASES if phase in chosen}),
         coercions=_coercions(problem, best),
-        candidates=candidates,
+        candidates=Deferred(partial(verdicts, problem, variants, best)),
     )
 
 

@@ -106,6 +106,10 @@ def render_machines(
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
         notes += ["planned"] * any(answer.phases[phase].factory is None for phase in phases)
+        notes += [
+            f"{layers}: {' and '.join(dict.fromkeys(one.backend for _, one in other.choices))}"
+            for layers, other in zip(answer.request.other_layers, answer.others, strict=True)
+        ]
         notes += [f"{name}: {word}" for name, word in proofs.items() if word != "hardware"]
         page, dtype = str(answer.page_size), answer.kv_dtype
         table.add_row(str(device), *chosen, page, dtype, "; ".join((*notes, *answer.notes)))
@@ -129,53 +133,61 @@ def render_answer(
             _print_losers(console, told, len(request.phases), every=every)
             _print_values(console, values)
     elif explain:
-        render_explanation(answer, told, values, explanation.doubts, every=every)
+        render_explanation(answer, explanation, every=every)
     else:
-        render_decision(answer, told)
+        render_decision(answer, explanation)
 
 
-def render_decision(decision: Decision, told: Sequence[Outcome]) -> None:
-    """The summary, the changes, the backends that fit, and the number of others."""
+def render_decision(decision: Decision, explanation: Explanation) -> None:
+    """The summary, the changes, the backends that fit, and the number of others: for each group of
+    layers that are alike."""
     console = plain_console()
     _print_head(console, decision)
-    fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
-    rows = [(*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting]
-    strong = [outcome.standing == "chosen" for outcome in fitting]
-    _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
-    fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
-    others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
-    if others:
-        verb = "does" if len(others) == 1 else "do"
-        console.print()
-        console.print(Text(f"{len(others)} more {verb} not fit: --explain says why"))
+    for layers, told in (("", explanation.outcomes), *explanation.others):
+        _print_layers(console, layers)
+        fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
+        rows = [
+            (*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting
+        ]
+        strong = [outcome.standing == "chosen" for outcome in fitting]
+        _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
+        fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
+        others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
+        if others:
+            verb = "does" if len(others) == 1 else "do"
+            console.print()
+            console.print(Text(f"{len(others)} more {verb} not fit: --explain says why"))
     _print_hash(console, decision)
 
 
-def render_explanation(
-    decision: Decision,
-    told: Sequence[Outcome],
-    values: Sequence[Stated],
-    doubts: Sequence[str] = (),
-    *,
-    every: bool,
-) -> None:
-    """The chosen backends, the others with their reasons, the changes, and who set each value.
+def render_explanation(decision: Decision, explanation: Explanation, *, every: bool) -> None:
+    """The chosen backends, the others with their reasons, for each group of layers that are alike;
+    the changes, and who set each value.
 
     `every` shows all reasons of a backend that was not chosen, instead of the first one.
     """
     console = plain_console()
     _print_head(console, decision)
-    rows = [
-        (*_candidate(outcome, len(decision.phases)), _sourced(outcome))
-        for outcome in told
-        if outcome.standing == "chosen"
-    ]
-    _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
-    for doubt in doubts:
-        console.print(Text(doubt, style="dim"))
-    _print_losers(console, told, len(decision.phases), every=every)
-    _print_values(console, values)
+    for layers, told in (("", explanation.outcomes), *explanation.others):
+        _print_layers(console, layers)
+        rows = [
+            (*_candidate(outcome, len(decision.phases)), _sourced(outcome))
+            for outcome in told
+            if outcome.standing == "chosen"
+        ]
+        _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
+        for doubt in () if layers else explanation.doubts:
+            console.print(Text(doubt, style="dim"))
+        _print_losers(console, told, len(decision.phases), every=every)
+    _print_values(console, explanation.values)
     _print_hash(console, decision)
+
+
+def _print_layers(console: Console, layers: str) -> None:
+    """The heading of a group of other layers."""
+    if layers:
+        console.print()
+        console.print(Text(f"{layers}:", style="bold"))
 
 
 def _print_head(console: Console, decision: Decision) -> None:

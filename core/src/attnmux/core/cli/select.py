@@ -232,6 +232,7 @@ def _answered(
         "decode_sizes": [],
         "expanded": None,
         "trees": None,
+        "others": [],
         "linear": {},
         "coercions": [],
         "notes": [],
@@ -252,6 +253,15 @@ def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Requ
     if mode is not None:
         changes["speculative_attention_mode"] = mode
     return request.replace(**changes)
+
+
+def of_one_shape(request: Request) -> Request:
+    """The request, for verbs that measure layers of one shape. Raises InvalidInput for others."""
+    if request.other_layers:
+        got = f"layers of {len(request.other_layers) + 1} shapes"
+        expected = "layers of one shape: state one of them with --request"
+        raise InvalidInput("--model", got=got, expected=expected)
+    return request
 
 
 def machine(

@@ -60,12 +60,18 @@ class Explanation:
     doubts: tuple[str, ...]
     """A line for each chosen backend that was never run on hardware of the platform's kind, and
     one for those that lack a C++ compiler."""
+    others: tuple[tuple[str, tuple[Outcome, ...]], ...] = ()
+    """The outcomes for each group of other layers, which the text describes."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "outcomes": [outcome.to_dict() for outcome in self.outcomes],
             "values": [asdict(value) for value in self.values],
             "doubts": list(self.doubts),
+            "others": [
+                {"layers": layers, "outcomes": [outcome.to_dict() for outcome in told]}
+                for layers, told in self.others
+            ],
         }
 
 
@@ -76,13 +82,16 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
         return Explanation(outcomes=tuple(told), values=tuple(_stated(asked, None)), doubts=())
+    told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
+    doubts = dict.fromkeys(said for each in answer.groups for said in _doubts(each, asked.offers))
     return Explanation(
-        outcomes=tuple(outcomes(answer, asked.offers, asked.policy)),
+        outcomes=told,
         values=tuple(_stated(asked, answer)),
         doubts=(
-            *_doubts(answer, asked.offers),
+            *doubts,
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
         ),
+        others=tuple(zip(map(str, answer.request.other_layers), others, strict=True)),
     )
 
 
@@ -154,7 +163,7 @@ def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
     """The options of the chosen backends, each once."""
     user = read_options(asked.given["options"], asked.offers)
     file = read_options(asked.settings.options, asked.offers)
-    chosen = {choice.address: choice for choice in decision.phases.values()}
+    chosen = {choice.address: choice for _, choice in decision.choices}
     for address, choice in chosen.items():
         for name, value in choice.options.items():
             origin, source = "default", "the card's"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core.kv.allocator import PagedAllocator, TokenAllocator
 from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool, ForeignRequestTable
+from attnmux.core.kv.joined import JoinedKVPool
 from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
@@ -17,6 +18,7 @@ __all__ = [
     "ForeignKVPool",
     "ForeignMLAPool",
     "ForeignRequestTable",
+    "JoinedKVPool",
     "KVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",

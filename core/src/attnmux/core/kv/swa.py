@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -10,11 +10,12 @@ import torch
 from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.allocator import PagedAllocator, UndoneOnError
+from attnmux.core.kv.joined import STORAGE, JoinedKVPool, check_alike
 from attnmux.core.kv.pages import FreeList
-from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
+from attnmux.core.kv.pool import KVPool
 
 
-class SWAKVPool(KVPool):
+class SWAKVPool(JoinedKVPool):
     """Layers that see everything in one pool, layers with a sliding window in another.
 
     The request table and `out_cache_loc` hold slots of the full pool. `translate` and
@@ -31,17 +32,7 @@ class SWAKVPool(KVPool):
         Raises InvalidInput for pools that differ in page size, dtype or device, or that share a
         layer.
         """
-        for field in ("page_size", "dtype", "device"):
-            ours, theirs = getattr(full, field), getattr(swa, field)
-            if ours != theirs:
-                raise InvalidInput(f"swa.{field}", got=theirs, expected=f"{ours}, as in full")
-        super().__init__(
-            size=full.size,
-            page_size=full.page_size,
-            dtype=full.dtype,
-            layer_ids=sorted((*full.layer_ids, *swa.layer_ids)),
-            device=full.device,
-        )
+        super().__init__((full, swa))
         self.full = full
         self.swa = swa
         self.layers_mapping: Mapping[int, tuple[int, bool]] = MappingProxyType(
@@ -58,43 +49,10 @@ class SWAKVPool(KVPool):
         }
         self._offsets = torch.arange(self.page_size, device=self.device)
 
-    @property
-    def nbytes(self) -> int:
-        return self.full.nbytes + self.swa.nbytes
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._pool_of(layer_id).get_key_buffer(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._pool_of(layer_id).get_value_buffer(layer_id)
-
-    def set_kv_buffer(
-        self,
-        layer: HasLayerId,
-        loc: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-    ) -> None:
-        check_loc(loc)
-        pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
-        pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
-
-    def set_mla_kv_buffer(
-        self,
-        layer: HasLayerId,
-        loc: torch.Tensor,
-        k_nope: torch.Tensor,
-        k_rope: torch.Tensor,
-        k_scale: float | None = None,
-    ) -> None:
-        check_loc(loc)
-        pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
-        pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope, k_scale)
-
-    def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
-        return self.full.read_scales(k_scale, v_scale)
+    @staticmethod
+    def _check_alike(pools: Sequence[KVPool]) -> None:
+        full, swa = pools
+        check_alike("swa", full, swa, *STORAGE)
 
     def group_of(self, layer_id: int) -> int:
         return int(self._pool_of(layer_id) is self.swa)
@@ -127,10 +85,6 @@ class SWAKVPool(KVPool):
     def swa_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The window pool's pages [n] int64 paired with pages of the full pool; 0 for none."""
         return self._swa_slots[torch.int64][pages * self.page_size] // self.page_size
-
-    def _pool_of(self, layer_id: int) -> KVPool:
-        self._layer_index(layer_id)
-        return self.swa if self.layers_mapping[layer_id][1] else self.full
 
     def _table(self, argument: str, indices: torch.Tensor) -> torch.Tensor:
         """The window pool's slots by the full pool's, in the indices' dtype."""

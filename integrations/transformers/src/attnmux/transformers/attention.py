@@ -59,6 +59,7 @@ class ModelCall:
     sliding_window_size: int
     logit_cap: float
     sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None = None
 
 
 def read_call(
@@ -126,6 +127,7 @@ def read_rows(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **kwargs: object,
 ) -> ModelCall:
     """The same for q [T, Hq, D], k [S, Hkv, D] and v [S, Hkv, Dv]."""
@@ -148,6 +150,7 @@ def read_rows(
         sliding_window_size=window_of(sliding_window),
         logit_cap=softcap or 0.0,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -242,14 +245,20 @@ def check_recorded(call: ModelCall, layer: LayerSpec) -> None:
     """Raise InvalidInput for a layer that is not as it was when it was recorded."""
     # A window that only the model's mask imposes is not passed here.
     window = layer.sliding_window_size if call.sliding_window_size < 0 else call.sliding_window_size
-    now = (call.scaling, window, call.logit_cap, call.sinks is not None)
-    recorded = (layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.sinks is not None)
+    now = (call.scaling, window, call.logit_cap, _has(call))
+    recorded = (layer.scaling, layer.sliding_window_size, layer.logit_cap, _has(layer))
     if now != recorded:
         raise InvalidInput(
             f"layer {call.layer_id}",
-            got=f"(scaling, window, logit cap, has sinks) = {now}",
+            got=f"(scaling, window, logit cap, what each head has) = {now}",
             expected=f"{recorded}, as recorded when the backend was built",
         )
+
+
+def _has(one: ModelCall | LayerSpec) -> tuple[str, ...]:
+    """The values that each of its heads has."""
+    each = {"sink": one.sinks, "ALiBi slope": one.alibi_slopes}
+    return tuple(name for name, value in each.items() if value is not None)
 
 
 def no_mask(

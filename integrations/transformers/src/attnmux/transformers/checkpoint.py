@@ -34,6 +34,7 @@ from attnmux.core import AttnmuxError, InvalidInput, dtype_name, torch_dtype
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
+from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.rotary import fixed_rotary_len
 
 ALWAYS = {"trust_remote_code": False}
@@ -191,18 +192,23 @@ def load_model(
     """
     source = checkpoint.source
     _check_indices(source)
+    model_class = _classes(checkpoint.config)[1].get(type(checkpoint.config), None)
+    is_own = isinstance(model_class, type) and has_adapter(model_class)
     with LOADING, quiet_transformers(progress=progress), _explained(source):
         loaded: Any = _classes(checkpoint.config)[0].from_pretrained(
             source,
             config=checkpoint.config,
             revision=checkpoint.revision,
             dtype=dtype,
-            attn_implementation=SERVED,
+            attn_implementation="eager" if is_own else SERVED,
             ignore_mismatched_sizes=True,  # reported below, as missing tensors are
             output_loading_info=True,
             **ALWAYS,
         )
     model: torch.nn.Module = loaded[0]
+    if is_own:
+        adapt(loaded[0])
+        loaded[0].set_attn_implementation(SERVED)
     info: dict[str, Any] = loaded[1]
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key[0]) for key in info["mismatched_keys"])

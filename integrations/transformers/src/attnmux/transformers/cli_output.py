@@ -11,6 +11,7 @@ import click
 
 from attnmux.transformers.generate import Generation
 from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.shapes import STORED, by_shape
 from attnmux.transformers.tokenization import TextOrIds
 
 
@@ -121,6 +122,16 @@ def _decided(runner: ModelRunner) -> dict[str, Any]:
             }
             for each in decision.decode_sizes
         ],
+        "others": [
+            {
+                **group.to_dict(),
+                "phases": {
+                    phase: {"backend": choice.backend, "plugin": choice.plugin}
+                    for phase, choice in each.phases.items()
+                },
+            }
+            for group, each in zip(decision.request.other_layers, decision.others, strict=True)
+        ],
     }
 
 
@@ -134,6 +145,12 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
     }
     for each in runner.decision.decode_sizes:
         served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
+    for group, other in zip(
+        runner.decision.request.other_layers, runner.decision.others, strict=True
+    ):
+        for phase in served:
+            choice = other.phases[phase]
+            served[phase] += f", of {group} {choice.backend} ({choice.plugin})"
     ways = [*["compiled"] * runner.is_compiled, *["in graphs"] * (runner.graphs is not None)]
     parts = [
         f"prefill: {timings.prefill_tokens} tokens, "
@@ -147,6 +164,12 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
         parts.append(
             f"{runner.ranks.size} ranks: KV memory for {runner.kv_tokens} tokens, {nbytes:,} bytes "
             "on each"
+        )
+    elif runner.decision.others:
+        shapes = len(by_shape(runner.context.layers, *STORED))
+        nbytes = runner.context.token_to_kv_pool.nbytes
+        parts.append(
+            f"KV memory for {runner.kv_tokens} tokens, {nbytes:,} bytes in pools of {shapes} shapes"
         )
     if runner.sizes.swa is not None:
         parts.append(

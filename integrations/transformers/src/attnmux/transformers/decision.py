@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers.utils.hub import cached_file
@@ -16,6 +16,7 @@ from attnmux.core import (
     BackendFailed,
     Decision,
     InvalidInput,
+    LayerGroup,
     LayerSpec,
     LinearLayerSpec,
     Measurement,
@@ -28,8 +29,9 @@ from attnmux.core import (
     dtype_name,
 )
 from attnmux.transformers.checkpoint import Checkpoint
-from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget, alike
+from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget
 from attnmux.transformers.ranks import ONE_RANK, Ranks
+from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,27 +94,37 @@ def request_of(
 ) -> Request:
     """What the layers need, every value with the origin "model".
 
-    Where windows or chunks differ between layers, the largest is asked for.
-    Raises InvalidInput where heads or dims differ: one KV pool holds all layers, and one backend
-    serves all linear layers of a kind.
+    Where windows or chunks differ between layers of the same heads and dims, the largest is asked
+    for. Layers of other heads or dims than the first are the request's `other_layers`.
+    Raises InvalidInput where latent layers or linear layers of a kind differ.
     """
-    first = alike(layers, "tp_q_head_num")
-    windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+    first, *others = by_shape(layers, *SHAPE)
     given: dict[str, object] = {
-        "kind": first.kind,
+        "kind": first[0].kind,
+        **_needs(first),
+        "other_layers": [LayerGroup(layers=len(each), **_needs(each)) for each in others],
+        "dtype": dtype_name(dtype),
+        "cross_attention": any(layer.is_cross_attention for layer in layers),
+        "alibi": any(layer.alibi_slopes is not None for layer in layers),
+        **_linear_needs(linear),
+    }
+    return Request().replace(origin="model", **given)
+
+
+def _needs(layers: Sequence[LayerSpec]) -> dict[str, Any]:
+    """What layers of one shape ask for."""
+    first = layers[0]
+    windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+    return {
         "num_q_heads": first.tp_q_head_num,
         "num_kv_heads": first.tp_k_head_num,
         "head_dim": first.qk_head_dim,
         "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
-        "dtype": dtype_name(dtype),
         "sliding_window": max(windows, default=None),
         "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
         "logit_cap": max(layer.logit_cap for layer in layers) or None,
         "sinks": any(layer.sinks is not None for layer in layers),
-        "cross_attention": any(layer.is_cross_attention for layer in layers),
-        **_linear_needs(linear),
     }
-    return Request().replace(origin="model", **given)
 
 
 def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
@@ -130,7 +142,7 @@ def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
 
 def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
     """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them."""
-    first = alike(layers)
+    first = by_shape(layers, *STORED)[0][0]
     return expanded.replace(
         origin="model",
         kind="mla",
@@ -150,6 +162,16 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     Raises InvalidInput naming the field.
     """
     stated = config.expanded() if config.latent else config
+    groups, said = recorded.of_groups(), stated.of_groups()
+    if len(groups) != len(said):
+        got = f"{len(groups)} shapes of layers when the model runs"
+        raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")
+    for ran, told in zip(groups, said, strict=True):
+        _check_group(ran, told, max_context_len)
+
+
+def _check_group(recorded: Request, stated: Request, max_context_len: int) -> None:
+    """The same for layers that are alike."""
     for name in ("num_q_heads", "head_dim"):
         _compare(name, getattr(recorded, name), getattr(stated, name))
     # A model may repeat K and V itself, as JetMoE does for each expert
@@ -241,9 +263,10 @@ def _check_windows(request: Request, options: RunnerOptions) -> None:
     Attention counts both in columns of the request's row, where the nodes of a tree lie one after
     another, so that a node would see too few tokens before it.
     """
+    groups = request.of_groups()
     for name, reach in (
-        ("sliding window", request.sliding_window),
-        ("attention chunk", request.attention_chunk),
+        *(("sliding window", each.sliding_window) for each in groups),
+        *(("attention chunk", each.attention_chunk) for each in groups),
     ):
         if options.draft_topk > 1 and reach is not None and reach < options.max_context_len:
             got = f"{options.draft_topk}, for a model with a {name} of {reach} tokens"

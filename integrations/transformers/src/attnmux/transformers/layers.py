@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
+from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.positions import count_from_own_start, take_positions
 from attnmux.transformers.probe import Probe, Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
@@ -36,6 +37,7 @@ def record_layers(
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
+    adapt(model)
     take_positions(model)
     probe = Probe.of(model, mixers)
     try:
@@ -106,7 +108,8 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             "states of layers that `mixer_calls.py` knows",
         )
     # Some models call the interface without saying so
-    if not model_class._supports_attention_backend and not has_attention(model_class):
+    calls = model_class._supports_attention_backend or has_attention(model_class)
+    if not calls and not has_adapter(model_class):
         raise InvalidInput(
             name,
             got="a model that computes attention by itself",
@@ -225,5 +228,10 @@ def layer_of(call: ModelCall, reach: Reach) -> LayerSpec:
         logit_cap=call.logit_cap,
         sliding_window_size=reach.sliding_window_size,
         attention_chunk_size=reach.attention_chunk_size,
-        sinks=None if call.sinks is None else call.sinks.detach().float().clone(),
+        sinks=_of_heads(call.sinks, call.q.device),
+        alibi_slopes=_of_heads(call.alibi_slopes, call.q.device),
     )
+
+
+def _of_heads(values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if values is None else values.detach().to(device, torch.float32, copy=True)

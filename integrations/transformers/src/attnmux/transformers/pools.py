@@ -12,6 +12,7 @@ import torch
 from attnmux.core import (
     Decision,
     InvalidInput,
+    JoinedKVPool,
     KVPool,
     LayerSpec,
     LinearLayerSpec,
@@ -25,6 +26,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan, swa_tokens_in_budget
+from attnmux.transformers.shapes import STORED, by_shape
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -92,8 +94,6 @@ for longer steps, and for windows at the ends of cached prefixes."""
 SLOT_MAP_BYTES = 12
 """Bytes that a window pool's map takes for each token of the full pool."""
 
-STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSizes:
@@ -158,7 +158,7 @@ def pool_sizes(
         tokens = own + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
-    swa_bytes = token_bytes // len(layers) * sum(map(_is_windowed, layers))
+    swa_bytes = bytes_per_token([each for each in layers if _is_windowed(each)], decision)
     full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
     if nbytes is not None:
         fitting = swa_tokens_in_budget(
@@ -202,11 +202,13 @@ def make_pools(
     if sizes.swa is None or span is None:
         pool = make_pool(layers, decision, size=sizes.full, device=device)
         return pool, PagedAllocator(sizes.full, decision.page_size, device), None
-    alike(layers)
     groups: list[KVPool] = []
     for size, windowed in ((sizes.full, False), (sizes.swa, True)):
-        ids = [layer.layer_id for layer in layers if _is_windowed(layer) == windowed]
-        groups.append(_pool_like(layers[0], ids, decision, size=size, device=device))
+        own = [layer for layer in layers if _is_windowed(layer) == windowed]
+        if own:
+            groups.append(make_pool(own, decision, size=size, device=device))
+        else:  # a window pool holds all layers, and the full one counts their tokens
+            groups.append(_pool_like(layers[0], [], decision, size=size, device=device))
     swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
     allocator = SWAAllocator(swa_pool)
     return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
@@ -217,13 +219,17 @@ def make_pool(
 ) -> KVPool:
     """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    It is an MLA pool for latent layers, else one of K and V. Every layer has a buffer of `size`
-    tokens, also in an encoder-decoder model, where a layer uses only one kind of token.
+    It is an MLA pool for latent layers, else one of K and V; where heads or dims differ, it joins
+    a pool for each shape. Every layer has a buffer of `size` tokens, also in an encoder-decoder
+    model, where a layer uses only one kind of token.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
     does not suffice.
     """
-    ids = [layer.layer_id for layer in layers]
-    return _pool_like(alike(layers), ids, decision, size=size, device=device)
+    pools = [
+        _pool_like(alike[0], [each.layer_id for each in alike], decision, size=size, device=device)
+        for alike in by_shape(layers, *STORED)
+    ]
+    return pools[0] if len(pools) == 1 else JoinedKVPool(pools)
 
 
 def _pool_like(
@@ -234,7 +240,7 @@ def _pool_like(
     size: int,
     device: torch.device,
 ) -> KVPool:
-    """A pool for layers that are like `first`."""
+    """A pool for layers of the shape of `first`."""
     dtype = torch_dtype(decision.kv_dtype)
     if first.kind == "mla":
         return MLATokenToKVPool(
@@ -263,8 +269,12 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
 
     Raises InvalidInput for layers that one pool cannot hold.
     """
-    dtype = torch_dtype(decision.kv_dtype)
-    first = alike(layers)
+    return sum(_shape_bytes(alike, decision) for alike in by_shape(layers, *STORED))
+
+
+def _shape_bytes(layers: Sequence[LayerSpec], decision: Decision) -> int:
+    """Of layers of one shape."""
+    dtype, first = torch_dtype(decision.kv_dtype), layers[0]
     if first.kind == "mla":
         return MLATokenToKVPool.bytes_per_token(
             dtype=dtype,
@@ -279,23 +289,3 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
         head_dim=first.qk_head_dim,
         v_head_dim=first.v_head_dim,
     )
-
-
-def alike(layers: Sequence[LayerSpec], *also: str) -> LayerSpec:
-    """A layer whose kind, KV heads and dims, and the fields in `also`, all of them have.
-
-    Raises InvalidInput naming the first that differs.
-    """
-    if not layers:
-        raise InvalidInput("layers", got="none", expected="at least one layer")
-    first = layers[0]
-    for layer in layers[1:]:
-        for name in (*STORED, *also):
-            if getattr(layer, name) != getattr(first, name):
-                raise InvalidInput(
-                    f"layer {layer.layer_id}",
-                    got=f"{name} {getattr(layer, name)}",
-                    expected=f"{getattr(first, name)}, as in layer {first.layer_id}: one KV pool "
-                    "holds all layers",
-                )
-    return first

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from attnmux.core.choosing.ask.layer_group import LayerGroup
+from attnmux.core.choosing.ask.model_groups import attention_layers, differing_shapes
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
     BESIDE,
@@ -15,7 +17,6 @@ from attnmux.core.choosing.ask.model_layers import (
     LINEAR,
     NO_MIXING,
     WINDOWED,
-    differing_shapes,
     layer_types,
     linear_layers,
 )
@@ -26,6 +27,8 @@ from attnmux.core.choosing.ask.model_types import (
     NAMES,
     SINKS,
     UNSAYABLE,
+    WINDOW_KV_HEADS,
+    WINDOW_SINKS,
 )
 from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.choosing.common.files import read_file
@@ -58,6 +61,9 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     for name, own in NAMES.get(model_type, {}).items():
         if values.get(name) is None:
             values[name] = values.get(own)
+    kv_heads = values.get("num_key_value_heads")
+    if model_type in WINDOW_KV_HEADS and isinstance(kv_heads, int):
+        values.setdefault("swa_num_key_value_heads", kv_heads * WINDOW_KV_HEADS[model_type])
     source = str(path)
     values["model_type"] = model_type
     whole_type = str(config.get("model_type", ""))
@@ -69,16 +75,56 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     return {
         "linear_layers": linear_layers(types, model_type),
         **_linear_dims(values, types),
-        **(_latent_heads if latent else _heads)(values, source, tp),
-        **_layers(values, source),
+        **(_latent_layers if latent else _attention)(values, source, tp),
         "dtype": _dtype(text) or _dtype(config),
-        "sinks": model_type in SINKS,
         "alibi": _has_alibi(values),
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
         "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
         "cross_attention": _has_cross_attention(config, values),
     }
+
+
+def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
+    """Heads, dims and reach of all layers; where they differ, of each group of layers."""
+    has_sinks = values["model_type"] in SINKS
+    if not differing_shapes(values):
+        return {**_heads(values, source, tp), **_layers(values, source), "sinks": has_sinks}
+    windowed_alone = values["model_type"] in WINDOW_SINKS
+    every = []
+    for kind, own in attention_layers(values):
+        of_layer = {**values, **own, "layer_types": [kind] if kind else []}
+        reach = _layers(of_layer, source)
+        sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
+        every.append((_heads(of_layer, source, tp), {**reach, "sinks": sinks}))
+    shapes = [heads for n, (heads, _) in enumerate(every) if heads not in [h for h, _ in every[:n]]]
+    first, *others = (
+        (shape, [features for heads, features in every if heads == shape]) for shape in shapes
+    )
+    cap = values.get("attn_logit_softcapping")
+    groups = [
+        LayerGroup(
+            layers=len(features),
+            logit_cap=cap,
+            **{name: shape[name] for name in shape if name != "kind"},
+            **_joined(features),
+        )
+        for shape, features in others
+    ]
+    return {**first[0], **_joined(first[1]), "other_layers": tuple(groups)}
+
+
+def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
+    """What layers of one shape ask for together: windows and chunks have one size in a model."""
+    return {
+        name: next((each[name] for each in features if each[name]), unset)
+        for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
+    }
+
+
+def _latent_layers(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
+    heads, reach = _latent_heads(values, source, tp), _layers(values, source)
+    return {**heads, **reach, "sinks": values["model_type"] in SINKS}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -125,8 +171,9 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
         yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
-    if differing := differing_shapes(values):
-        expected = "one shape, as one KV pool holds all layers, or a request for each shape"
+    differing = differing_shapes(values)
+    if differing and (latent or not attention_layers(values)):
+        expected = "one shape of latent attention, or heads and dims whose layers config.json names"
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 

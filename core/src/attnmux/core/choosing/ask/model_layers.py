@@ -52,29 +52,6 @@ PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 MOST_LAYERS = 10_000
 
-SHAPES = frozenset(
-    {
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "v_head_dim",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-    }
-)
-"""Values that a request holds once, so that layers must not differ in them."""
-
-OF_SOME_LAYERS: Mapping[str, str] = {
-    "global_head_dim": "head_dim",
-    "num_global_key_value_heads": "num_key_value_heads",
-    "swa_num_attention_heads": "num_attention_heads",
-    "swa_num_key_value_heads": "num_key_value_heads",
-    "swa_head_dim": "head_dim",
-    "swa_v_head_dim": "v_head_dim",
-}
-"""Names that model types give to the shapes of their unwindowed or windowed layers alone."""
-
 
 def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
     """The kind of each layer; [] where the config.json leaves them to its class.
@@ -142,24 +119,3 @@ def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], .
     own = KIND_OF.get(model_type)
     counts = Counter(own if own and name in UNNAMED else name for name in named)
     return tuple(sorted(counts.items()))
-
-
-def differing_shapes(values: Mapping[str, Any]) -> set[str]:
-    """The shapes in which layers differ."""
-    layers = values.get("per_layer_config")
-    stated = layers.values() if isinstance(layers, dict) else ()
-    differing = {name for layer in stated if isinstance(layer, dict) for name in layer} & SHAPES
-    for own, name in OF_SOME_LAYERS.items():
-        if values.get(own) not in (None, values.get(name)):
-            differing.add(name)
-    other = values.get("attention_other_setting")  # Step's windowed layers
-    if isinstance(other, dict):
-        differing |= {n for n in SHAPES & other.keys() if other[n] != values.get(n, other[n])}
-    for name in ("num_query_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"):
-        each = values.get(name)
-        if isinstance(each, list) and any(one != each[0] for one in each):
-            differing.add(name)
-    blocks = values.get("block_configs")  # models that an architecture search has pruned
-    attention = [block.get("attention") for block in blocks or () if isinstance(block, dict)]
-    groups = {part.get("n_heads_in_group") for part in attention if isinstance(part, dict)}
-    return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())

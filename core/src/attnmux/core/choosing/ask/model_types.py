@@ -49,7 +49,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"multi_query": True},
     "gpt_bigcode": {"multi_query": True},
     "idefics": {"cross_layer_interval": 1},
-    "mimo_v2_flash": {"v_head_dim": 128},
+    "mimo_v2_flash": {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+    },
 }
 """Each model type's defaults: a config.json may hold only values that differ from its class's
 defaults, as Gemma 3's does."""
@@ -98,3 +103,10 @@ not. Others have it where config.json sets `alibi`."""
 
 SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
 """Model types whose attention has sinks. These are weights: a config.json does not list them."""
+
+WINDOW_SINKS = frozenset({"mimo_v2_flash"})
+"""Of these, model types whose windowed layers alone have sinks."""
+
+WINDOW_KV_HEADS: Mapping[str, int] = {"mimo_v2_flash": 2}
+"""How many times the KV heads of other layers the windowed ones have, where config.json does not
+state theirs."""

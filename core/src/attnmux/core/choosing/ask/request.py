@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.values import PHASES, READERS
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.facts import dataclass, defaults, field
@@ -79,6 +80,9 @@ class Request:
     strided_kv: bool = False
     """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
     of a slot side by side."""
+    other_layers: tuple[LayerGroup, ...] = ()
+    """Attention layers whose heads, dims or features are not those of the fields above, as where
+    window layers have more KV heads. Each group has a backend of its own, see `Decision.others`."""
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
@@ -232,6 +236,23 @@ class Request:
             linear_layers=(),
         )
 
+    def of_groups(self) -> tuple[Request, ...]:
+        """A request for each group of layers that are alike, that of the fields first."""
+        if not self.other_layers:
+            return (self,)
+        first = self.replace(origin="model", other_layers=())
+        plain = first.replace(
+            origin="model",
+            linear_layers=(),
+            linear_head_dim=None,
+            linear_v_head_dim=None,
+            multimodal=False,
+            encoder_head_dim=None,
+            phases=tuple(phase for phase in self.phases if phase != "encoder"),
+        )
+        others = (plain.replace(origin="model", **group.needs()) for group in self.other_layers)
+        return (first, *others)
+
     def of_linear(self, kind: str) -> Request:
         """What the model's linear layers of one kind ask for."""
         is_recurrent = kind != "conv"
@@ -253,7 +274,8 @@ class Request:
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         layers = dict(self.linear_layers)
-        plain = {"phases": list(self.phases), "linear_layers": layers}
+        others = [group.to_dict() for group in self.other_layers]
+        plain = {"phases": list(self.phases), "linear_layers": layers, "other_layers": others}
         return {**data, **plain, "origins": dict(self.origins)}
 
     @classmethod

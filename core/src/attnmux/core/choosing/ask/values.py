@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from attnmux.core.choosing.ask.layer_group import read_groups
 from attnmux.core.choosing.common.checks import UNSET, read_flag
 from attnmux.core.errors import InvalidInput
 
@@ -155,6 +156,7 @@ READERS: Mapping[str, Reader] = {
     "graph": _flag,
     "lse": _flag,
     "strided_kv": _flag,
+    "other_layers": read_groups,
     "linear_layers": _layers,
     "linear_head_dim": _positive,
     "linear_v_head_dim": _positive,

@@ -54,8 +54,13 @@ def solve_measured(
     decision = solve(
         request, platform, offers, policy, libraries=libraries, ranking=ranking, accuracy=accuracy
     )
-    decision = with_batch_sizes(decision, offers, policy, found, libraries=libraries)
-    return replace(decision, notes=notes_on(decision, found)) if found else decision
+    if not found:
+        return decision
+    groups = []
+    for group in decision.groups:
+        sized = with_batch_sizes(group, offers, policy, found, libraries=libraries)
+        groups.append(replace(sized, notes=notes_on(sized, found)))
+    return Decision.of_groups(groups, request.other_layers)
 
 
 def accuracy_by(

@@ -44,23 +44,28 @@ def unverified(
         for each in measurements
         if each.conformant and each.backend in by_address
     }
-    chosen: dict[tuple[str, str], list[tuple[str, Choice]]] = {}
-    uses_of = [("", phase, choice) for phase, choice in decision.choices]
-    for kind, phase, choice in (*uses_of, *decision.linear_choices):
+    uses = [(each, "", *one) for each in decision.groups for one in each.choices]
+    uses += [(decision, kind, phase, choice) for kind, phase, choice in decision.linear_choices]
+    chosen: dict[tuple[str, str, Request], tuple[Decision, list[str], Choice]] = {}
+    for of, kind, phase, choice in uses:
         if not choice.origin:
-            chosen.setdefault((choice.address, kind), []).append((phase, choice))
+            key = choice.address, kind, of.request
+            chosen.setdefault(key, (of, [], choice))[1].append(phase)
     found = []
-    for (address, kind), uses in chosen.items():
-        offer, choice = by_address[address], uses[0][1]
-        request = decision.request.of_linear(kind) if kind else decision.request
+    for (address, kind, request), (of, served, choice) in chosen.items():
+        offer = by_address[address]
         reason = doubt(offer.card.verified_on, decision.platform)
         is_new = offer.card.status == "available" and (address, choice.version) not in passed
         if reason and is_new:
-            phases = tuple(dict.fromkeys(phase for phase, _ in uses))
-            reason += passed_over(decision, offer, () if kind else phases, by_address)
+            phases = tuple(dict.fromkeys(served))
+            reason += passed_over(of, offer, () if kind else phases, by_address)
             found.append(
                 Unverified(
-                    offer=offer, choice=choice, request=request, phases=phases, reason=reason
+                    offer=offer,
+                    choice=choice,
+                    request=request.of_linear(kind) if kind else request,
+                    phases=phases,
+                    reason=reason,
                 )
             )
     return tuple(found)

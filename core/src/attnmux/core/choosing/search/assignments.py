@@ -19,6 +19,7 @@ from attnmux.core.choosing.search.points import (
     FALLBACK_KV_DTYPE,
     Point,
     candidates_of,
+    clauses_of,
     feasible_points,
 )
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant, opponents
@@ -56,6 +57,45 @@ def best_assignment(problem: Problem, variants: Sequence[Variant]) -> Assignment
         if found:
             return min(found, key=itemgetter(0))[1]
     return None
+
+
+def best_together(
+    problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
+) -> tuple[Assignment, ...] | None:
+    """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
+    coercions; then with the best merits, those of earlier problems first. None where no page size
+    and KV dtype serves all of them.
+
+    variants: of each problem.
+    """
+    found = [
+        [(variant, candidates_of(problem, variant)) for variant in alike]
+        for problem, alike in zip(problems, variants, strict=True)
+    ]
+    clauses = [
+        clause for each in found for _, candidates in each for clause in clauses_of(candidates)
+    ]
+    by_storage = []
+    for problem, each in zip(problems, found, strict=True):
+        best: dict[tuple[int | None, str | None], tuple[Key, Assignment]] = {}
+        for variant, candidates in each:
+            for point in feasible_points(problem, variant, candidates, clauses):
+                stored = point[0].request.page_size, point[0].request.kv_dtype
+                for (merits, *rest), assignment in _assignments(problem, point):
+                    key = (len(variant.dropped), merits, rest)
+                    if stored not in best or key < best[stored][0]:
+                        best[stored] = key, assignment
+        by_storage.append(best)
+    shared = [stored for stored in by_storage[0] if all(stored in best for best in by_storage)]
+    if not shared:
+        return None
+
+    def together(stored: tuple[int | None, str | None]) -> Key:
+        dropped, merits, rest = zip(*(best[stored][0] for best in by_storage), strict=True)
+        return sum(dropped), merits, rest
+
+    winner = min(shared, key=together)
+    return tuple(best[winner][1] for best in by_storage)
 
 
 def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignment]]:

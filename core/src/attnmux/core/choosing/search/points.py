@@ -92,22 +92,31 @@ def _meeting(stated: Stated, demands: Iterable[Demand]) -> Stated:
     return stated
 
 
-def feasible_points(
-    problem: Problem, variant: Variant, candidates: Sequence[Sequence[Candidate]]
-) -> Iterator[Point]:
-    """Points that serve all groups: if any page size and KV dtype does, at least one is found.
-
-    candidates: `candidates_of` the variant.
-    """
-    if not all(candidates):
-        return
-    clauses = [
+def clauses_of(candidates: Sequence[Sequence[Candidate]]) -> list[Clause]:
+    """The clauses by which the candidates serve."""
+    return [
         clause
         for found in candidates
         for _, by_phase in found
         for admitting in by_phase
         for clause in admitting
     ]
+
+
+def feasible_points(
+    problem: Problem,
+    variant: Variant,
+    candidates: Sequence[Sequence[Candidate]],
+    also: Sequence[Clause] = (),
+) -> Iterator[Point]:
+    """Points that serve all groups: if any page size and KV dtype does, at least one is found.
+
+    candidates: `candidates_of` the variant. also: clauses of other problems, whose page sizes and
+    KV dtypes are tried too.
+    """
+    if not all(candidates):
+        return
+    clauses = [*clauses_of(candidates), *also]
     opened = variant.questions
     for page_size in _page_sizes(variant.request, clauses):
         for kv_dtype in _kv_dtypes(variant.request, clauses):

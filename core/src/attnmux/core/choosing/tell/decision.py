@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.digest import sha256
-from attnmux.core.choosing.common.facts import dataclass, field
+from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
@@ -17,6 +18,9 @@ from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.choosing.tell.choice import Choice, SizeRange, disagreements
 from attnmux.core.errors import InvalidInput
+
+Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
+"""The decision's platform, and what this process knows itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,9 @@ class Decision:
     trees: Choice | None = None
     """Where no backend takes the masks of the request's draft trees: the backend that attends to
     the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
+    others: tuple[Decision, ...] = ()
+    """For each of `Request.other_layers`, the decision about these layers. Page size and KV dtype
+    are the same in all."""
     linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
     """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
     attention. A kind that nobody serves is absent, see `unserved_layers`."""
@@ -50,16 +57,37 @@ class Decision:
     is_checked: bool = field(default=True, repr=False, compare=False)
     """Whether this process decided it or has checked it: text can name any code as a factory."""
 
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[Decision], other_layers: tuple[LayerGroup, ...]
+    ) -> Decision:
+        """One decision of those for `Request.of_groups`."""
+        first, *others = groups
+        if not others:
+            return first
+        request = first.request.replace(origin="model", other_layers=other_layers)
+        return replace(first, request=request, others=tuple(others))
+
+    @property
+    def groups(self) -> tuple[Decision, ...]:
+        """The decision about each group of layers that are alike, as `Request.of_groups` has
+        them: itself where all layers are."""
+        if not self.others:
+            return (self,)
+        return replace(self, request=self.request.of_groups()[0], others=()), *self.others
+
     @property
     def choices(self) -> tuple[tuple[str, Choice], ...]:
-        """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`."""
-        return (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
+        """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`, then
+        those of other layers."""
+        own = (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
+        return (*own, *(pair for each in self.others for pair in each.choices))
 
     @property
     def is_last_resort(self) -> bool:
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
-        return any(
+        return any(each.is_last_resort for each in self.others) or any(
             verdict.rank is not None and verdict.rank >= LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
@@ -90,6 +118,8 @@ class Decision:
         """
         asked = self.request.to_dict()
         del asked["origins"]
+        if not self.others:
+            del asked["other_layers"]
         decided = {
             "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
             "request": asked,
@@ -105,6 +135,8 @@ class Decision:
             decided["expanded"] = self.expanded.identity()
         if self.trees is not None:
             decided["trees"] = self.trees.identity()
+        if self.others:
+            decided["others"] = [each.hash for each in self.others]
         if self.linear:
             decided["linear"] = {
                 kind: {phase: choice.identity() for phase, choice in served.items()}
@@ -129,6 +161,14 @@ class Decision:
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
+        found = [each for one in self.groups for each in one._disagreements(here)]
+        if found:
+            expected = "one that holds in this process too"
+            raise InvalidInput("decision", got="; ".join(found), expected=expected)
+        object.__setattr__(self, "is_checked", True)
+
+    def _disagreements(self, here: Here) -> list[str]:
+        """What does not hold in this process, of one group of layers."""
         asked = self.request if self.trees is None else self.request.without_drafts()
         served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
         found = [*disagreements(served, asked, *here)]
@@ -139,10 +179,7 @@ class Decision:
             found += disagreements([("decode", self.trees)], self.request.of_prefixes(), *here)
         for kind, each in self.linear.items():
             found += disagreements(each.items(), self.request.of_linear(kind), *here)
-        if found:
-            expected = "one that holds in this process too"
-            raise InvalidInput("decision", got="; ".join(found), expected=expected)
-        object.__setattr__(self, "is_checked", True)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -155,6 +192,7 @@ class Decision:
             "decode_sizes": [each.to_dict() for each in self.decode_sizes],
             "expanded": None if self.expanded is None else self.expanded.to_dict(),
             "trees": None if self.trees is None else self.trees.to_dict(),
+            "others": [each.to_dict() for each in self.others],
             "linear": {
                 kind: {phase: choice.to_dict() for phase, choice in served.items()}
                 for kind, served in self.linear.items()
@@ -175,42 +213,58 @@ class Decision:
         hash that does not match the content.
         """
         try:
-            data = json.loads(text)
-            if data["hash"] is None and not data["phases"]:
-                got = "an answer in which nothing was decided"
-                raise InvalidInput("decision", got=got, expected="a backend for each phase")
-            decision = cls(
-                platform=Platform.from_dict(data["platform"]),
-                request=Request.from_dict(data["request"]),
-                page_size=data["page_size"],
-                kv_dtype=data["kv_dtype"],
-                phases=_choices(data["phases"]),
-                decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
-                expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
-                trees=data["trees"] and Choice.from_dict(data["trees"]),
-                linear=FrozenMapping(
-                    {kind: _choices(served) for kind, served in data["linear"].items()}
-                ),
-                coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
-                notes=tuple(data["notes"]),
-                candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
-                is_checked=False,
-            )
-            stated = data["hash"]
+            return cls._read(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, InvalidInput) and error.argument == "decision":
                 raise
             got = f"{type(error).__name__}: {error}"
             expected = "the JSON of this version's Decision.to_json"
             raise InvalidInput("decision", got=got, expected=expected) from error
-        if stated != decision.hash:
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Decision:
+        if data["hash"] is None and not data["phases"]:
+            got = "an answer in which nothing was decided"
+            raise InvalidInput("decision", got=got, expected="a backend for each phase")
+        decision = cls(
+            platform=Platform.from_dict(data["platform"]),
+            request=Request.from_dict(data["request"]),
+            page_size=data["page_size"],
+            kv_dtype=data["kv_dtype"],
+            phases=_choices(data["phases"]),
+            decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
+            expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
+            trees=data["trees"] and Choice.from_dict(data["trees"]),
+            others=tuple(map(cls._read, data["others"])),
+            linear=FrozenMapping(
+                {kind: _choices(served) for kind, served in data["linear"].items()}
+            ),
+            coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+            notes=tuple(data["notes"]),
+            candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            is_checked=False,
+        )
+        if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"
-            got = f"hash {stated}: it was changed since, or written by another version of attnmux"
-            raise InvalidInput("decision", got=got, expected=expected)
+            got = f"hash {data['hash']}: it was changed since, or written by another version of "
+            raise InvalidInput("decision", got=f"{got}attnmux", expected=expected)
+        if len(decision.others) != len(decision.request.other_layers):
+            got = f"{len(decision.others)} others for {len(decision.request.other_layers)} groups"
+            raise InvalidInput("decision", got=got, expected="a decision for each group of layers")
         return decision
 
     def summary(self) -> str:
         """One line: the backend of each phase, the machine, and why each backend won."""
+        said = self._said()
+        for group, other in zip(self.request.other_layers, self.others, strict=True):
+            said += [f"for {group}: {'; '.join(other._said())}"]
+        where = self.platform.name or str(self.platform)
+        stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
+        noted = "".join(f"; note: {note}" for note in self.notes)
+        return f"{'; '.join(said)}; on {where}, {stored}{noted}"
+
+    def _said(self) -> list[str]:
+        """The backends of one group of layers, and of the linear ones."""
         served: dict[str, list[str]] = {}
         for phase, choice in self.phases.items():
             if self.trees is None or phase != "verify":
@@ -242,10 +296,7 @@ class Decision:
             else f"nobody serves {count} {kind} layers"
             for kind, count in self.request.linear_layers
         ]
-        where = self.platform.name or str(self.platform)
-        stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
-        noted = "".join(f"; note: {note}" for note in self.notes)
-        return f"{'; '.join(said)}; on {where}, {stored}{noted}"
+        return said
 
     def _standing(self, choice: Choice, phases: list[str]) -> str:
         """How a winner stood among the candidates of the phase that decided: decode if served."""

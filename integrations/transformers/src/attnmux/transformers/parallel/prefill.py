@@ -70,9 +70,16 @@ class PrefillParallelRanks(GroupRanks):
         policy: Policy,
         measurements: Sequence[Measurement],
     ) -> Decision:
-        if request.linear_layers or request.deterministic:
-            got = "linear layers" if request.linear_layers else "a deterministic request"
-            expected = "attention in every layer, and sums that may depend on a step's size"
+        unfit = {
+            "linear layers": request.linear_layers,
+            "layers of several shapes": request.other_layers,
+            "a deterministic request": request.deterministic,
+        }
+        got = next((what for what, is_asked in unfit.items() if is_asked), "")
+        if got:
+            expected = (
+                "attention in every layer, of one shape, and sums that may depend on a step's size"
+            )
             raise InvalidInput("pcp", got=got, expected=f"{expected}: prompts are split over ranks")
         whole = solve_measured(request, platform, offers, policy, measurements=measurements)
         of_parts = request.of_parts().replace(origin="default", page_size=whole.page_size)

@@ -1,0 +1,63 @@
+"""Layers of a model that differ from its other layers in heads, dims or features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attnmux.core.choosing.common.checks import is_whole
+from attnmux.core.choosing.common.facts import dataclass
+from attnmux.core.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """So many layers that are alike. Fields are those of a `Request`."""
+
+    layers: int
+    """How many they are."""
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    sinks: bool = False
+    logit_cap: float | None = None
+
+    def __str__(self) -> str:
+        dims = self.head_dim if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
+        window = "" if self.sliding_window is None else f" and a window of {self.sliding_window}"
+        heads = f"{self.num_q_heads}/{self.num_kv_heads} heads of {dims}{window}"
+        return f"{self.layers} layer{'s' * (self.layers > 1)} with {heads}"
+
+    def needs(self) -> dict[str, Any]:
+        """The fields of a request for these layers."""
+        return {name: getattr(self, name) for name in NEEDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"layers": self.layers, **self.needs()}
+
+
+NEEDS = tuple(name for name in LayerGroup.__slots__ if name != "layers")
+
+
+def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value
+    """Groups, or their `to_dict`. Raises InvalidInput for anything else, such as text."""
+    try:
+        items: Iterable[Any] = () if value in (None, "") else value
+        groups = tuple(
+            each if isinstance(each, LayerGroup) else LayerGroup(**_mapping(each)) for each in items
+        )
+    except TypeError:
+        groups = (LayerGroup(layers=0),)
+    if not all(is_whole(each.layers, 1) for each in groups):
+        expected = "groups of layers, as `Request.from_model` reads them from a config.json"
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    return groups
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a group is a mapping")
+    return value

@@ -1,0 +1,113 @@
+"""Models that compute attention in their own code, led through AttentionInterface by adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from attnmux.core import InvalidInput, load_plugins
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
+from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.own_attention import ADAPTERS, has_adapter
+
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}
+FALCON = {**NO_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+GPT = {**NO_TOKENS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+MAKERS = {
+    "bloom": lambda: transformers.BloomConfig(**NO_TOKENS, hidden_size=48, n_layer=3, n_head=6),
+    "codegen": lambda: transformers.CodeGenConfig(**GPT, rotary_dim=8),
+    "falcon-7b": lambda: transformers.FalconConfig(**FALCON, multi_query=True),
+    "falcon-rw": lambda: transformers.FalconConfig(
+        **FALCON, multi_query=False, alibi=True, parallel_attn=False, bias=True
+    ),
+    "falcon-40b": lambda: transformers.FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "gpt-j": lambda: transformers.GPTJConfig(**GPT, rotary_dim=8),
+    "gpt-neo": lambda: transformers.GPTNeoConfig(
+        **NO_TOKENS,
+        hidden_size=48,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=5,
+        max_position_embeddings=128,
+    ),
+    "gpt-neox-japanese": lambda: transformers.GPTNeoXJapaneseConfig(
+        **NO_TOKENS, hidden_size=48, num_hidden_layers=3, num_attention_heads=4
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        **NO_TOKENS, d_model=48, n_layers=3, n_heads=6, attn_config={"clip_qkv": 1.5}
+    ),
+}
+ALIBI = {"bloom", "falcon-rw", "mpt"}
+KV_HEADS = {"bloom": 6, "mpt": 6, "falcon-7b": 1, "falcon-40b": 2}
+PROMPT_LENS = (13, 1, 33)
+NUM_DECODED = 4
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_are_those_of_eager_attention(tmp_path, name, page_size):
+    torch.manual_seed(0)
+    with quiet_transformers(progress=False):
+        # transformers' eager Falcon adds its biases twice: with the mask, and before it scales
+        how = "sdpa" if name == "falcon-rw" else "eager"
+        model = AutoModelForCausalLM.from_config(MAKERS[name](), attn_implementation=how).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+        model.save_pretrained(tmp_path)
+    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    options = RunnerOptions(
+        max_batch_size=3, max_context_len=64, max_total_tokens=192, page_size=page_size, debug=True
+    )
+    runner = load_runner(open_checkpoint(tmp_path), probe_cpu(), offers, options)
+    request = runner.decision.request
+    assert request.alibi == (name in ALIBI)
+    assert request.num_kv_heads == KV_HEADS.get(name, 4)
+    assert request.sliding_window == (4 if name == "gpt-neo" else None)
+    sequences = [torch.randint(97, (n + NUM_DECODED,)).tolist() for n in PROMPT_LENS]
+    with torch.inference_mode():
+        theirs = [model(input_ids=torch.tensor([ids])).logits[0] for ids in sequences]
+    states = [
+        SequenceState(token_ids=ids[:n]) for ids, n in zip(sequences, PROMPT_LENS, strict=True)
+    ]
+    runner.extend([states[0], states[2]], [7, 20])
+    ours = runner.extend(states)
+    for step in range(NUM_DECODED + 1):
+        wanted = [each[n - 1 + step] for each, n in zip(theirs, PROMPT_LENS, strict=True)]
+        spread = float(torch.stack(wanted).std())
+        torch.testing.assert_close(ours, torch.stack(wanted), atol=2e-4 * spread, rtol=0)
+        if step < NUM_DECODED:
+            for state, ids in zip(states, sequences, strict=True):
+                state.token_ids.append(ids[len(state.token_ids)])
+            ours = runner.decode(states)
+
+
+def test_every_adapter_s_class_exists():
+    known = {
+        one
+        for one in (
+            transformers.BloomForCausalLM,
+            transformers.CodeGenForCausalLM,
+            transformers.FalconForCausalLM,
+            transformers.GPTJForCausalLM,
+            transformers.GPTNeoForCausalLM,
+            transformers.GPTNeoXJapaneseForCausalLM,
+            transformers.MptForCausalLM,
+        )
+    }
+    assert all(map(has_adapter, known))
+    assert not has_adapter(transformers.LlamaForCausalLM)
+    beside = {name for one in known for name in vars(__import__(one.__module__, fromlist=["_"]))}
+    assert beside.issuperset(ADAPTERS)
+
+
+def test_others_are_refused_with_the_reason(tmp_path):
+    transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match="computes attention by itself"):
+        open_checkpoint(tmp_path)
