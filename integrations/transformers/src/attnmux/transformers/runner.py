@@ -128,7 +128,7 @@ class ModelRunner:
             launches=launches,
             debug=debug,
         )
-        self.backend: AttentionBackend = ranks.build(decision, self.context)
+        self.backend = self.build(self.context)
         if wrap is not None:
             self.backend = wrap(self.backend, decision)
         self.steps = StepBuilder(
@@ -147,6 +147,10 @@ class ModelRunner:
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def build(self, context: BackendContext) -> AttentionBackend:
+        """The decided backend once more, over another request table of the same pools."""
+        return self.ranks.build(self.decision, context)
 
     def _kv_bytes(self, memory: MemoryBudget | None) -> int | None:
         """What the budget leaves to the KV pool. A share is one of the memory after the states."""
@@ -242,7 +246,7 @@ class ModelRunner:
 
         def make(ranks: CapturingRanks) -> GraphRunner:
             return GraphRunner(
-                self.backend, self._logits, config, devices=devices, inputs=inputs, ranks=ranks
+                self.backend, self.logits, config, devices=devices, inputs=inputs, ranks=ranks
             )
 
         return self.ranks.capture(make)
@@ -339,17 +343,20 @@ class ModelRunner:
         laps.lap("metadata")
         every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
         with forward_context(self.backend, batch):
-            logits = self._logits(batch, inputs, None if every else indices)
+            logits = self.logits(batch, inputs, None if every else indices)
         laps.lap("launch")
         return logits
 
-    def _logits(
+    def logits(
         self,
         batch: ForwardBatch,
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model. keep: the tokens whose logits are returned; None for all."""
+        """Call the model on a prepared step, inside its `forward_context`.
+
+        keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
+        """
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         extra = {name: inputs[name] for name in inputs if name != "input_ids"}
         # A compiler makes other code for tensors that begin elsewhere in their memory.
