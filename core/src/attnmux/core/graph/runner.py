@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from attnmux.core.graph.config import (
 )
 from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
+from attnmux.core.graph.runs import UniformRuns, refusal
 from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 
@@ -55,7 +57,9 @@ class GraphRunner:
     size, has the backend prepare its metadata outside of the graph, and launches the graph, which
     holds the in-graph half of the preparation and the model's call.
 
-    One runner serves steps of one mode. A backend may have several, such as one for decoding and
+    One runner serves steps of one mode. In DRAFT_EXTEND requests may have fewer new tokens than the
+    graph: those after them are padding, and the step runs as a TARGET_VERIFY one of chains, see
+    `UniformRuns`. A backend may have several, such as one for decoding and
     one for verification; with the same `devices` they share its memory pool.
     """
 
@@ -83,14 +87,17 @@ class GraphRunner:
                 "eagerly, or make the BackendContext with debug=False"
             )
         self.config = config
-        self._backend = backend = backend.select(config.forward_mode)
+        self._extends = config.forward_mode.is_draft_extend()
+        held = replace(config, forward_mode=ForwardMode.TARGET_VERIFY) if self._extends else config
+        self._backend = backend = backend.select(held.forward_mode)
+        self._inputs = inputs
         self._forward = forward
         self._devices = devices
         self._collectives = collectives
         self._progress = progress
         self._ranks = ranks
         self._buffers = FixedBuffers(
-            config,
+            held,
             inputs,
             seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
             max_context_len=backend.context.max_context_len,
@@ -171,6 +178,14 @@ class GraphRunner:
             raise refusal
         if size is None:
             size = self._sizes[bisect_left(self._sizes, batch.batch_size)]
+        if not self._extends or batch.forward_mode is ForwardMode.IDLE:
+            return self._replay(batch, inputs, size)
+        runs = UniformRuns.of(batch, self.config.tokens_per_request)
+        every = self._replay(runs.batch, runs.inputs(inputs, self._inputs), size)
+        return pytree.tree_map(lambda rows: None if rows is None else rows[runs.own], every)
+
+    def _replay(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], size: int) -> Any:  # noqa: ANN401  # as the model's call returns it
+        """Replay the graph of a size for a batch of the mode that it holds."""
         captured = self._captured[size]
         if batch.forward_mode is ForwardMode.IDLE:
             padded = self._buffers.load_padding(captured.batch)
@@ -207,6 +222,10 @@ class GraphRunner:
         wrong_size = self._wrong_size(batch, size, is_idle=is_idle)
         if wrong_size is not None:
             return wrong_size
+        if self._extends and not is_idle:
+            longest = self._backend.context.max_context_len
+            uneven = refusal(batch, config.tokens_per_request, longest)
+            return uneven or self._other_fields(batch)
         if batch.num_tokens != batch.batch_size * config.tokens_per_request:
             return InvalidInput(
                 "out_cache_loc",

@@ -8,11 +8,16 @@ from typing import Protocol
 import torch
 
 from attnmux.core import (
+    DeviceGraphs,
     DraftCandidates,
     DraftTree,
+    ForwardMode,
+    GraphRunner,
     InvalidInput,
     PoolExhausted,
     check_positive,
+    device_graphs,
+    graph_batch_sizes,
     likeliest,
     organize_draft_results,
 )
@@ -26,6 +31,15 @@ CATCH_UP_TOKENS = 8192
 
 class DraftRunner(StepRunner, DraftModel, Protocol):
     """A draft model as a proposer uses it; `ModelRunner` is one."""
+
+    @property
+    def catch_up_graphs(self) -> GraphRunner | None:
+        """The graphs of DRAFT_EXTEND steps; None if these run eagerly, as EXTEND."""
+
+    def capture_catch_up(
+        self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
+    ) -> None:
+        """Make `catch_up_graphs` for up to `num_tokens` new tokens of each request."""
 
 
 class ModelProposer:
@@ -74,6 +88,25 @@ class ModelProposer:
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
+
+    def capture_graphs(
+        self, *, batch_sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
+    ) -> None:
+        """Capture the draft model's rounds: one graph reads what was accepted, and another holds
+        all steps after it. Later rounds replay them.
+
+        batch_sizes: of requests; None takes the usual ones. devices: None takes those of the
+        model's device. Raises GraphUnsupported if device or backend have no graphs; what could not
+        be captured runs eagerly.
+        """
+        context = self._runner.context
+        devices = devices or device_graphs(context.device)
+        sizes = graph_batch_sizes(
+            pool_size=context.max_batch_size, speculation=True, chosen=batch_sizes
+        )
+        if self._loop is not None:
+            self._loop.capture(sizes, devices)
+        self._runner.capture_catch_up(self.steps + 1, batch_sizes=sizes, devices=devices)
 
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`. Waits for the draft model's device."""
@@ -142,7 +175,10 @@ class ModelProposer:
     def _extend(
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        step = self._runner.steps.extend(states, counts)
+        few = counts is None and max(each.num_pending for each in states) <= self.steps + 1
+        replays = few and self._runner.catch_up_graphs is not None
+        mode = ForwardMode.DRAFT_EXTEND if replays else ForwardMode.EXTEND
+        step = self._runner.steps.extend(states, counts, forward_mode=mode)
         return likeliest(self._runner.forward(step, step.last_indices), self.topk)
 
     def _forget(self) -> None:
