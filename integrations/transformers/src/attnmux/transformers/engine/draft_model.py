@@ -89,6 +89,11 @@ class ModelProposer:
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
 
+    @property
+    def device(self) -> torch.device:
+        """The draft model's."""
+        return self._runner.context.device
+
     def capture_graphs(
         self, *, batch_sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
     ) -> None:
@@ -99,11 +104,9 @@ class ModelProposer:
         model's device. Raises GraphUnsupported if device or backend have no graphs; what could not
         be captured runs eagerly.
         """
-        context = self._runner.context
-        devices = devices or device_graphs(context.device)
-        sizes = graph_batch_sizes(
-            pool_size=context.max_batch_size, speculation=True, chosen=batch_sizes
-        )
+        devices = devices or device_graphs(self.device)
+        most = self._runner.context.max_batch_size
+        sizes = graph_batch_sizes(pool_size=most, speculation=True, chosen=batch_sizes)
         if self._loop is not None:
             self._loop.capture(sizes, devices)
         self._runner.capture_catch_up(self.steps + 1, batch_sizes=sizes, devices=devices)
