@@ -65,7 +65,7 @@ class GraphConfig:
     """DECODE, TARGET_VERIFY or DRAFT_EXTEND."""
     tokens_per_request: int = 1
     """1 in DECODE, or the number of steps of a `MultiStepDraftBackend`; the number of draft tokens
-    in TARGET_VERIFY, and the most new tokens of a request in DRAFT_EXTEND."""
+    in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
     padding: bool = True
     """Whether a batch may replay a larger graph than its own size."""
     host_lens: bool = False

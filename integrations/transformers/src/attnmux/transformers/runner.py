@@ -248,7 +248,7 @@ class ModelRunner:
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
     ) -> None:
-        """Capture DRAFT_EXTEND steps with up to `num_tokens` new tokens for each request.
+        """Capture DRAFT_EXTEND steps with `num_tokens` new tokens for each request.
 
         batch_sizes: ascending. Raises as `capture_graphs` does.
         """

@@ -11,7 +11,6 @@ from attnmux.core import (
     DeviceGraphs,
     DraftCandidates,
     DraftTree,
-    ForwardMode,
     GraphRunner,
     InvalidInput,
     PoolExhausted,
@@ -21,6 +20,7 @@ from attnmux.core import (
     likeliest,
     organize_draft_results,
 )
+from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.sequence import SequenceState
@@ -39,7 +39,7 @@ class DraftRunner(StepRunner, DraftModel, Protocol):
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
     ) -> None:
-        """Make `catch_up_graphs` for up to `num_tokens` new tokens of each request."""
+        """Make `catch_up_graphs`, for `num_tokens` new tokens of each request."""
 
 
 class ModelProposer:
@@ -178,10 +178,11 @@ class ModelProposer:
     def _extend(
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        few = counts is None and max(each.num_pending for each in states) <= self.steps + 1
-        replays = few and self._runner.catch_up_graphs is not None
-        mode = ForwardMode.DRAFT_EXTEND if replays else ForwardMode.EXTEND
-        step = self._runner.steps.extend(states, counts, forward_mode=mode)
+        steps, graphs = self._runner.steps, self._runner.catch_up_graphs
+        if graphs is not None and counts is None and can_reread(states, self.steps + 1):
+            step = reread(states, steps, self.steps + 1)
+        else:
+            step = steps.extend(states, counts)
         return likeliest(self._runner.forward(step, step.last_indices), self.topk)
 
     def _forget(self) -> None:
