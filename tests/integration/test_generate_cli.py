@@ -418,7 +418,19 @@ def test_an_interrupt_ends_cleanly():
     assert b"Traceback" not in errors
 
 
-@pytest.mark.parametrize("draft", [["ngram"], ["ngram", "--topk", 3], [recall.PATH, "--steps", 3]])
+TREES = ["--topk", 3, "--steps", 3, "--draft-tokens", 8]
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        ["ngram"],
+        ["ngram", "--topk", 3],
+        [recall.PATH, "--steps", 3],
+        [recall.PATH, *TREES],
+        [recall.PATH, *TREES, "--page-size", 16],
+    ],
+)
 def test_drafts_leave_the_text_alone(draft):
     ask = ["--prompts", "-", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
     lines = "k417, x90 k417, x90 ?k\nx90 x90 x9 ?x\n"
@@ -432,7 +444,10 @@ def test_drafts_leave_the_text_alone(draft):
 
 
 def test_drafts_of_another_vocabulary_or_shape_are_refused(copy):
-    assert refused(attnmux(*ASK, "--draft", copy, "--topk", 2), "--topk", "chains")
+    trees = ["--topk", 2, "--steps", 2, "--draft-tokens", 8]
+    assert refused(attnmux(*ASK, "--draft", copy, *trees), "--draft-tokens", "at most 7", "got 8")
+    chains = ["--steps", 3, "--draft-tokens", 8]
+    assert refused(attnmux(*ASK, "--draft", copy, *chains), "--draft-tokens", "at most 4")
     assert refused(attnmux(*ASK, "--draft-tokens", 1), "--draft-tokens")
     file = copy / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -244,7 +244,8 @@ def test_both_halves_are_views_and_one_may_be_empty() -> None:
         ({"batch_sizes": ()}, "batch_sizes"),
         ({"batch_sizes": (4, 2)}, "batch_sizes"),
         ({"forward_mode": ForwardMode.EXTEND}, "forward_mode"),
-        ({"tokens_per_request": 2}, "tokens_per_request"),
+        ({"tokens_per_request": 0}, "tokens_per_request"),
+        ({"forward_mode": ForwardMode.DRAFT_EXTEND, "two_batches": True}, "two_batches"),
         ({"custom_mask": True}, "custom_mask"),
     ],
 )

@@ -85,6 +85,10 @@ if TYPE_CHECKING:
     from attnmux.core.decode_steps import DecodeStep as DecodeStep
     from attnmux.core.decode_steps import KeyLens as KeyLens
     from attnmux.core.decode_steps import with_lens as with_lens
+    from attnmux.core.draft_paths import DraftCandidates as DraftCandidates
+    from attnmux.core.draft_paths import DraftPaths as DraftPaths
+    from attnmux.core.draft_paths import likeliest as likeliest
+    from attnmux.core.draft_steps import MultiStepDraftBackend as MultiStepDraftBackend
     from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
     from attnmux.core.draft_trees import prefix_context as prefix_context
     from attnmux.core.dtypes import dtype_name as dtype_name
@@ -327,6 +331,12 @@ _NAMES_BY_MODULE = {
         "KeyLens",
         "with_lens",
     ),
+    "draft_paths": (
+        "DraftCandidates",
+        "DraftPaths",
+        "likeliest",
+    ),
+    "draft_steps": ("MultiStepDraftBackend",),
     "draft_trees": (
         "TreeAttnBackend",
         "prefix_context",

@@ -62,9 +62,10 @@ class GraphConfig:
     batch_sizes: tuple[int, ...]
     """Ascending; see `graph_batch_sizes`."""
     forward_mode: ForwardMode = ForwardMode.DECODE
-    """DECODE or TARGET_VERIFY."""
+    """DECODE, TARGET_VERIFY or DRAFT_EXTEND."""
     tokens_per_request: int = 1
-    """1 in DECODE, the number of draft tokens in TARGET_VERIFY."""
+    """1 in DECODE, or the number of steps of a `MultiStepDraftBackend`; the number of draft tokens
+    in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
     padding: bool = True
     """Whether a batch may replay a larger graph than its own size."""
     host_lens: bool = False
@@ -85,13 +86,14 @@ class GraphConfig:
         sizes = self.batch_sizes
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
             raise InvalidInput("batch_sizes", got=sizes, expected="ascending sizes from 1 up")
-        is_verify = self.forward_mode.is_target_verify()
-        if not is_verify and not self.forward_mode.is_decode():
-            got, expected = self.forward_mode.name, "DECODE or TARGET_VERIFY"
-            raise InvalidInput("forward_mode", got=got, expected=expected)
-        if self.tokens_per_request < 1 or (self.tokens_per_request > 1 and not is_verify):
-            expected = "1, or in TARGET_VERIFY the number of draft tokens"
-            raise InvalidInput("tokens_per_request", got=self.tokens_per_request, expected=expected)
+        mode = self.forward_mode
+        is_verify = mode.is_target_verify()
+        if not (is_verify or mode.is_decode() or mode.is_draft_extend()):
+            expected = "DECODE, TARGET_VERIFY or DRAFT_EXTEND"
+            raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        check_positive("tokens_per_request", self.tokens_per_request)
+        if mode.is_draft_extend() and self.two_batches:
+            raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
         if self.index_topk < 0:
             raise InvalidInput("index_topk", got=self.index_topk, expected="at least 0")
         if self.custom_mask and not is_verify:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
+from attnmux.core.spec import SpecInput
 
 CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
 """A context that a communication group needs around captures, on the capture's stream."""
@@ -55,8 +57,10 @@ class GraphRunner:
     size, has the backend prepare its metadata outside of the graph, and launches the graph, which
     holds the in-graph half of the preparation and the model's call.
 
-    One runner serves steps of one mode. A backend may have several, such as one for decoding and
-    one for verification; with the same `devices` they share its memory pool.
+    One runner serves steps of one mode. DRAFT_EXTEND steps have the same number of new tokens for
+    every request; they run as TARGET_VERIFY ones of chains, which backends hold in graphs. A
+    backend may have several runners, such as one for decoding and one for verification; with the
+    same `devices` they share its memory pool.
     """
 
     def __init__(
@@ -83,14 +87,16 @@ class GraphRunner:
                 "eagerly, or make the BackendContext with debug=False"
             )
         self.config = config
-        self._backend = backend = backend.select(config.forward_mode)
+        self._extends = config.forward_mode.is_draft_extend()
+        held = replace(config, forward_mode=ForwardMode.TARGET_VERIFY) if self._extends else config
+        self._backend = backend = backend.select(held.forward_mode)
         self._forward = forward
         self._devices = devices
         self._collectives = collectives
         self._progress = progress
         self._ranks = ranks
         self._buffers = FixedBuffers(
-            config,
+            held,
             inputs,
             seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
             max_context_len=backend.context.max_context_len,
@@ -175,7 +181,8 @@ class GraphRunner:
         if batch.forward_mode is ForwardMode.IDLE:
             padded = self._buffers.load_padding(captured.batch)
         else:
-            padded = self._buffers.load(batch, inputs, captured.batch)
+            held = _as_verify(batch) if self._extends else batch
+            padded = self._buffers.load(held, inputs, captured.batch)
         self._backend.init_forward_metadata_out_graph(padded)
         captured.graph.replay()
         return captured.outputs(batch.num_tokens)
@@ -213,6 +220,10 @@ class GraphRunner:
                 got=f"{batch.num_tokens} tokens",
                 expected=f"{config.tokens_per_request} for each of {batch.batch_size} requests",
             )
+        if self._extends and not is_idle:
+            uneven = _uneven(batch, config.tokens_per_request)
+            if uneven is not None:
+                return uneven
         return None if is_idle else self._other_fields(batch)
 
     def _wrong_size(
@@ -254,3 +265,32 @@ class GraphRunner:
                     expected="a value, as at capture" if expected else "None, as at capture",
                 )
         return None
+
+
+def _uneven(batch: ForwardBatch, num_tokens: int) -> InvalidInput | None:
+    """Why a DRAFT_EXTEND step is none of `num_tokens` for each request, if so."""
+    counts = batch.extend_seq_lens_cpu
+    prefixes = batch.extend_prefix_lens, batch.extend_prefix_lens_cpu
+    if counts is None or prefixes[0] is None or prefixes[1] is None:
+        expected = "the lengths of new tokens and prefixes, on the host too"
+        return InvalidInput("extend_seq_lens_cpu", got="a step without", expected=expected)
+    if bool((counts != num_tokens).any()):
+        expected = f"{num_tokens} for each request, as at capture"
+        return InvalidInput("extend_seq_lens", got=counts.tolist(), expected=expected)
+    return None
+
+
+def _as_verify(batch: ForwardBatch) -> ForwardBatch:
+    """A DRAFT_EXTEND step with as many tokens for every request, as one that verifies chains."""
+    prefixes_cpu = batch.extend_prefix_lens_cpu
+    assert batch.extend_prefix_lens is not None
+    assert prefixes_cpu is not None
+    return replace(
+        batch,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        actual_forward_mode=ForwardMode.DRAFT_EXTEND,
+        seq_lens=batch.extend_prefix_lens,
+        seq_lens_cpu=prefixes_cpu,
+        seq_lens_sum=int(prefixes_cpu.sum()),
+        spec_info=SpecInput(draft_token_num=batch.num_tokens // batch.batch_size),
+    )

@@ -91,21 +91,22 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--draft-tokens",
     type=click.IntRange(min=2),
-    default=8,
-    show_default=True,
-    help="Tokens that a step verifies for each prompt, with --draft.",
+    help="Tokens that a step verifies for each prompt, with --draft. Default: 8, or all guesses of "
+    "a draft model if these are fewer.",
 )
 @click.option(
     "--topk",
     type=AT_LEAST_1,
     default=1,
     show_default=True,
-    help="Guesses for each prompt that a step verifies as a tree, with --draft ngram.",
+    help="Guesses for each prompt that a step verifies as a tree, with --draft. A draft model "
+    "follows so many of its likeliest texts.",
 )
 @click.option(
     "--steps",
     type=AT_LEAST_1,
-    help="Longest guess, with --draft. Default: as --draft-tokens allow.",
+    help="Tokens of the longest guess, with --draft. Default: as --draft-tokens allow, and half of "
+    "them with --topk above 1.",
 )
 @click.option(
     "--graph/--no-graph",

@@ -91,7 +91,7 @@ def run_command(
     max_running: int,
     prefill_tokens: int,
     draft: str | None,
-    draft_tokens: int,
+    draft_tokens: int | None,
     topk: int,
     steps: int | None,
     graph: bool | None,
@@ -165,7 +165,7 @@ def run_command(
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, options)
-        drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most)
+        drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most, warn=run.warn)
         load_seconds = time.perf_counter() - began
         click.echo(ranks.summary(runner.decision), err=True)
         engine = Engine(

@@ -47,6 +47,9 @@ class RunnerOptions:
     takes the model's limit."""
     max_total_tokens: int | None = None
     """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
+    spare_pages: int = 0
+    """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
+    topk * (steps - 1) for each request, see `ModelProposer`."""
     memory: MemoryBudget | None = None
     """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
     counts."""

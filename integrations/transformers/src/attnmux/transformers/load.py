@@ -238,6 +238,7 @@ def _make(
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
+        spare_pages=options.spare_pages,
         memory=options.memory,
         max_encoder_len=max_encoder_len,
         window_step_tokens=options.window_step_tokens,

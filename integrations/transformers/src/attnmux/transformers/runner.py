@@ -64,6 +64,7 @@ class ModelRunner:
         max_context_len: int,
         max_total_tokens: int | None = None,
         memory: MemoryBudget | None = None,
+        spare_pages: int = 0,
         max_encoder_len: int = 0,
         window_step_tokens: int | None = None,
         launches: tuple[TunedLaunch, ...] = (),
@@ -78,6 +79,7 @@ class ModelRunner:
         `record_decoder`. linear: the layers of the model's mixers. max_total_tokens: tokens of all
         requests together; they fit even if the last page of each request is partly filled. memory:
         the memory of the KV pool and the linear states. If both are given, the smaller one counts.
+        spare_pages: as in `RunnerOptions`.
         max_encoder_len: encoder tokens of a request, in addition to its `max_context_len`; 0 for a
         decoder-only model. window_step_tokens: the prompt tokens of a step, at least, for which a
         window pool has room (see `pool_sizes`); None puts all layers into one pool. Callers then
@@ -96,7 +98,7 @@ class ModelRunner:
             # With tokens interleaved over ranks, each page of these may be filled in part
             part_filled = max_batch_size if page_size > 1 or ranks.tokens_each(2) < 2 else 0
             tokens = ranks.tokens_each(max_total_tokens)
-            most = (tokens // page_size + part_filled) * page_size
+            most = (tokens // page_size + part_filled + spare_pages) * page_size
         elif memory is None:
             raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
         stored = ranks.stored(layers)
@@ -128,7 +130,7 @@ class ModelRunner:
             launches=launches,
             debug=debug,
         )
-        self.backend: AttentionBackend = ranks.build(decision, self.context)
+        self.backend = self.build(self.context)
         if wrap is not None:
             self.backend = wrap(self.backend, decision)
         self.steps = StepBuilder(
@@ -144,9 +146,15 @@ class ModelRunner:
         """Of decode steps."""
         self.verify_graphs: GraphRunner | None = None
         """Of steps that verify drafts."""
+        self.catch_up_graphs: GraphRunner | None = None
+        """Of the steps in which a draft model reads what was accepted."""
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def build(self, context: BackendContext) -> AttentionBackend:
+        """The decided backend once more, over another request table of the same pools."""
+        return self.ranks.build(self.decision, context)
 
     def _kv_bytes(self, memory: MemoryBudget | None) -> int | None:
         """What the budget leaves to the KV pool. A share is one of the memory after the states."""
@@ -165,7 +173,7 @@ class ModelRunner:
         Raises InvalidInput for an encoder-decoder model and one without a list of layers, and
         whatever the compiler raises; the layers then run as before.
         """
-        self.graphs = self.verify_graphs = None
+        self.graphs = self.verify_graphs = self.catch_up_graphs = None
         # By name: the import loads a compiler, which takes seconds.
         compiled = pkgutil.resolve_name("attnmux.transformers.compiled")
         if self.linear_states is not None:
@@ -237,12 +245,28 @@ class ModelRunner:
             )
             self.verify_graphs = self._captured(verifying, devices)
 
+    def capture_catch_up(
+        self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
+    ) -> None:
+        """Capture DRAFT_EXTEND steps with `num_tokens` new tokens for each request.
+
+        batch_sizes: ascending. Raises as `capture_graphs` does.
+        """
+        self.catch_up_graphs = None
+        config = GraphConfig(
+            batch_sizes=tuple(batch_sizes),
+            forward_mode=ForwardMode.DRAFT_EXTEND,
+            tokens_per_request=num_tokens,
+            host_lens=True,
+        )
+        self.catch_up_graphs = self._captured(config, devices)
+
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
 
         def make(ranks: CapturingRanks) -> GraphRunner:
             return GraphRunner(
-                self.backend, self._logits, config, devices=devices, inputs=inputs, ranks=ranks
+                self.backend, self.logits, config, devices=devices, inputs=inputs, ranks=ranks
             )
 
         return self.ranks.capture(make)
@@ -310,13 +334,16 @@ class ModelRunner:
         batch, inputs = step.batch, {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states
-        graphs = self.verify_graphs if batch.forward_mode.is_target_verify() else self.graphs
+        mode = batch.forward_mode
+        graphs = self.verify_graphs if mode.is_target_verify() else self.graphs
+        graphs = self.catch_up_graphs if mode.is_draft_extend() else graphs
         size = self.ranks.graph_size(batch, graphs)
         if graphs is None or size is None:
             return self._run(step, inputs, indices, laps)
         logits = cast("torch.Tensor", graphs.replay(batch, inputs, size=size))
         laps.lap("launch")
-        return logits if indices is step.last_indices else logits[indices]
+        every = not mode.is_draft_extend() and indices is step.last_indices
+        return logits if every else logits[indices]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -339,17 +366,20 @@ class ModelRunner:
         laps.lap("metadata")
         every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
         with forward_context(self.backend, batch):
-            logits = self._logits(batch, inputs, None if every else indices)
+            logits = self.logits(batch, inputs, None if every else indices)
         laps.lap("launch")
         return logits
 
-    def _logits(
+    def logits(
         self,
         batch: ForwardBatch,
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model. keep: the tokens whose logits are returned; None for all."""
+        """Call the model on a prepared step, inside its `forward_context`.
+
+        keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
+        """
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         extra = {name: inputs[name] for name in inputs if name != "input_ids"}
         # A compiler makes other code for tensors that begin elsewhere in their memory.

@@ -232,27 +232,3 @@ def place(
 def _halves(both: torch.Tensor) -> Sequence[torch.Tensor]:
     num = both.shape[0] // 2
     return torch.split_with_sizes(both, [num, num])
-
-
-def truncate(steps: StepBuilder, states: Sequence[SequenceState], lens: Sequence[int]) -> None:
-    """Forget the cached tokens of each request after the first `lens`, which it owns itself, and
-    free the pages that are then empty."""
-    page_size = steps.allocator.page_size
-    freed: list[tuple[int, int]] = []
-    for state, length in zip(states, lens, strict=True):
-        assert state.row is not None
-        end, stop = state.num_columns - (state.num_cached - length), state.num_columns
-        first = -(-end // page_size) * page_size
-        freed += [(state.row, column) for column in range(first, stop, page_size)]
-    steps.intact = False
-    if freed:
-        steps.allocator.free_pages(_slots(steps, *zip(*freed, strict=True)) // page_size)
-    for state, length in zip(states, lens, strict=True):
-        state.num_cached = length
-    steps.intact = True
-
-
-def _slots(steps: StepBuilder, rows: Sequence[int], columns: Sequence[int]) -> torch.Tensor:
-    """[n] int64: the slots of cells of the request table."""
-    cells = torch.tensor([rows, columns]).to(steps.device)
-    return steps.req_to_token_pool.req_to_token[cells[0], cells[1]].long()

@@ -3,65 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import takewhile
+from typing import Protocol
 
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, PoolExhausted, check_positive
+from attnmux.core import (
+    DeviceGraphs,
+    DraftCandidates,
+    DraftTree,
+    GraphRunner,
+    InvalidInput,
+    PoolExhausted,
+    check_positive,
+    device_graphs,
+    graph_batch_sizes,
+    likeliest,
+    organize_draft_results,
+)
+from attnmux.transformers.catch_up import can_reread, reread
+from attnmux.transformers.draft_loop import DraftLoop, DraftModel
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.sequence import SequenceState
-from attnmux.transformers.verify_step import truncate
 
 CATCH_UP_TOKENS = 8192
 """The most tokens of a step in which the draft model reads what it has not read yet."""
 
 
+class DraftRunner(StepRunner, DraftModel, Protocol):
+    """A draft model as a proposer uses it; `ModelRunner` is one."""
+
+    @property
+    def catch_up_graphs(self) -> GraphRunner | None:
+        """The graphs of DRAFT_EXTEND steps; None if these run eagerly, as EXTEND."""
+
+    def capture_catch_up(
+        self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
+    ) -> None:
+        """Make `catch_up_graphs`, for `num_tokens` new tokens of each request."""
+
+
 class ModelProposer:
-    """Drafts a chain of the draft model's likeliest tokens.
+    """Drafts the tokens that the draft model finds likeliest, as trees or as chains.
 
     The draft model has a KV pool of its own. In each round it reads the tokens that were accepted
-    since the last one, and forgets those that were rejected. If its pool is too small for all
-    requests, the step runs without drafts.
+    since the last one. Then it follows the `topk` likeliest paths of each request, `steps` tokens
+    deep, on rows and pages that are free again after the round. The `draft_token_num` - 1 best
+    candidates of all steps make the tree. If the pool is too small for all requests, the step runs
+    without drafts.
     """
 
-    def __init__(self, runner: StepRunner, *, vocabulary_size: int, steps: int = 3) -> None:
+    def __init__(
+        self,
+        runner: DraftRunner,
+        *,
+        vocabulary_size: int,
+        steps: int = 3,
+        topk: int = 1,
+        draft_token_num: int | None = None,
+    ) -> None:
         """runner: of the draft model; it belongs to the proposer alone. vocabulary_size: of the
-        target model. steps: drafts of a chain.
+        target model. steps: drafts of a path. topk: paths of a request; 1 makes chains.
+        draft_token_num: nodes of a request's tree, its root included; None: steps + 1.
 
-        Raises InvalidInput for fewer than 1, for a draft model of another vocabulary, and for one
-        with a window pool, which cannot take back windows that it has freed.
+        Raises InvalidInput for numbers below 1, for fewer than 2 nodes or more than there are
+        candidates, for a draft model of another vocabulary or with fewer tokens than topk, for one
+        with linear layers, whose states no branch has, and for one with a window pool, which
+        branches cannot share.
         """
         check_positive("steps", steps)
-        if runner.vocabulary_size != vocabulary_size:
-            raise InvalidInput(
-                "draft",
-                got=f"a model of {runner.vocabulary_size} tokens",
-                expected=f"the target model's vocabulary of {vocabulary_size}",
-            )
-        if runner.steps.window_tree is not None:
-            got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
-            raise InvalidInput("draft", got=got, expected=expected)
-        self.draft_token_num = steps + 1
+        check_positive("topk", topk)
+        most = most_nodes(steps, topk)
+        num = steps + 1 if draft_token_num is None else draft_token_num
+        if not 2 <= num <= most:
+            expected = f"2 to {most}: the root and the candidates of {steps} steps with topk {topk}"
+            raise InvalidInput("draft_token_num", got=num, expected=expected)
+        if topk > vocabulary_size:
+            expected = f"at most the vocabulary of {vocabulary_size}"
+            raise InvalidInput("topk", got=topk, expected=expected)
+        _check_model(runner, vocabulary_size)
+        self.draft_token_num = num
+        self.topk = topk
+        self.steps = steps
         self._runner = runner
+        self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
 
+    @property
+    def device(self) -> torch.device:
+        """The draft model's."""
+        return self._runner.context.device
+
+    def capture_graphs(
+        self, *, batch_sizes: Sequence[int] | None = None, devices: DeviceGraphs | None = None
+    ) -> None:
+        """Capture the draft model's rounds: one graph reads what was accepted, and another holds
+        all steps after it. Later rounds replay them.
+
+        batch_sizes: of requests; None takes the usual ones. devices: None takes those of the
+        model's device. Raises GraphUnsupported if device or backend have no graphs; what could not
+        be captured runs eagerly.
+        """
+        devices = devices or device_graphs(self.device)
+        most = self._runner.context.max_batch_size
+        sizes = graph_batch_sizes(pool_size=most, speculation=True, chosen=batch_sizes)
+        if self._loop is not None:
+            self._loop.capture(sizes, devices)
+        self._runner.capture_catch_up(self.steps + 1, batch_sizes=sizes, devices=devices)
+
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`. Waits for the draft model's device."""
-        num_drafts = min(num_tokens, self.draft_token_num) - 1
-        longest = self._runner.steps.max_context_len
-        if any(len(state.token_ids) + num_drafts - 1 > longest for state in states):
+        longest = max(len(state.token_ids) for state in states)
+        room = self._runner.steps.max_context_len - longest
+        if room < 0:
             return None
+        num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            drafts = self._draft(states, num_drafts)
+            found = self._draft(states, num_steps)
         except PoolExhausted:
-            self._forget()
             return None
         except BaseException:
             self._forget()
             raise
-        roots = torch.tensor([[state.token_ids[-1]] for state in states])
-        return DraftTree.chains(torch.cat([roots, drafts], dim=1))
+        return organize_draft_results(
+            torch.tensor([state.token_ids[-1] for state in states]),
+            found.scores,
+            found.tokens,
+            found.parents,
+            min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
+            topk=self.topk,
+        )
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what the draft model holds for all other requests."""
@@ -72,38 +143,26 @@ class ModelProposer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _draft(self, states: Sequence[SequenceState], num_drafts: int) -> torch.Tensor:
-        """[B, num_drafts] int64 on the host."""
+    def _draft(self, states: Sequence[SequenceState], num_steps: int) -> DraftCandidates:
+        """The candidates [B, n], on the host."""
         self.keep_only(states)
-        read = [self._rewound(state) for state in states]
-        drafts = [torch.cat(list(self._catch_up(read)))]
-        if num_drafts > 1:
-            for each in read:
-                each.token_ids.append(0)  # its value stays on the device
-            batch = self._runner.steps.decode_batch(read)
-            while len(drafts) < num_drafts:
-                step = batch.step(drafts[-1])
-                drafts.append(self._runner.forward(step, step.last_indices).argmax(dim=-1))
-        answer = torch.stack(drafts, dim=1).cpu()
-        for state, each, row in zip(states, read, answer.tolist(), strict=True):
-            each.token_ids = [*state.token_ids, *row][: each.num_cached]
-        return answer
+        read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
+        for each, state in zip(read, states, strict=True):
+            each.token_ids = state.token_ids
+        first = zip(*self._catch_up(read), strict=True)
+        scores, tokens = (torch.cat(each) for each in first)
+        if self._loop is None:
+            found = DraftCandidates(
+                scores=scores, tokens=tokens, parents=torch.full_like(tokens, -1)
+            )
+        else:
+            found = self._loop.run(read, scores, tokens, num_steps - 1)
+        return _on_host(found)
 
-    def _rewound(self, state: SequenceState) -> SequenceState:
-        """The request as the draft model has read it, without what was rejected and with what it
-        has to read: at least the last token."""
-        read = self._read.setdefault(state, SequenceState(token_ids=[]))
-        # Only the drafts of the last round may differ
-        known = max(len(read.token_ids) - self.draft_token_num, 0)
-        pairs = zip(read.token_ids[known:], state.token_ids[known:-1], strict=False)
-        common = known + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if common < read.num_cached:
-            truncate(self._runner.steps, [read], [common])
-        read.token_ids = state.token_ids[:]
-        return read
-
-    def _catch_up(self, read: Sequence[SequenceState]) -> Iterator[torch.Tensor]:
-        """Read all pending tokens. The likeliest next tokens, in parts of [n] int64."""
+    def _catch_up(
+        self, read: Sequence[SequenceState]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read all pending tokens. What `likeliest` returns of them, in parts of n requests."""
         steps = self._runner.steps
         most = min(CATCH_UP_TOKENS, steps.max_step_tokens or CATCH_UP_TOKENS)
         group: list[SequenceState] = []
@@ -118,11 +177,43 @@ class ModelProposer:
 
     def _extend(
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        step = self._runner.steps.extend(states, counts)
-        return self._runner.forward(step, step.last_indices).argmax(dim=-1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps, graphs = self._runner.steps, self._runner.catch_up_graphs
+        if graphs is not None and counts is None and can_reread(states, self.steps + 1):
+            step = reread(states, steps, self.steps + 1)
+        else:
+            step = steps.extend(states, counts)
+        return likeliest(self._runner.forward(step, step.last_indices), self.topk)
 
     def _forget(self) -> None:
         """Free all of the draft model's memory."""
         self._read.clear()
         self._runner.steps.reset()
+        if self._loop is not None:
+            self._loop.forget()
+
+
+def most_nodes(steps: int, topk: int) -> int:
+    """Nodes of the largest tree: the root, and the candidates of all steps."""
+    return 1 + topk + (steps - 1) * topk * topk
+
+
+def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
+    """Refuse a model that cannot draft. Raises InvalidInput."""
+    got = expected = ""
+    if runner.vocabulary_size != vocabulary_size:
+        got = f"a model of {runner.vocabulary_size} tokens"
+        expected = f"the target model's vocabulary of {vocabulary_size}"
+    elif runner.steps.window_tree is not None:
+        got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
+    elif runner.steps.has_linear_states:
+        got, expected = "a draft model with linear layers", "attention in every layer"
+    if got:
+        raise InvalidInput("draft", got=got, expected=expected)
+
+
+def _on_host(found: DraftCandidates) -> DraftCandidates:
+    """In one copy. A float64 holds every float32, and every id."""
+    columns = (found.scores, found.tokens, found.parents)
+    scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
+    return DraftCandidates(scores=scores, tokens=tokens.long(), parents=parents.long())

@@ -1,0 +1,163 @@
+"""All decode steps of a draft model's round, prepared at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.arguments import check_positive
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.composites import DispatchingBackend
+from attnmux.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _StepTensors:
+    """What differs between the steps, [steps, R] each, so that a step's values are contiguous."""
+
+    lens: torch.Tensor
+    """int32"""
+    slots: torch.Tensor
+    """int64"""
+    positions: torch.Tensor
+    """int64"""
+
+    @classmethod
+    def buffers(cls, num_steps: int, max_bs: int, device: torch.device) -> _StepTensors:
+        """At fixed addresses, for up to max_bs rows."""
+        slots = torch.zeros((num_steps, max_bs), dtype=torch.int64, device=device)
+        return cls(lens=slots.int(), slots=slots, positions=slots.clone())
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, num_steps: int) -> _StepTensors:
+        order = torch.arange(num_steps, dtype=torch.int32, device=batch.seq_lens.device)
+        by_row = batch.batch_size, num_steps
+        return cls(
+            lens=batch.seq_lens + order.unsqueeze(1),
+            slots=batch.out_cache_loc.view(by_row).t().contiguous(),
+            positions=batch.positions.view(by_row).t().contiguous(),
+        )
+
+    def fits(self, num_steps: int, num_rows: int) -> bool:
+        steps, rows = self.lens.shape
+        return num_steps <= steps and num_rows <= rows
+
+    def copy(self, other: _StepTensors) -> _StepTensors:
+        """The other's values at the front of each of these rows."""
+        steps, rows = other.lens.shape
+        return _StepTensors(
+            lens=self.lens[:steps, :rows].copy_(other.lens),
+            slots=self.slots[:steps, :rows].copy_(other.slots),
+            positions=self.positions[:steps, :rows].copy_(other.positions),
+        )
+
+
+class MultiStepDraftBackend(DispatchingBackend):
+    """Decode steps that follow each other over the same rows, each with a backend of its own.
+
+    A draft model decodes R branches for up to `num_steps` steps, and knows the slots of all of them
+    before the first. The batch to prepare is a DECODE batch with the tokens of all n steps:
+    `req_pool_indices` [R], `seq_lens` [R] of the first step, its token included, and
+    `out_cache_loc` and `positions` [R * n], those of a row together. `steps` then has the batch of
+    each step, whose calls go to `child(i)`.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        make: Callable[[BackendContext], AttentionBackend],
+        num_steps: int,
+    ) -> None:
+        """make: builds a backend of the context, once for each step.
+
+        Raises InvalidInput for fewer steps than 1, and for a backend of another context.
+        """
+        check_positive("num_steps", num_steps)
+        super().__init__(context)
+        made = (make(context) for _ in range(num_steps))
+        self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
+        for child in self.children:
+            own = child.context
+            pools = own.req_to_token_pool, own.token_to_kv_pool
+            if pools != (context.req_to_token_pool, context.token_to_kv_pool):
+                expected = "a backend of the given context"
+                raise InvalidInput("make", got="a backend of another context", expected=expected)
+        self.steps: tuple[ForwardBatch, ...] = ()
+        """The batches of the prepared steps."""
+        self._buffers: list[_StepTensors] = []
+
+    def child(self, step: int) -> AttentionBackend:
+        """The backend of a step, counted from 0."""
+        return self.children[step]
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        """The child of one of `steps`. Raises InvalidInput for another batch."""
+        for child, step in zip(self.children, self.steps, strict=False):
+            if step.out_cache_loc is batch.out_cache_loc:
+                return child
+        raise InvalidInput("batch", got="a step that was not prepared", expected="one of `steps`")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a padding row in the first step. It grows by a token a step."""
+        return self.children[0].get_cuda_graph_seq_len_fill_value()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for child in self.children:
+            child.init_cuda_graph_state(max_bs, max_bs)
+        num_steps = len(self.children)
+        if not any(each.fits(num_steps, max_bs) for each in self._buffers):
+            made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
+            self._buffers.append(made)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Prepare all steps eagerly. Raises InvalidInput for a malformed batch."""
+        self.steps = self._split(batch)
+        for child, step in zip(self.children, self.steps, strict=False):
+            child.init_forward_metadata(step)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self.steps = self._split(batch)
+        for child, step in zip(self.children, self.steps, strict=False):
+            child.init_forward_metadata_out_graph(step, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        for child, step in zip(self.children, self.steps, strict=False):
+            child.init_forward_metadata_in_graph(step)
+
+    def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
+        """The batch of each step."""
+        num_rows, num_tokens = batch.batch_size, batch.out_cache_loc.shape[0]
+        num_steps = num_tokens // max(num_rows, 1)
+        if not batch.forward_mode.is_decode():
+            raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected="DECODE")
+        if not 1 <= num_steps <= len(self.children) or num_steps * num_rows != num_tokens:
+            got = f"{num_tokens} slots for {num_rows} rows"
+            expected = f"as many for each, from 1 to {len(self.children)}"
+            raise InvalidInput("out_cache_loc", got=got, expected=expected)
+        values = _StepTensors.of(batch, num_steps)
+        room = next((each for each in self._buffers if each.fits(num_steps, num_rows)), None)
+        values = values if room is None else room.copy(values)
+        lens_cpu, total = batch.seq_lens_cpu, batch.seq_lens_sum
+        return tuple(
+            ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                batch_size=num_rows,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=values.lens[step],
+                out_cache_loc=values.slots[step],
+                positions=values.positions[step],
+                seq_lens_cpu=None if lens_cpu is None else lens_cpu + step,
+                seq_lens_sum=None if total is None else total + step * num_rows,
+                actual_forward_mode=batch.actual_forward_mode,
+            )
+            for step in range(num_steps)
+        )
