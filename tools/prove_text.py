@@ -2,12 +2,14 @@
 
     python tools/prove_text.py DIR fa3 flashinfer [--device cuda] [--page-size 1] [--at-once 8]
     python tools/prove_text.py DIR fa3_mla flashmla --latent
+    python tools/prove_text.py DIR fa3 --draft ngram --draft DIR/recall-64 --topk 1 --topk 4
 
 The checkpoint that ships has heads of 64 dims and is written to `DIR` with 128 too; its answers are
 known. `--latent` asks a small DeepSeek model of random weights instead, with the dims that MLA's
 kernels are built for; what `torch_native` says without graphs is held to be right there. Random
 weights leave near ties, which may fall otherwise in another order of sums: tokens are counted until
-the first that differs. Where nothing serves a combination it is no row.
+the first that differs. Where nothing serves a combination it is no row. With `--draft`, rows say
+how many drafts a step accepted.
 """
 
 # mypy: allow-untyped-calls
@@ -72,12 +74,15 @@ class Asked:
     backend: str
     page_size: int
     graph: str
+    drafts: tuple[str, ...] = ()
+    """Options of the command."""
 
     def run(self, prompts: Path, device: str, more: Sequence[str]) -> dict[str, Any] | str | None:
         """What it said; a text where it failed; None where nothing fits."""
         command = [sys.executable, "-c", MAIN, "generate", "--json", self.graph]
         command += ["--prompts", str(prompts), "--model", str(self.model), "--device", device]
-        command += ["--backend", self.backend, "--page-size", str(self.page_size), *more]
+        command += ["--backend", self.backend, "--page-size", str(self.page_size)]
+        command += [*self.drafts, *more]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == NOTHING_FITS:
             return None
@@ -131,13 +136,13 @@ def verdict(said: Mapping[str, Any], wanted: Sequence[Any]) -> str:
 def row(asked: Asked, said: Mapping[str, Any] | str, wanted: Sequence[Any]) -> str:
     """A line of a table."""
     cells = [asked.model.name, asked.backend, str(asked.page_size), asked.graph.strip("-")]
+    cells += [" ".join(Path(each).name for each in asked.drafts)] if asked.drafts else []
     if isinstance(said, str):
         return f"| {' | '.join([*cells, said])} |"
     chosen = [each["backend"] for each in said["decision"]["phases"].values()]
-    sizes = len(said["graph_batch_sizes"])
-    return (
-        f"| {' | '.join([*cells, ', '.join(chosen), f'{sizes} graphs', verdict(said, wanted)])} |"
-    )
+    cells += [", ".join(chosen), f"{len(said['graph_batch_sizes'])} graphs", verdict(said, wanted)]
+    cells += [f"{said['drafts']['accepted_per_step']:.2f} a step"] if asked.drafts else []
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -149,6 +154,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--latent", action="store_true", help="a DeepSeek model instead")
     parser.add_argument("--at-once", type=int, default=8, help="processes")
+    parser.add_argument("--head-dim", dest="head_dims", type=int, action="append")
+    parser.add_argument("--draft", dest="drafts", action="append", help="ngram, or a model")
+    parser.add_argument("--topk", dest="topks", type=int, action="append")
+    parser.add_argument("--graphs", choices=[each.strip("-") for each in GRAPHS], action="append")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     prompts = args.folder / "prompts.jsonl"
@@ -163,11 +172,18 @@ def main() -> None:
             raise SystemExit(f"torch_native: {said}")
         wanted = [each["token_ids"] for each in said["results"]]
     else:
-        models = [args.folder / f"recall-{head_dim}" for head_dim in HEAD_DIMS]
-        for model, head_dim in zip(models, HEAD_DIMS, strict=True):
+        head_dims = args.head_dims or HEAD_DIMS
+        models = [args.folder / f"recall-{head_dim}" for head_dim in head_dims]
+        for model, head_dim in zip(models, head_dims, strict=True):
             subprocess.run([sys.executable, WIDEN, model, "--head-dim", str(head_dim)], check=True)
-    of_all = product(models, args.backends, args.page_sizes or (1, 16, 64, 128), GRAPHS)
-    runs = [Asked(model=m, backend=b, page_size=p, graph=g) for m, b, p, g in of_all]
+    drafts = [
+        ("--draft", draft, "--topk", str(topk), "--steps", "3")
+        for draft, topk in product(args.drafts or (), args.topks or (1,))
+    ]
+    pages = args.page_sizes or (1, 16, 64, 128)
+    graphs = [f"--{each}" for each in args.graphs] if args.graphs else GRAPHS
+    of_all = product(models, args.backends, pages, graphs, drafts or [()])
+    runs = [Asked(model=m, backend=b, page_size=p, graph=g, drafts=d) for m, b, p, g, d in of_all]
     with ThreadPoolExecutor(args.at_once) as pool:
         answers = pool.map(lambda asked: asked.run(prompts, args.device, more), runs)
     for asked, said in zip(runs, answers, strict=True):
