@@ -21,9 +21,10 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.offer.conditions import one_of
-from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
+from attnmux.testing import CanaryBackend, RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
+    NgramProposer,
     Prompt,
     RunnerOptions,
     SequenceState,
@@ -184,6 +185,25 @@ def test_texts_of_an_engine_with_shared_prefixes(model, name, page_size):
         for _ in range(6):
             whole.append(int(eager_logits(one, [whole])[0][-1].argmax()))
         assert list(got) == whole[len(ids) :]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_drafts_change_no_text_and_a_canary_finds_nothing(model, name):
+    _, folder = model(name)
+    prompts = [ids * 3 for ids in ([5, 17, 3, 44], [9, 9, 2])]
+    asked = [Prompt(token_ids=ids, max_new_tokens=12) for ids in prompts]
+    changes = {"page_size": 4, "window_step_tokens": 16, "debug": False}
+    plain = run_prompts(Engine(run(folder, **changes), prefill_tokens=7), asked)
+    runner = run(
+        folder,
+        draft_tokens=4,
+        wrap=lambda backend, decision: CanaryBackend(backend, share=1.0),
+        **changes,
+    )
+    engine = Engine(runner, prefill_tokens=7, drafts=NgramProposer(draft_token_num=4))
+    drafted = run_prompts(engine, asked)
+    assert [one.token_ids for one in drafted.results] == [one.token_ids for one in plain.results]
+    assert drafted.stats.drafts.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("name", MAKERS)

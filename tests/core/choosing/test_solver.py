@@ -664,10 +664,14 @@ def test_groups_that_nothing_serves_are_named(offer, cpu) -> None:
     with pytest.raises(NoBackend, match=r"^2 layers with 8/1 heads of 512: no attention") as caught:
         solve(grouped(), cpu, [narrow])
     assert caught.value.candidates
-    with pytest.raises(NoBackend, match=r"^the first layers: no attention"):
+    with pytest.raises(
+        NoBackend, match=r"^layers with 8/2 heads of 128 and a window of 31: no attention"
+    ):
         solve(grouped(head_dim=128), cpu, [narrow])
     wide = offer("b", head_dim=one_of(512), page_size=one_of(16))
-    with pytest.raises(NoBackend, match="no page size and KV dtype serves the first layers"):
+    with pytest.raises(
+        NoBackend, match="no page size and KV dtype serves layers with 8/2 heads of 64 and"
+    ):
         solve(grouped(), cpu, [narrow, wide])
 
 

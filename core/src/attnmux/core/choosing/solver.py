@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
+from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
@@ -138,7 +139,7 @@ def _solve_groups(
 def _refuse_groups(
     request: Request, problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
 ) -> NoReturn:
-    names = ["the first layers", *map(str, request.other_layers)]
+    names = [f"layers with {shape_said(request)}", *map(str, request.other_layers)]
     for name, problem, alike in zip(names, problems, variants, strict=True):
         if best_assignment(problem, alike) is None:
             refused = refusal(problem.platform, problem.groups, verdicts(problem, alike, None))

@@ -26,10 +26,7 @@ class LayerGroup:
     logit_cap: float | None = None
 
     def __str__(self) -> str:
-        dims = self.head_dim if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
-        window = "" if self.sliding_window is None else f" and a window of {self.sliding_window}"
-        heads = f"{self.num_q_heads}/{self.num_kv_heads} heads of {dims}{window}"
-        return f"{self.layers} layer{'s' * (self.layers > 1)} with {heads}"
+        return f"{self.layers} layer{'s' * (self.layers > 1)} with {shape_said(self)}"
 
     def needs(self) -> dict[str, Any]:
         """The fields of a request for these layers."""
@@ -37,6 +34,13 @@ class LayerGroup:
 
     def to_dict(self) -> dict[str, Any]:
         return {"layers": self.layers, **self.needs()}
+
+
+def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request
+    """Heads, dims and window of layers, in words."""
+    dims = one.head_dim if one.v_head_dim is None else f"{one.head_dim}/{one.v_head_dim}"
+    window = "" if one.sliding_window is None else f" and a window of {one.sliding_window}"
+    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}"
 
 
 NEEDS = tuple(name for name in LayerGroup.__slots__ if name != "layers")
