@@ -13,9 +13,8 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     Offer,
-    Platform,
 )
-from attnmux.testing import RecordingGraphs, fake_platform, graph_card
+from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     ModelProposer,
@@ -118,7 +117,7 @@ def test_greedy_text_is_that_of_each_prompt_alone(
     )
     drafter = run_on(tiny(draft)[1], page_size=page_size, max_total_tokens=640, **NO_WINDOWS)
     drafts = a_proposer(drafter, topk)
-    for options in ({}, {"prefill_tokens": 5}, {"prefix_cache": False}):
+    for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
         engine = Engine(runner, drafts=drafts, **options)
         assert texts_of(engine, prompts) == expected
         assert engine.stats.drafts.requests > 10
@@ -223,16 +222,13 @@ def test_stop_ids_and_aborted_requests(sure, run_on, page_size):
     engine = Engine(runner, drafts=drafts, stop_ids={stop})
     victims = [engine.add(prompts[place], max_new_tokens=NUM) for place in (0, 2)]
     kept = engine.add(prompts[1], max_new_tokens=NUM)
-    for _ in range(2):
-        engine.step()
-    engine.abort(victims[0])
     results = {}
     while engine.has_work:
         for output in engine.step():
             if output.result is not None:
                 results[output.request_id] = output.result
-        if victims[1] not in results and len(results) == 1:
-            engine.abort(victims[1])
+        if victims:
+            engine.abort(victims.pop())
     assert list(results[kept].token_ids) == new[: new.index(stop) + 1]
     assert results[kept].finish_reason == "stop"
     assert texts_of(Engine(runner, drafts=drafts), prompts) == expected
@@ -244,21 +240,19 @@ def test_triton_drafts(sure, topk):
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
-    from attnmux.triton.plugin import TRITON  # noqa: PLC0415  # as above
 
     model, folder = sure
     prompts = [[5, 9, 2, 44, 7], [11, 80]]
-    platform = Platform.parse("nvidia:sm90,cuda=13.0")
-    factory = "attnmux.triton.factory:triton"
-    card = replace(TRITON, requires=(), status="available", factory=factory)
+    card = replace(fake_card(), name="triton", factory="attnmux.triton.factory:triton")
     offers = [Offer(card=card, plugin="triton", distribution="attnmux-triton", version="1.0")]
-    given = {"max_batch_size": 2, "max_context_len": 24, "max_total_tokens": 96, "device": "cpu"}
-    options = RunnerOptions(dtype="float32", page_size=16, graph=False, draft_tokens=4, **given)
+    given = {"max_batch_size": 2, "max_context_len": 24, "max_total_tokens": 96}
+    given |= {"spare_pages": 2 * topk * 2, "page_size": 16, "draft_tokens": 4}
+    options = RunnerOptions(dtype="float32", graph=False, **given)
     with triton_interpreter.interpreted():
-        drafter = load_runner(open_checkpoint(folder), platform, offers, options)
+        drafter = load_runner(open_checkpoint(folder), fake_platform(), offers, options)
         assert isinstance(drafter.backend, TritonBackend)
-        target = replace(options, max_total_tokens=64, draft_tokens=8, draft_topk=topk)
-        runner = load_runner(open_checkpoint(folder), platform, offers, target)
+        target = replace(options, spare_pages=0, draft_tokens=8, draft_topk=topk)
+        runner = load_runner(open_checkpoint(folder), fake_platform(), offers, target)
         engine = Engine(runner, drafts=a_proposer(drafter, topk))
         assert texts_of(engine, prompts, num=5) == alone(model, prompts, num=5)
     stats = engine.stats.drafts
