@@ -12,7 +12,6 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
-    ModelProposer,
     NgramProposer,
     Prompt,
     RunnerOptions,
@@ -215,21 +214,6 @@ def steps_of(engine):
         yield from engine.step()
 
 
-def test_a_model_drafts_from_graphs(tiny):
-    model, folder = tiny("llama")
-    prompts = some_prompts()
-    runner, drafter = graph_runner(folder), graph_runner(folder, max_total_tokens=512)
-    sizes = []
-    for one, tokens in ((runner, 4), (drafter, None)):
-        one.capture_graphs(draft_tokens=tokens, devices=RecordingGraphs())
-        sizes.append(counting(one.graphs if tokens is None else one.verify_graphs))
-    drafts = ModelProposer(drafter, vocabulary_size=97)
-    engine = Engine(runner, drafts=drafts)
-    assert texts_of(engine, prompts) == alone(model, prompts)
-    assert engine.stats.decode.parts["draft"] > 0
-    assert all(sizes)
-
-
 def test_trees_are_refused_where_a_window_would_hide_ancestors(tiny, run_on):
     folder = tiny("gemma3")[1]
     with pytest.raises(InvalidInput, match=r"draft_topk: .*sliding window"):
@@ -279,41 +263,3 @@ def test_other_backends(tiny, run_on, backend, topk, page_size):
     engine = Engine(runner, drafts=HalfRight(expected, topk))
     assert texts_of(engine, prompts) == expected
     assert engine.stats.drafts.accepted_tokens > 5
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("draft", ["qwen3", "llama"])
-def test_a_second_model_drafts(tiny, run_on, draft, page_size):
-    """By a model that knows nothing of the target, and by the target itself."""
-    model, folder = tiny("llama")
-    prompts = some_prompts()
-    expected = alone(model, prompts)
-    runner = run_on(folder, page_size=page_size, draft_tokens=4, max_total_tokens=128)
-    drafter = run_on(tiny(draft)[1], page_size=page_size, max_total_tokens=192)
-    drafts = ModelProposer(drafter, vocabulary_size=97)
-    for options in ({}, {"prefill_tokens": 5}):
-        engine = Engine(runner, drafts=drafts, **options)
-        assert texts_of(engine, prompts) == expected
-        stats = engine.stats.drafts
-        assert stats.requests > 0
-        if draft == "llama":  # its guesses are right
-            assert stats.accepted_tokens == stats.draft_tokens
-        allocator = drafter.steps.allocator
-        assert allocator.available_size() == allocator.size
-
-
-def test_a_draft_model_with_a_window_pool_is_refused(run_on, tiny):
-    runner = run_on(tiny("mistral")[1], max_total_tokens=1024, window_step_tokens=16)
-    with pytest.raises(InvalidInput, match="draft: expected window_step_tokens=None"):
-        ModelProposer(runner, vocabulary_size=97)
-
-
-def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
-    model, folder = tiny("llama")
-    prompts = some_prompts()[:3]
-    runner = run_on(folder, draft_tokens=4)
-    drafter = run_on(folder, max_total_tokens=24)
-    engine = Engine(runner, drafts=ModelProposer(drafter, vocabulary_size=97))
-    assert texts_of(engine, prompts) == alone(model, prompts)
-    with pytest.raises(InvalidInput, match="vocabulary of 98"):
-        ModelProposer(drafter, vocabulary_size=98)
