@@ -10,6 +10,7 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
 from attnmux.core.linear_backend import LinearAttentionBackend
+from attnmux.core.mask_forms import with_mask_forms
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
-    """The chosen attention backend.
+    """The chosen attention backend, which gets the masks of draft trees in a form that it reads.
 
     Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
     backend is planned or the factory makes something else.
@@ -25,7 +26,7 @@ def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
     backend = _called(choice, context)
     if not isinstance(backend, AttentionBackend):
         raise _misfit(choice, backend)
-    return backend
+    return with_mask_forms(backend, choice.tree_masks)
 
 
 def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:

@@ -154,9 +154,10 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import with_shared_kernels  # noqa: PLC0415  # imports torch
+        from attnmux.core import with_mask_forms, with_shared_kernels  # noqa: PLC0415  # torch
 
-        return self._factory()(with_shared_kernels(context), complete(self.card, self.options))
+        made = self._factory()(with_shared_kernels(context), complete(self.card, self.options))
+        return with_mask_forms(made, self.card.tree_masks)
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""

@@ -11,6 +11,7 @@ from typing import Any
 from attnmux.core import (
     ANY,
     NONE,
+    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -116,6 +117,7 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     factory="attnmux.triton.factory:triton",
+    tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
