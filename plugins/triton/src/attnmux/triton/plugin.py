@@ -67,6 +67,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             phase=one_of("extend", "decode", "verify", "draft", "encoder"),
             cross_attention=ANY,
             logit_cap=ANY,
+            tree_windows=ANY if "spec_topk" in spec else NONE,
             **{**of_heads, **spec},
         )
         yield _clause(
