@@ -183,8 +183,8 @@ def check_trees(batch: ForwardBatch) -> None:
     later = visible.triu(1).flatten(1).any(-1)
     found = [
         ("a draft token hidden from itself", hidden),
-        ("a draft that sees another, but not all of its ancestors", skips),
         ("a draft that sees a later one", later),
+        ("a draft that sees another, but not all of its ancestors", skips),
     ]
     if form == "full":
         found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
