@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chunk_pieces import Pieces as Pieces
+    from attnmux.core.chunk_pieces import most_pieces as most_pieces
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
@@ -179,6 +181,8 @@ if TYPE_CHECKING:
     from attnmux.core.linear_layer import L2_EPS as L2_EPS
     from attnmux.core.linear_layer import LinearKind as LinearKind
     from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
+    from attnmux.core.local_attention import LocalAttnBackend as LocalAttnBackend
+    from attnmux.core.local_attention import with_virtual_requests as with_virtual_requests
     from attnmux.core.mask_forms import with_mask_forms as with_mask_forms
     from attnmux.core.ngram import NgramIndex as NgramIndex
     from attnmux.core.op import attention_with_output as attention_with_output
@@ -320,6 +324,10 @@ _NAMES_BY_MODULE = {
     "choosing.solver": ("solve",),
     "choosing.tell.choice": ("Choice",),
     "choosing.tell.decision": ("Decision",),
+    "chunk_pieces": (
+        "Pieces",
+        "most_pieces",
+    ),
     "chunked_prefix": (
         "ChunkedPrefixBackend",
         "expanded_context",
@@ -508,6 +516,10 @@ _NAMES_BY_MODULE = {
         "trying",
     ),
     "ngram": ("NgramIndex",),
+    "local_attention": (
+        "LocalAttnBackend",
+        "with_virtual_requests",
+    ),
     "mask_forms": ("with_mask_forms",),
     "op": (
         "attention_with_output",

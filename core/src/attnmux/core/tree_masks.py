@@ -7,7 +7,7 @@ and does not synchronise, so that graphs can hold it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -140,8 +140,8 @@ def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> F
 
 def with_mask(spec: SpecInput, **fields: torch.Tensor) -> SpecInput:
     """With these fields, instead of any other form of the mask."""
-    none = dict.fromkeys((*FORMS, "mask_indptr"))
-    return replace(spec, **cast("dict[str, torch.Tensor]", {**none, **fields}))
+    none: dict[str, Any] = dict.fromkeys((*FORMS, "mask_indptr"))
+    return replace(spec, **{**none, **fields})
 
 
 def of_requests(spec: SpecInput, first: int, last: int) -> SpecInput:

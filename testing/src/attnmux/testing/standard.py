@@ -117,6 +117,19 @@ def _long_requests(page: int) -> Iterator[Case]:
     for name, settings in features.items():
         steps = decode(1100, 5, 700)
         yield case_of(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
+    chunks: dict[str, Any] = {"attention_chunk": 128, "max_context_len": far}
+    yield case_of("decode-long-chunk-borders", page, decode(1, 128, 129, 512, 0), **chunks)
+    across = extend((100, 300), (0, 260), (128, 1), (127, 2), (300, 0))
+    yield case_of("extend-long-chunk", page, across, **chunks)
+    yield _with_host_lens(
+        "extend-long-chunk-empty-prefix", page, extend((0, 300), (0, 7)), **chunks
+    )
+    yield case_of(
+        "mixed-long-chunk",
+        page,
+        extend((511, 1), (0, 130), mode=ForwardMode.MIXED, padding=1),
+        **chunks,
+    )
     drafts: dict[str, Any] = {"spec_topk": 1, "lse": True}
     yield case_of("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
 

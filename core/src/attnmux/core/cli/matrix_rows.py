@@ -44,6 +44,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="ALiBi", axis="alibi", values=(True,)),
     Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
     Column(title="cross", axis="cross_attention", values=(True,)),
+    Column(title="tree windows", axis="tree_windows", values=(True,)),
     Column(title="custom mask", axis="custom_mask", values=(True,)),
     Column(title="multi-item", axis="multi_item", values=(True,)),
     Column(title="encoder", axis="phase", values=("encoder",)),

@@ -308,6 +308,10 @@ class BackendCard:
     tree_masks: tuple[TreeMask, ...] = ("full",)
     """The forms of a draft tree's mask that the backend reads. A step whose mask has another form
     comes with the first of them instead."""
+    virtual_requests: bool = False
+    """Whether core serves layers with attention chunks for the backend: it gets layers without
+    chunks, and the tokens of a request in one chunk as a request of their own. Chunks are whole
+    pages."""
     fp8_products: bool = False
     """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
     float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""

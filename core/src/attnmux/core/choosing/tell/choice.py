@@ -31,7 +31,8 @@ class Choice:
     distribution: str = ""
     version: str = ""
     tree_masks: tuple[TreeMask, ...] = ("full",)
-    """As on the card."""
+    virtual_requests: bool = False
+    """Both as on the card."""
     origin: str = ""
     """Who named the backend: user, env or config; empty for an automatic choice."""
 
@@ -50,7 +51,7 @@ class Choice:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Choice:
-        changed = {"options": FrozenMapping(data["options"])}
+        changed: dict[str, Any] = {"options": FrozenMapping(data["options"])}
         if "tree_masks" in data:
             changed["tree_masks"] = tuple(data["tree_masks"])
         return cls(**{**data, **changed})
@@ -96,6 +97,7 @@ def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") 
         distribution=offer.distribution,
         version=offer.version,
         tree_masks=offer.card.tree_masks,
+        virtual_requests=offer.card.virtual_requests,
         origin=origin,
     )
 
@@ -158,6 +160,7 @@ def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
         ("version", offer.version, choice.version),
         ("factory", offer.card.factory, choice.factory),
         ("options", ", ".join(sorted(options)), ", ".join(sorted(choice.options))),
+        ("virtual requests", offer.card.virtual_requests, choice.virtual_requests),
         ("masks of trees", ", ".join(offer.card.tree_masks), ", ".join(choice.tree_masks)),
     ):
         if here != decided:
