@@ -10,6 +10,7 @@ ratio is to the whole mask's time. Every round makes every form once; medians ar
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -17,7 +18,7 @@ import torch
 from benchmarks.cases import json_option, rounds_option, threads_option
 
 from attnmux.bench import Report, facts, interleave, wall_meter
-from attnmux.core import TREE_MASKS, DraftTree, ForwardBatch, ForwardMode, SpecInput
+from attnmux.core import TREE_MASKS, DraftTree, ForwardBatch, ForwardMode, SpecInput, TreeMask
 from attnmux.core.tree_masks import FORMS, with_form
 
 CPU = torch.device("cpu")
@@ -61,11 +62,11 @@ def main(rounds: int, path: Path | None) -> None:
     tokens = torch.zeros(BATCH_SIZE, DRAFTS, dtype=torch.int64)
     tree = DraftTree.of(tokens, parents.expand_as(tokens), topk=TOPK)
 
-    def make(form: str) -> ForwardBatch:
+    def make(form: TreeMask) -> ForwardBatch:
         batch = make_batch(tree.spec_input(CPU))
-        return with_form(batch, form, max_context_len=MAX_CONTEXT)  # type: ignore[arg-type]  # one of TREE_MASKS
+        return with_form(batch, form, max_context_len=MAX_CONTEXT)
 
-    meters = {form: wall_meter(lambda form=form: make(form), CPU) for form in TREE_MASKS}
+    meters = {str(form): wall_meter(partial(make, form), CPU) for form in TREE_MASKS}
     times = interleave(meters, rounds, warm_up=5)
     fields = {form: field for field, form in FORMS.items()}
     title = f"{BATCH_SIZE} requests, {DRAFTS} nodes, {PREFIX} cached tokens; {rounds} rounds"

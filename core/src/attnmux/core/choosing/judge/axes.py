@@ -127,7 +127,8 @@ def _tree_windows(question: Question) -> Value | None:
     request = question.request
     limited = request.sliding_window is not None or request.attention_chunk is not None
     verifies = question.phase == "verify"
-    return verifies and limited and request.has_trees and not request.custom_mask
+    asked = verifies and limited and request.has_trees and not request.custom_mask
+    return True if asked else None
 
 
 def _kind(question: Question) -> Value:
