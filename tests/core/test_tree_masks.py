@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from attnmux.core import (
+    NONE,
     TREE_MASKS,
     GraphConfig,
     InvalidInput,
+    Request,
     SpecInput,
     draft_depths,
     limited_drafts,
@@ -273,3 +275,20 @@ def test_a_card_names_forms() -> None:
     for wrong in ((), ("whole",), "full"):
         with pytest.raises(InvalidInput, match="tree_masks"):
             replace(fake_card(), tree_masks=wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "codes"),
+    [
+        ("spec_topk=4,sliding_window=8", {"TREE_WINDOWS"}),
+        ("spec_topk=4,attention_chunk=16", {"TREE_WINDOWS"}),
+        ("spec_topk=4,sliding_window=8,custom_mask=true", set()),
+        ("spec_topk=1,sliding_window=8", set()),
+        ("spec_topk=4", set()),
+    ],
+)
+def test_trees_with_windows_need_cards_that_count_positions(asked: str, codes: set[str]) -> None:
+    request = Request.parse(f"dtype=bf16,head_dim=128,page_size=16,{asked}")
+    by_places = Candidate(card=fake_card(tree_windows=NONE), platform=fake_platform())
+    assert {reason.code for reason in by_places.refusals(request)} == codes
+    assert not Candidate(card=fake_card(), platform=fake_platform()).refusals(request)
