@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import ForwardMode, InvalidInput, LocalAttnBackend, Pieces, with_virtual_requests
-from attnmux.core.local_attention import local_context, virtual_step
+from attnmux.core.local_attention import local_context
+from attnmux.core.virtual_requests import virtual_step
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -79,7 +80,7 @@ def test_decode_is_replayed_from_graphs(case) -> None:
     ids=["table is not filled", "chunk 0 for all"],
 )
 def test_wrong_tables_are_caught(monkeypatch, wrong) -> None:
-    monkeypatch.setattr("attnmux.core.local_attention._fill", wrong)
+    monkeypatch.setattr("attnmux.core.virtual_requests._fill", wrong)
     (case,) = [case for case in CASES if case.name == "extend-chunk-page16"]
     assert run_case(candidate(FakeBackend), case).status == "failed"
 
