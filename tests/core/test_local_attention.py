@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ForwardMode, InvalidInput, LocalAttnBackend, Pieces, with_virtual_requests
+from attnmux.core import (
+    ForwardMode,
+    InvalidInput,
+    LocalAttnBackend,
+    Pieces,
+    SpecInput,
+    with_virtual_requests,
+)
 from attnmux.core.local_attention import local_context
 from attnmux.core.virtual_requests import virtual_step
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -138,6 +145,13 @@ def test_what_virtual_requests_cannot_serve_is_refused() -> None:
     assert isinstance(backend, LocalAttnBackend)
     with pytest.raises(InvalidInput, match="DECODE, EXTEND or MIXED"):
         backend.init_forward_metadata(prepare_step(setup, step).batch)
+    step = extend((0, 3))
+    setup = setup_of(step)
+    backend = with_virtual_requests(FakeBackend, setup.context)
+    batch = prepare_step(setup, step).batch
+    masked = SpecInput(draft_token_num=3, custom_mask=torch.ones(9, dtype=torch.bool))
+    with pytest.raises(InvalidInput, match="spec_info"):
+        backend.init_forward_metadata(replace(batch, spec_info=masked))
     plain = make_setup(Case(name="plain", steps=(decode(3),)), fake_platform(), "cpu")
     assert isinstance(with_virtual_requests(FakeBackend, plain.context), FakeBackend)
 

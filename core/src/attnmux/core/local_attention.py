@@ -21,6 +21,7 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.tree_masks import tree_mask_of
 from attnmux.core.virtual_requests import virtual_step
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ def with_virtual_requests(make: Make, context: BackendContext) -> AttentionBacke
     """The backend of a context, with virtual requests for its layers with attention chunks.
 
     make: makes a backend of layers without chunks. Raises InvalidInput for chunks that are not
-    whole pages of the pool, and for layers whose chunk meets an encoder.
+    whole pages of the pool, and for layers of a decoder with an encoder.
     """
     chunks = sorted({layer.attention_chunk_size for layer in context.layers})
     if chunks[-1] <= 0:
         return make(context)
+    if any(layer.is_cross_attention for layer in context.layers):
+        expected = "no cross attention next to attention chunks"
+        raise InvalidInput("layers", got="an encoder-decoder model's", expected=expected)
     plain = [layer for layer in context.layers if layer.attention_chunk_size <= 0]
     without = context.request.replace(origin="model", attention_chunk=None)
     whole = replace(context, layers=tuple(plain), request=without)
@@ -60,7 +64,7 @@ def local_context(context: BackendContext, chunk: int) -> BackendContext:
         raise InvalidInput("attention_chunk_size", got=chunk, expected=expected)
     layers = [layer for layer in context.layers if layer.attention_chunk_size == chunk]
     longest, most = min(chunk, context.max_context_len), context.max_batch_size
-    rows = most * (context.max_context_len // chunk + 2) + 1
+    rows = 2 * most + most * context.max_context_len // chunk + 1  # see `most_pieces`
     return replace(
         context,
         layers=tuple(replace(layer, attention_chunk_size=0) for layer in layers),
@@ -198,6 +202,9 @@ class LocalAttnBackend(AttentionBackend):
         if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
             expected = "DECODE, EXTEND or MIXED in layers with attention chunks"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
+            expected = "None in layers with attention chunks"
+            raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
         table = self.local[chunk].context.req_to_token_pool.req_to_token
         engines = self.context.req_to_token_pool.req_to_token
         return virtual_step(batch, chunk, table=table, engines=engines)

@@ -19,7 +19,7 @@ def virtual_step(
     operations of static shape. engines: [rows, max_context] int32, the engine's table.
     """
     pieces, new = Pieces.of(batch, chunk), None
-    count, on_host = len(pieces.rows), _on_host(batch, chunk)
+    count, on_host = min(len(pieces.rows), len(table) - 1), _on_host(batch, chunk)
     new_cpu = None
     if on_host is not None and on_host.query_bounds is not None:
         new_cpu = _new_tokens(on_host.query_bounds)
