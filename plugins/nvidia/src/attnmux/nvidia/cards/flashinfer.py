@@ -70,6 +70,7 @@ FLASHINFER = BackendCard(
     verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),
     sources={
         "attention_chunk": chunks.SOURCE,
+        "page_size": "as attention_chunk: the usual sizes, of which a chunk has whole pages",
         "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
         "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',
         "dtype": "fp16 and bf16: no fp32 instances",
