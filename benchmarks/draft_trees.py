@@ -130,7 +130,7 @@ def verifying(step: Step) -> Step:
         seq_lens=given.extend_prefix_lens,
         seq_lens_cpu=prefix,
         seq_lens_sum=int(prefix.sum()),
-        spec_info=tree.spec_input(given.extend_prefix_lens),
+        spec_info=tree.spec_input(given.seq_lens.device),
     )
     return replace(step, batch=batch)
 

@@ -18,7 +18,7 @@ from attnmux.core import (
     organize_draft_results,
     verify_tree_greedy,
 )
-from attnmux.core.spec import tree_mask, tree_visibility
+from attnmux.core.spec import tree_visibility
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""
@@ -121,17 +121,14 @@ def test_padding_is_never_accepted(topk: int) -> None:
 
 
 def test_the_step_of_a_tree_has_its_mask_and_that_of_a_chain_has_none() -> None:
-    parents, lens = torch.tensor([TREE, TREE]), torch.tensor([3, 5], dtype=torch.int32)
+    parents, device = torch.tensor([TREE, TREE]), torch.device("cpu")
     tree = DraftTree.of(torch.zeros_like(parents), parents, topk=3)
-    for total in (None, 8):
-        spec = tree.spec_input(lens, seq_lens_sum=total)
-        assert (spec.draft_token_num, spec.topk) == (6, 3)
-        assert torch.equal(spec.custom_mask, tree_mask(parents, lens))
-        assert spec.mask_indptr.tolist() == [0, 54, 120]
-        assert spec.mask_indptr.dtype == torch.int32
+    spec = tree.spec_input(device)
+    assert (spec.draft_token_num, spec.topk, spec.custom_mask) == (6, 3, None)
+    assert torch.equal(spec.visible, tree_visibility(parents))
     chain = DraftTree.chains(torch.zeros_like(parents))
     assert chain.depths.tolist() == [list(range(6))] * 2
-    assert chain.spec_input(lens).custom_mask is None
+    assert chain.spec_input(device).visible is None
 
 
 @settings(max_examples=100, deadline=None)

@@ -148,15 +148,14 @@ class HashingRunner:
         seen = []
         for place, (row, prefix) in enumerate(zip(batch.req_pool_indices, prefixes, strict=True)):
             visible = torch.ones(num, prefix + num, dtype=torch.bool).tril(prefix)
-            if spec.custom_mask is not None:
-                start, end = spec.mask_indptr[place : place + 2].tolist()
-                visible = spec.custom_mask[start:end].view(num, prefix + num)
-                assert bool(visible[:, :prefix].all())
+            assert spec.custom_mask is None
+            if spec.visible is not None:
+                visible[:, prefix:] = spec.visible[place]
             slots = batch.out_cache_loc[place * num : (place + 1) * num].tolist()
             assert all(slots) or not any(slots[slots.index(0) :])
             for node, (slot, keep) in enumerate(zip(slots, visible, strict=True)):
                 columns = keep.nonzero().flatten().tolist()
-                if not slot and spec.custom_mask is not None:
+                if not slot and spec.visible is not None:
                     assert columns == [*range(prefix), prefix + node]
                 seen.append(self._held(row, columns) if slot else None)
         return seen
@@ -298,7 +297,7 @@ def verify_config(trees):
         forward_mode=ForwardMode.TARGET_VERIFY,
         tokens_per_request=8,
         spec_topk=4 if trees else 1,
-        custom_mask=trees,
+        visible=trees,
     )
 
 
@@ -519,8 +518,8 @@ MUTANTS = {
         DraftTree,
         "spec_input",
         lambda make: (
-            lambda self, lens, **how: replace(
-                spec := make(self, lens, **how), custom_mask=torch.ones_like(spec.custom_mask)
+            lambda self, device: replace(
+                spec := make(self, device), visible=torch.ones_like(spec.visible)
             )
         ),
     ),

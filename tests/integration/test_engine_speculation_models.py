@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import NONE, DraftTree, InvalidInput, Offer, load_plugins, one_of
+from attnmux.core import NONE, DraftTree, NoBackend, Offer, load_plugins, one_of
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -214,11 +214,22 @@ def steps_of(engine):
         yield from engine.step()
 
 
-def test_trees_are_refused_where_a_window_would_hide_ancestors(tiny, run_on):
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_windows_count_positions_of_nodes(tiny, run_on, page_size):
+    model, folder = tiny("gemma3")
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = run_on(folder, page_size=page_size, draft_tokens=6, draft_topk=3)
+    engine = Engine(runner, drafts=HalfRight(expected, 3), prefill_tokens=5)
+    assert texts_of(engine, prompts) == expected
+    assert engine.stats.drafts.accepted_tokens > 10
+
+
+def test_trees_with_windows_need_a_backend_that_serves_them(tiny):
     folder = tiny("gemma3")[1]
-    with pytest.raises(InvalidInput, match=r"draft_topk: .*sliding window"):
-        run_on(folder, draft_tokens=6, draft_topk=2)
-    run_on(folder, draft_tokens=6, draft_topk=2, max_context_len=4)
+    by_places = graph_card(tree_windows=NONE)
+    with pytest.raises(NoBackend, match="tree_windows: wanted yes, offered none"):
+        graph_runner(folder, card=by_places, draft_topk=3)
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,40 @@ class InvertedMask(FakeBackend):
         return super().visible(layer, batch, *args)
 
 
+class HiddenAncestor(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        """Drafts do not see the root of their tree, only later nodes do."""
+        spec_info = batch.spec_info
+        if spec_info is not None and spec_info.visible is not None:
+            hidden = spec_info.visible.clone()
+            hidden[:, 1:, 0] = False
+            keep = super().visible(layer, batch, *args)
+            keep[:, -hidden.shape[1] :] &= hidden[0]
+            return keep
+        return super().visible(layer, batch, *args)
+
+
+class BitsFromTheHighest(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        spec_info = batch.spec_info
+        if spec_info is not None and spec_info.visible_bits is not None:
+            order = torch.arange(8, dtype=torch.uint8)
+            bits = (spec_info.visible_bits.unsqueeze(-1) >> order) & 1
+            swapped = (bits.flip(-1) << order).sum(-1, dtype=torch.uint8)
+            batch = replace(batch, spec_info=replace(spec_info, visible_bits=swapped))
+        return super().visible(layer, batch, *args)
+
+
+class WindowsOfPlaces(FakeBackend):
+    def visible(self, layer: LayerSpec, batch: ForwardBatch, *args: object) -> torch.Tensor:
+        """Count a window in places of the row, as under a whole mask."""
+        unlimited = replace(layer, sliding_window_size=-1, attention_chunk_size=0)
+        keep = super().visible(unlimited, batch, *args)
+        batch = replace(batch, spec_info=None)
+        outside = super().visible(unlimited, batch, *args) & ~super().visible(layer, batch, *args)
+        return keep & ~outside
+
+
 class PrefixOneShort(FakeBackend):
     def prefix_len(self, metadata: FullMetadata, request: int) -> int:
         return max(super().prefix_len(metadata, request) - 1, 0)
@@ -365,6 +399,9 @@ CAUGHT_BY: dict[type[FakeBackend], tuple[str, ...]] = {
     IgnoredCap: ("decode-cap", "extend-cap", "decode-window-cap"),
     BaseTwoLSE: ("decode-lse", "extend-lse", "mla-decode-lse"),
     InvertedMask: ("verify-tree", "verify-tree-window", "mla-verify-tree"),
+    HiddenAncestor: ("verify-tree-qlen", "verify-tree-qlen-padding", "mla-verify-tree-qlen"),
+    BitsFromTheHighest: ("verify-tree-bits", "verify-tree-bits-chunk"),
+    WindowsOfPlaces: ("verify-tree-qlen-window", "verify-tree-qlen-narrow-window"),
     PrefixOneShort: ("extend-prefix", "mixed", "verify-chain", "draft-extend"),
     PaddingRead: ("decode-one-request", "extend-partly-filled-page", "mla-decode"),
     IgnoredSinks: ("decode-sinks", "extend-sinks"),

@@ -237,12 +237,12 @@ def test_a_mask_may_have_more_values_than_an_int32_counts():
     new = torch.tensor([3, 2], dtype=torch.int32)
     num_keys = torch.tensor([2**30, 5], dtype=torch.int32)
     keep = torch.ones(1, dtype=torch.bool).expand(3 * 2**30 + 10)
-    _, starts = visibility(
+    mask = visibility(
         KeyRule(window=-1, chunk=0, is_causal=True, is_cross=False, in_call=False),
         SimpleNamespace(spec_info=SpecInput(draft_token_num=3, custom_mask=keep), multi_item=None),
         StepLens(new=new, cached=num_keys - new, encoder=torch.zeros_like(new)),
     ).mask
-    assert starts.tolist() == [0, 2**30, 2**31, 3 * 2**30, 3 * 2**30 + 5]
+    assert mask.row.tolist() == [0, 2**30, 2**31, 3 * 2**30, 3 * 2**30 + 5]
 
 
 def test_gradients_are_not_followed():

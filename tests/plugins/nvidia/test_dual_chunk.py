@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import GraphUnsupported, InvalidInput, MultiItem, Platform, imported
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    MultiItem,
+    Pieces,
+    Platform,
+    imported,
+    most_pieces,
+)
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.dual_chunk import DualChunkKernels, make, merge
-from attnmux.nvidia.dual_chunk_regions import Pieces, longest_keys, most_pieces
+from attnmux.nvidia.dual_chunk_regions import longest_keys, regions_of
 from attnmux.testing import (
     AttentionBackendTests,
     decode,
@@ -140,7 +148,7 @@ def test_pieces_by_hand():
     assert pieces.ends.tolist() == [32, 64, 70, 65, 0, 0, 0, 0]
     rows = batch.req_pool_indices
     assert pieces.rows[:4].tolist() == [rows[0], rows[0], rows[0], rows[2]]
-    own, before, rest = pieces.keys()
+    own, before, rest = regions_of(pieces)
     assert own[0].tolist()[:4] == [0, 32, 64, 64]
     assert own[1].tolist()[:4] == [32, 32, 6, 1]
     assert before[0].tolist()[:4] == [0, 0, 32, 32]

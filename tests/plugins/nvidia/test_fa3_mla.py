@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, KeyGroup, Platform, imported
+from attnmux.core import (
+    BackendFailed,
+    GraphUnsupported,
+    InvalidInput,
+    KeyGroup,
+    Platform,
+    imported,
+    visible_drafts,
+)
 from attnmux.core.spec import tree_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import make
-from attnmux.nvidia.fa3_trees import draft_keys, visible_drafts
+from attnmux.nvidia.fa3_trees import draft_keys
 from attnmux.testing import (
     AttentionBackendTests,
     CaseSetup,

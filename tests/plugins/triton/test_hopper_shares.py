@@ -25,6 +25,7 @@ PLAIN: dict[str, Any] = {
     "CHUNK": 0,
     "HAS_CAP": False,
     "HAS_MASK": False,
+    "IS_TREE": False,
     "IS_FIXED": False,
     "BLOCK_M": 8,
     "BLOCK_N": 64,
@@ -45,6 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
         **{"HAS_MASK": True, "IS_CAUSAL": False, "mask": "*u8", "mask_indptr": "*i64"},
         **{"lse": "*fp32", "sinks": "*fp32"},
     },
+    "trees": {
+        **{"QUERIES": 8, "BLOCK_M": 32, "PART_ROWS": 32, "PARTS": 1, "LENS_SHIFT": 0},
+        **{"HAS_MASK": True, "IS_TREE": True, "IS_CAUSAL": False, "WINDOW": 100},
+        **{"mask": "*u8", "first_keys": "*i32"},
+    },
 }
 POINTERS = {
     **dict.fromkeys(("q", "out"), "*bf16"),
@@ -54,7 +60,7 @@ POINTERS = {
     "rows": "*i64",
     **dict.fromkeys(("scale", "cap", "v_scale"), "fp32"),
 }
-OPTIONAL = ("lse", "sinks", "encoder_lens", "mask", "mask_indptr")
+OPTIONAL = ("lse", "sinks", "encoder_lens", "mask", "mask_indptr", "first_keys")
 
 
 def main() -> None:

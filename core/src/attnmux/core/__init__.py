@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
     from attnmux.core.choosing.offer.accuracy import ErrorBound as ErrorBound
     from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
+    from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
     from attnmux.core.choosing.offer.card import BackendCard as BackendCard
     from attnmux.core.choosing.offer.card import Clause as Clause
     from attnmux.core.choosing.offer.card import Offer as Offer
     from attnmux.core.choosing.offer.card import Option as Option
     from attnmux.core.choosing.offer.card import Prior as Prior
+    from attnmux.core.choosing.offer.card import TreeMask as TreeMask
     from attnmux.core.choosing.offer.card import when as when
     from attnmux.core.choosing.offer.conditions import ANY as ANY
     from attnmux.core.choosing.offer.conditions import NONE as NONE
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chunk_pieces import Pieces as Pieces
+    from attnmux.core.chunk_pieces import most_pieces as most_pieces
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
     from attnmux.core.chunked_prefix import expanded_context as expanded_context
     from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
@@ -184,6 +188,9 @@ if TYPE_CHECKING:
     from attnmux.core.linear_layer import L2_EPS as L2_EPS
     from attnmux.core.linear_layer import LinearKind as LinearKind
     from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
+    from attnmux.core.local_attention import LocalAttnBackend as LocalAttnBackend
+    from attnmux.core.local_attention import with_virtual_requests as with_virtual_requests
+    from attnmux.core.mask_forms import with_mask_forms as with_mask_forms
     from attnmux.core.ngram import NgramIndex as NgramIndex
     from attnmux.core.op import attention_with_output as attention_with_output
     from attnmux.core.op import current_forward_context as current_forward_context
@@ -224,6 +231,14 @@ if TYPE_CHECKING:
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
+    from attnmux.core.tree_masks import check_trees as check_trees
+    from attnmux.core.tree_masks import draft_depths as draft_depths
+    from attnmux.core.tree_masks import limited_drafts as limited_drafts
+    from attnmux.core.tree_masks import masks_drafts as masks_drafts
+    from attnmux.core.tree_masks import pack_visible as pack_visible
+    from attnmux.core.tree_masks import tree_mask_of as tree_mask_of
+    from attnmux.core.tree_masks import unpack_visible as unpack_visible
+    from attnmux.core.tree_masks import visible_drafts as visible_drafts
     from attnmux.core.tree_steps import among_drafts as among_drafts
     from attnmux.core.tree_steps import as_heads as as_heads
     from attnmux.core.tree_steps import as_tokens as as_tokens
@@ -293,6 +308,8 @@ _NAMES_BY_MODULE = {
         "Offer",
         "Option",
         "Prior",
+        "TREE_MASKS",
+        "TreeMask",
         "when",
     ),
     "choosing.offer.conditions": (
@@ -315,6 +332,10 @@ _NAMES_BY_MODULE = {
     "choosing.solver": ("solve",),
     "choosing.tell.choice": ("Choice",),
     "choosing.tell.decision": ("Decision",),
+    "chunk_pieces": (
+        "Pieces",
+        "most_pieces",
+    ),
     "chunked_prefix": (
         "ChunkedPrefixBackend",
         "expanded_context",
@@ -511,6 +532,11 @@ _NAMES_BY_MODULE = {
         "trying",
     ),
     "ngram": ("NgramIndex",),
+    "local_attention": (
+        "LocalAttnBackend",
+        "with_virtual_requests",
+    ),
+    "mask_forms": ("with_mask_forms",),
     "op": (
         "attention_with_output",
         "current_forward_context",
@@ -545,6 +571,16 @@ _NAMES_BY_MODULE = {
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
+    "tree_masks": (
+        "check_trees",
+        "draft_depths",
+        "limited_drafts",
+        "masks_drafts",
+        "pack_visible",
+        "tree_mask_of",
+        "unpack_visible",
+        "visible_drafts",
+    ),
     "tree_steps": (
         "among_drafts",
         "as_heads",

@@ -11,6 +11,7 @@ from attnmux.core.errors import InvalidInput, PluginError
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
+    from attnmux.core.spec import SpecInput
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """Fields of a batch that hold one int32 for each request."""
@@ -119,6 +120,38 @@ def check_fields(batch: ForwardBatch) -> None:
     if batch.multi_item is not None:
         check_lens("multi_item.prefix_lens", batch.multi_item.prefix_lens, size)
         check_lens("multi_item.token_pos_in_items", batch.multi_item.token_pos_in_items)
+    if batch.spec_info is not None:
+        _check_visible(batch, batch.spec_info)
+
+
+def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:
+    """Raise InvalidInput for several masks, and for masks between drafts of other shapes, dtypes or
+    devices, or in another mode than TARGET_VERIFY."""
+    masks = {
+        "custom_mask": spec.custom_mask,
+        "visible": spec.visible,
+        "visible_bits": spec.visible_bits,
+    }
+    given = [name for name, mask in masks.items() if mask is not None]
+    if len(given) > 1:
+        raise InvalidInput("spec_info", got=" and ".join(given), expected="one of them")
+    drafts = spec.draft_token_num
+    for name, width, dtype in (
+        ("visible", drafts, torch.bool),
+        ("visible_bits", -(-drafts // 8), torch.uint8),
+    ):
+        mask, field = masks[name], f"spec_info.{name}"
+        if mask is None:
+            continue
+        if not batch.forward_mode.is_target_verify():
+            got = batch.forward_mode.name
+            raise InvalidInput(field, got=f"a mask in {got}", expected="one in TARGET_VERIFY alone")
+        shape = (batch.batch_size, drafts, width)
+        if mask.shape != shape or mask.dtype != dtype:
+            raise InvalidInput(field, got=described(mask), expected=f"{dtype} of shape {shape}")
+        if mask.device != batch.seq_lens.device:
+            got = f"a tensor on {mask.device}"
+            raise InvalidInput(field, got=got, expected=f"one on {batch.seq_lens.device}")
 
 
 def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import extend_positions
+from attnmux.core.tree_masks import check_trees
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -171,6 +172,8 @@ def _check_extend(batch: ForwardBatch) -> None:
         mask = batch.spec_info.custom_mask
         rule = "new tokens * keys of each request"
         _check_count("spec_info.custom_mask", mask.numel(), size, rule)
+    elif batch.spec_info is not None:
+        check_trees(batch)
     items = batch.multi_item
     if items is not None and len(items.token_pos_in_items) < total:
         places = len(items.token_pos_in_items)

@@ -14,6 +14,7 @@ from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.part_attention import is_mergeable, merge_into
+from attnmux.core.tree_masks import check_trees
 from attnmux.core.tree_steps import Trees, among_drafts, as_heads, as_tokens, trees_of
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class TreeAttnBackend(DispatchingBackend):
             return self._catching_up
         if not batch.forward_mode.is_target_verify():
             return batch
+        if self.context.debug:
+            check_trees(batch)
         trees = trees_of(batch)
         width = trees.visible.shape[1]
         if width > self._drafts:

@@ -10,6 +10,8 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
 from attnmux.core.linear_backend import LinearAttentionBackend
+from attnmux.core.local_attention import with_virtual_requests
+from attnmux.core.mask_forms import with_mask_forms
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice
@@ -17,15 +19,21 @@ if TYPE_CHECKING:
 
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
-    """The chosen attention backend.
+    """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
+    and attention chunks as virtual requests where its card says so.
 
     Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
     backend is planned or the factory makes something else.
     """
-    backend = _called(choice, context)
-    if not isinstance(backend, AttentionBackend):
-        raise _misfit(choice, backend)
-    return backend
+
+    def make(context: BackendContext) -> AttentionBackend:
+        backend = _called(choice, context)
+        if not isinstance(backend, AttentionBackend):
+            raise _misfit(choice, backend)
+        return backend
+
+    made = with_virtual_requests(make, context) if choice.virtual_requests else make(context)
+    return with_mask_forms(made, choice.tree_masks)
 
 
 def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:

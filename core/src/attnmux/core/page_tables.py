@@ -10,6 +10,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
+from attnmux.core.tree_masks import tree_mask_of
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -235,7 +236,7 @@ def fixed_buffers(
 
 
 def _has_mask(batch: ForwardBatch) -> bool:
-    return batch.spec_info is not None and batch.spec_info.custom_mask is not None
+    return tree_mask_of(batch.spec_info) is not None
 
 
 def _check_served(batch: ForwardBatch, *, is_tree: bool) -> None:

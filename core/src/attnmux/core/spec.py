@@ -11,7 +11,11 @@ from attnmux.core.errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpecInput:
-    """The speculative part of a step."""
+    """The speculative part of a step.
+
+    At most one of `custom_mask`, `visible` and `visible_bits` is given. Without any, drafts are
+    chains. `tree_masks.py` makes each of them from the others.
+    """
 
     draft_token_num: int
     """d: draft tokens a request, the root included."""
@@ -21,6 +25,13 @@ class SpecInput:
     """Flat bool, q_i * kv_i a request in batch order, True keeps. It replaces causality only."""
     mask_indptr: torch.Tensor | None = None
     """[B + 1] int32: where each request's part of `custom_mask` starts."""
+    visible: torch.Tensor | None = None
+    """[B, d, d] bool: the drafts that each draft of a tree sees, which are its ancestors and
+    itself. It also sees the whole prefix. Its position is the prefix's length plus its depth, and
+    windows and attention chunks count positions."""
+    visible_bits: torch.Tensor | None = None
+    """[B, d, ceil(d / 8)] uint8: `visible`, packed. Draft j is bit j % 8, the lowest first, of byte
+    j // 8; bits from d on are 0."""
 
 
 def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
@@ -53,16 +64,24 @@ def tree_mask(
     seq_lens: torch.Tensor,
     *,
     total: int | None = None,
-    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The flat custom mask of TARGET_VERIFY: the whole prefix, then the token's ancestors.
 
     parents: [B, d] int, see `tree_visibility`. seq_lens: [B] int, prefix lengths.
     total: the number of values; without it the device is asked, which synchronises.
-    visible: [B, d, d] bool on the device of seq_lens, what `tree_visibility` returned for parents.
     Returns flat bool of d * (seq + d) values a request.
     """
-    visible = tree_visibility(parents) if visible is None else visible
+    return whole_mask(tree_visibility(parents), seq_lens, total=total)
+
+
+def whole_mask(
+    visible: torch.Tensor, seq_lens: torch.Tensor, *, total: int | None = None
+) -> torch.Tensor:
+    """`SpecInput.custom_mask` from `SpecInput.visible`, both on the device of seq_lens.
+
+    seq_lens: [B] int, prefix lengths. total: the number of values, or more; without it the device
+    is asked, which synchronises.
+    """
     batch_size, num_tokens, _ = visible.shape
     rows = batch_size * num_tokens
     widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens, output_size=rows)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from attnmux.core.arguments import described
 from attnmux.core.errors import InvalidInput
-from attnmux.core.spec import SpecInput, tree_mask, tree_visibility
+from attnmux.core.spec import SpecInput, tree_visibility
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,25 +120,16 @@ class DraftTree:
             return order.expand_as(self.draft_tokens)
         return self.visible.sum(-1) - 1
 
-    def spec_input(self, seq_lens: torch.Tensor, *, seq_lens_sum: int | None = None) -> SpecInput:
-        """`ForwardBatch.spec_info` of the step that verifies the trees.
+    def spec_input(self, device: torch.device) -> SpecInput:
+        """`ForwardBatch.spec_info` of the step that verifies the trees, on a device.
 
-        seq_lens: [B] int, the prefixes. Trees that are no chains get a mask; its size is read from
-        the device unless seq_lens_sum is given. The result is on the device of seq_lens.
+        Trees that are no chains have `SpecInput.visible`: the size does not depend on the prefixes.
         """
-        num_tokens = self.draft_token_num
-        if self.visible is None:
-            return SpecInput(draft_token_num=num_tokens)
-        total = None
-        if seq_lens_sum is not None:
-            total = num_tokens * (seq_lens_sum + num_tokens * seq_lens.shape[0])
-        lens = (num_tokens * (seq_lens + num_tokens)).cumsum(0)
-        visible = self.visible.to(seq_lens.device, non_blocking=True)
+        visible = self.visible
         return SpecInput(
-            draft_token_num=num_tokens,
+            draft_token_num=self.draft_token_num,
             topk=self.topk,
-            custom_mask=tree_mask(self.parents, seq_lens, total=total, visible=visible),
-            mask_indptr=pad(lens, (1, 0)).to(torch.int32),
+            visible=None if visible is None else visible.to(device, non_blocking=True),
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
+from attnmux.core.tree_masks import visible_drafts
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
@@ -98,19 +98,3 @@ def trees_of(batch: ForwardBatch) -> Trees:
         sees_prefix=batch.seq_lens > 0,
         visible=visible_drafts(batch),
     )
-
-
-def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
-    """[B, d, d] bool: the drafts that each draft sees, from the last d columns of its mask."""
-    spec, device = batch.spec_info, batch.seq_lens.device
-    if spec is None:
-        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
-    drafts = spec.draft_token_num
-    if spec.custom_mask is None or spec.mask_indptr is None:
-        causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
-        return causal.expand(batch.batch_size, drafts, drafts)
-    order = torch.arange(drafts, device=device)
-    prefix = batch.seq_lens.long().view(-1, 1, 1)
-    starts = spec.mask_indptr[: batch.batch_size].long().view(-1, 1, 1)
-    places = starts + order.view(-1, 1) * (prefix + drafts) + prefix + order
-    return spec.custom_mask[places]

@@ -12,6 +12,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
+from attnmux.core.tree_masks import of_requests
 
 if TYPE_CHECKING:
     from attnmux.core.spec import SpecInput
@@ -145,7 +146,7 @@ def half_of(
 
 def _own_masks(batch: ForwardBatch, spec: SpecInput, first: int, last: int) -> SpecInput:
     if spec.custom_mask is None:
-        return spec
+        return of_requests(spec, first, last)
     new = torch.tensor(_new_tokens(batch))
     lens = batch.seq_lens.cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu
     keys = lens + new if batch.forward_mode.is_target_verify() else lens

@@ -83,6 +83,7 @@ def _sees(given: KernelInput, keys: torch.Tensor, spec: KernelSpec) -> torch.Ten
         prefix_end, item_start = (part.unsqueeze(-1) for part in given.hidden)
         seen = seen & ~((column >= prefix_end) & (column < item_start))
     if given.mask is not None:
-        keep, rows = given.mask
-        seen = seen & keep[(rows.unsqueeze(-1) + column).clamp(0, spec.mask_room - 1)]
+        keep, rows, start = given.mask
+        kept = keep[(rows.unsqueeze(-1) + column).clamp(0, spec.mask_room - 1)]
+        seen = seen & (kept | (column < start.unsqueeze(-1)))
     return seen

@@ -13,6 +13,7 @@ from attnmux.core import (
     InvalidInput,
     cu_seqlens,
     page_table,
+    tree_mask_of,
     uniform_indptr,
 )
 
@@ -87,7 +88,7 @@ def most_queries(batch: ForwardBatch) -> int:
     Raises InvalidInput for what the library does not serve, and for missing lengths.
     """
     spec, lens = batch.spec_info, batch.extend_seq_lens
-    if spec is not None and spec.custom_mask is not None:
+    if tree_mask_of(spec) is not None:
         raise InvalidInput("custom_mask", got="a mask", expected="None: drafts are chains")
     if batch.multi_item is not None:
         raise InvalidInput("multi_item", got="many items", expected="None")

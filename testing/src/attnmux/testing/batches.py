@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from attnmux.core import ForwardBatch, MultiItem, SpecInput
-from attnmux.core.spec import tree_mask
+from attnmux.core import ForwardBatch, MultiItem, SpecInput, pack_visible
+from attnmux.core.spec import tree_mask, tree_visibility
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step
 from attnmux.testing.placement import Placed
@@ -80,17 +81,22 @@ def _speculate(setup: CaseSetup, requests: list[Placed]) -> tuple[SpecInput, tor
     """The step's SpecInput and, for trees, the depth of each draft token, [B, d]."""
     case, device = setup.case, setup.context.device
     num_draft_tokens = requests[0].new
-    if not case.custom_mask:
+    if not case.has_trees:
         return SpecInput(draft_token_num=num_draft_tokens), None
     parents = torch.full((len(requests), num_draft_tokens), -1)
     depths = torch.zeros_like(parents)
     for token in range(1, num_draft_tokens):
         parents[:, token] = torch.randint(token, (len(requests),), generator=setup.generator)
         depths[:, token] = depths.gather(1, parents[:, token : token + 1]).squeeze(1) + 1
+    spec_info = SpecInput(draft_token_num=num_draft_tokens, topk=case.spec_topk or 1)
+    if case.tree_mask != "full":
+        visible = tree_visibility(parents).to(device)
+        if case.tree_mask == "qlen_only":
+            return replace(spec_info, visible=visible), depths.to(device)
+        return replace(spec_info, visible_bits=pack_visible(visible)), depths.to(device)
     widths = torch.tensor([num_draft_tokens * request.length for request in requests])
-    spec_info = SpecInput(
-        draft_token_num=num_draft_tokens,
-        topk=case.spec_topk or 1,
+    spec_info = replace(
+        spec_info,
         custom_mask=tree_mask(parents, torch.tensor([request.cached for request in requests])).to(
             device
         ),

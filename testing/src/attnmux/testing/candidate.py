@@ -154,9 +154,19 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import with_shared_kernels  # noqa: PLC0415  # imports torch
+        from attnmux.core import (  # noqa: PLC0415  # torch
+            with_mask_forms,
+            with_shared_kernels,
+            with_virtual_requests,
+        )
 
-        return self._factory()(with_shared_kernels(context), complete(self.card, self.options))
+        def make(context: BackendContext) -> AttentionBackend:
+            return self._factory()(context, complete(self.card, self.options))
+
+        context = with_shared_kernels(context)
+        virtual = self.card.virtual_requests
+        made = with_virtual_requests(make, context) if virtual else make(context)
+        return with_mask_forms(made, self.card.tree_masks)
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attnmux.core import ForwardMode, Request
+from attnmux.core import ForwardMode, Request, TreeMask
 
 PHASES = {
     ForwardMode.EXTEND: "extend",
@@ -155,7 +155,9 @@ class Case:
     alibi: bool = False
     """Self attention has slopes of ALiBi."""
     spec_topk: int | None = None
-    """Above 1 the drafts are random trees with a custom mask."""
+    """Above 1 the drafts are random trees with a mask."""
+    tree_mask: TreeMask = "full"
+    """The form of the mask. Other forms count windows and chunks by positions."""
     lse: bool = False
     strided_kv: bool = False
     """K and V of a slot lie side by side; in MLA, rows have a gap after them."""
@@ -195,8 +197,12 @@ class Case:
         return any(step.items for step in self.steps)
 
     @property
-    def custom_mask(self) -> bool:
+    def has_trees(self) -> bool:
         return self.spec_topk is not None and self.spec_topk > 1
+
+    @property
+    def custom_mask(self) -> bool:
+        return self.has_trees and self.tree_mask == "full"
 
     @property
     def phases(self) -> tuple[str, ...]:

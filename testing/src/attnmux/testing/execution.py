@@ -257,6 +257,7 @@ def _config(
         encoder=case.cross_attention,
         spec_topk=case.spec_topk or 1,
         custom_mask=is_verify and case.custom_mask,
+        visible=is_verify and case.has_trees and not case.custom_mask,
         index_topk=case.index_topk,
     )
 

@@ -11,6 +11,7 @@ from attnmux.core import (
     ANY,
     NO_OPTIONS,
     NONE,
+    TREE_MASKS,
     AttentionBackend,
     AttentionCall,
     BackendCard,
@@ -25,6 +26,7 @@ from attnmux.core import (
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,
+    drafts_seen,
     expand_dual_chunk,
     topk_mask,
     visibility,
@@ -39,6 +41,21 @@ def fake_platform() -> Platform:
     return Platform(
         vendor="fake", device_type="cpu", arch="fake1", version=(1, 0), runtime="fake 1.0"
     )
+
+
+def tree_positions(
+    batch: ForwardBatch, request: int, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Of a request's drafts: their positions, those of all keys, and the drafts that each sees.
+
+    places: [d], of the drafts in the row. Other steps get them back, and None.
+    """
+    trees = drafts_seen(batch)
+    if trees is None:
+        return places, None, None
+    positions = places[:1] + trees[request].sum(1) - 1
+    before = torch.arange(int(places[0]), device=places.device)
+    return positions, torch.cat([before, positions]), trees[request]
 
 
 def fake_card(**changes: Condition) -> BackendCard:
@@ -63,6 +80,7 @@ def fake_card(**changes: Condition) -> BackendCard:
         name="fake",
         summary="The float64 reference as a backend",
         factory="attnmux.testing.fakes:FakeBackend",
+        tree_masks=TREE_MASKS,
         clauses=(clause,),
     )
 
@@ -220,6 +238,9 @@ class FakeBackend(AttentionBackend):
         custom_mask = None if batch.spec_info is None else batch.spec_info.custom_mask
         if custom_mask is not None:
             custom_mask = custom_mask[mask_start : mask_start + num_new * num_keys]
+        positions, key_positions, drafts = tree_positions(batch, request, positions)
+        if drafts is not None:
+            custom_mask = torch.cat([drafts.new_ones(num_new, num_keys - num_new), drafts], 1)
         if batch.topk_indices is not None:
             custom_mask = topk_mask(batch.topk_indices[rows], num_keys)
         item_starts, shared_prefix = None, 0
@@ -229,6 +250,7 @@ class FakeBackend(AttentionBackend):
         return visibility(
             positions,
             num_keys,
+            key_positions=key_positions,
             causal=layer.is_causal,
             window=layer.sliding_window_size,
             chunk=layer.attention_chunk_size,

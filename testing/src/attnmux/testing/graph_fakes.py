@@ -18,7 +18,7 @@ from attnmux.core import (
     LayerSpec,
 )
 from attnmux.testing.fakes import FakeBackend, fake_card
-from attnmux.testing.reference import expand_dual_chunk, visibility
+from attnmux.testing.reference import drafts_seen, expand_dual_chunk, visibility
 
 
 def graph_card(**changes: Condition) -> BackendCard:
@@ -172,12 +172,21 @@ class GraphFakeBackend(FakeBackend):
             width = state.cached[request] + new
             places = spec.mask_indptr[request] + order[:new, None] * width + order
             mask = spec.custom_mask[places.clamp(max=len(spec.custom_mask) - 1).long()]
+        trees, key_positions = drafts_seen(batch), None
+        if trees is not None:
+            node = order - state.cached[request]
+            is_draft, node = (node >= 0) & (node < new), node.clamp(0, new - 1).long()
+            depths = trees[request].sum(1) - 1
+            key_positions = torch.where(is_draft, state.cached[request] + depths[node], order)
+            mask = trees[request][:, node] | ~is_draft
+            positions = state.cached[request] + depths
         if batch.topk_indices is not None:
             picks = batch.topk_indices[request * new : (request + 1) * new]
             mask = (picks.unsqueeze(-1) == order).any(1)
         return visibility(
             positions,
             num_keys,
+            key_positions=key_positions,
             causal=layer.is_causal,
             window=layer.sliding_window_size,
             chunk=layer.attention_chunk_size,

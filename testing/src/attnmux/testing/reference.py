@@ -65,7 +65,7 @@ def attention(
         if layer.is_cross_attention:
             keep = torch.ones((num_new, len(keys)), dtype=torch.bool, device=q.device)
         else:
-            positions = num_cached + torch.arange(num_new, device=q.device)
+            positions, key_positions = _positions(batch, request, num_cached, num_new)
             item_starts, shared_prefix = None, 0
             if batch.multi_item is not None:
                 item_starts = positions - batch.multi_item.token_pos_in_items[rows]
@@ -76,6 +76,7 @@ def attention(
             keep = visibility(
                 positions,
                 len(keys),
+                key_positions=key_positions,
                 causal=layer.is_causal,
                 window=layer.sliding_window_size,
                 chunk=layer.attention_chunk_size,
@@ -108,6 +109,7 @@ def visibility(
     positions: torch.Tensor,
     num_keys: int,
     *,
+    key_positions: torch.Tensor | None = None,
     causal: bool = True,
     window: int = -1,
     chunk: int = 0,
@@ -117,13 +119,16 @@ def visibility(
 ) -> torch.Tensor:
     """The keys of one sequence that each of its tokens sees: [T, num_keys] bool.
 
-    positions: [T], places of the tokens in the sequence. causal, window, chunk: as on `LayerSpec`.
+    positions: [T], places of the tokens in the sequence. key_positions: [num_keys], where they are
+    not 0, 1, … as among the drafts of a tree. causal, window, chunk: as on `LayerSpec`.
     custom_mask: T * num_keys bool values that replace causality; window and chunk still apply.
     item_starts: [T], where the item of each token starts, for many items after one prefix of
     `shared_prefix` tokens.
     """
     token = positions.unsqueeze(1)
-    key = torch.arange(num_keys, device=positions.device).unsqueeze(0)
+    if key_positions is None:
+        key_positions = torch.arange(num_keys, device=positions.device)
+    key = key_positions.unsqueeze(0)
     keep = key <= token if causal else torch.ones_like(key <= token)
     if custom_mask is not None:
         keep = custom_mask.view(len(positions), num_keys)
@@ -243,8 +248,36 @@ def _encoder_rows(batch: ForwardBatch, request: int) -> slice:
     return slice(start, start + int(batch.encoder_lens[request]))
 
 
+def drafts_seen(batch: ForwardBatch) -> torch.Tensor | None:
+    """[B, d, d] bool: the drafts that each draft of a tree sees; None for other masks."""
+    spec = batch.spec_info
+    if spec is None or spec.visible_bits is None:
+        return None if spec is None else spec.visible
+    drafts = range(spec.draft_token_num)
+    bits = [(spec.visible_bits[..., draft // 8] >> draft % 8) & 1 for draft in drafts]
+    return torch.stack(bits, -1).bool()
+
+
+def _positions(
+    batch: ForwardBatch, request: int, num_cached: int, num_new: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of a request's new tokens, and of its keys unless they are 0, 1, …"""
+    trees, device = drafts_seen(batch), batch.seq_lens.device
+    if trees is None:
+        return num_cached + torch.arange(num_new, device=device), None
+    positions = num_cached + trees[request].sum(1) - 1
+    return positions, torch.cat([torch.arange(num_cached, device=device), positions])
+
+
 def _custom_masks(batch: ForwardBatch) -> list[torch.Tensor | None]:
-    """Each request's part of the flat custom mask, new tokens * keys values."""
+    """What each request's mask keeps, new tokens * keys values."""
+    trees = drafts_seen(batch)
+    if trees is not None:
+        prefixes = [_lengths(batch, request)[1] for request in range(batch.batch_size)]
+        return [
+            torch.cat([tree.new_ones(len(tree), prefix), tree], 1)
+            for tree, prefix in zip(trees, prefixes, strict=True)
+        ]
     mask = None if batch.spec_info is None else batch.spec_info.custom_mask
     parts: list[torch.Tensor | None] = []
     start = 0

@@ -173,6 +173,8 @@ class _Remade:
                 **facts["spec_info"],
                 custom_mask=self._tensor("spec_info.custom_mask"),
                 mask_indptr=self._tensor("spec_info.mask_indptr"),
+                visible=self._tensor("spec_info.visible"),
+                visible_bits=self._tensor("spec_info.visible_bits"),
             )
         items = self._tensor("multi_item.prefix_lens")
         if items is not None:

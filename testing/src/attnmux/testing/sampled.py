@@ -16,6 +16,7 @@ from attnmux.testing.reference import (
     alibi_bias,
     chunks_before,
     dense_attention,
+    drafts_seen,
     expand_dual_chunk,
     topk_mask,
     visibility,
@@ -148,6 +149,13 @@ def _seen(
     if layer.kind == "mla" and batch.topk_indices is not None:
         mask = topk_mask(batch.topk_indices[token : token + 1], num_keys)
     place = torch.tensor([cached + offset], device=device)
+    trees, key_positions = drafts_seen(batch), None
+    if trees is not None:
+        depths = trees[request.index].sum(1) - 1
+        key_positions = torch.cat([torch.arange(cached, device=device), cached + depths])
+        place = key_positions[cached + offset :][:1]
+        mask = torch.ones(num_keys, dtype=torch.bool, device=device)
+        mask[cached:] = trees[request.index, offset]
     item_starts, shared_prefix = None, 0
     if batch.multi_item is not None:
         item_starts = place - batch.multi_item.token_pos_in_items[token]
@@ -155,6 +163,7 @@ def _seen(
     keep = visibility(
         place,
         num_keys,
+        key_positions=key_positions,
         causal=layer.is_causal,
         window=layer.sliding_window_size,
         chunk=layer.attention_chunk_size,

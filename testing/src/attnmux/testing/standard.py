@@ -117,6 +117,19 @@ def _long_requests(page: int) -> Iterator[Case]:
     for name, settings in features.items():
         steps = decode(1100, 5, 700)
         yield case_of(f"decode-long-{name}", page, steps, max_context_len=far, **settings)
+    chunks: dict[str, Any] = {"attention_chunk": 128, "max_context_len": far}
+    yield case_of("decode-long-chunk-borders", page, decode(1, 128, 129, 512, 0), **chunks)
+    across = extend((100, 300), (0, 260), (128, 1), (127, 2), (300, 0))
+    yield case_of("extend-long-chunk", page, across, **chunks)
+    yield _with_host_lens(
+        "extend-long-chunk-empty-prefix", page, extend((0, 300), (0, 7)), **chunks
+    )
+    yield case_of(
+        "mixed-long-chunk",
+        page,
+        extend((511, 1), (0, 130), mode=ForwardMode.MIXED, padding=1),
+        **chunks,
+    )
     drafts: dict[str, Any] = {"spec_topk": 1, "lse": True}
     yield case_of("verify-long", page, verify(4, 1000, 7), max_context_len=far, **drafts)
 
@@ -131,6 +144,7 @@ def _speculation(page: int) -> Iterator[Case]:
     yield case_of("verify-tree-padding", page, verify(6, 30, 11, padding=2), **tree)
     yield case_of("verify-tree-window", page, verify(6, 40, 11), windows=(8, None), **tree)
     yield case_of("verify-tree-chunk", page, verify(6, 30, 13), attention_chunk=16, **tree)
+    yield from _trees_by_drafts(page)
     # On one backend, the second mode's graphs need larger buffers than the first's
     growing = decode(9, 40), verify(4, 9, 30, page, 1, 17), decode(41, 10), verify(4, 21, 34, 5)
     yield case_of("decode-and-verify", page, *growing, **chain)
@@ -141,6 +155,23 @@ def _speculation(page: int) -> Iterator[Case]:
     yield case_of("verify-tree-larger-than-graphs", page, *larger, max_graph_batch_size=2, **tree)
     catching_up = extend((20, 3), (page, 1), (9, 4), mode=ForwardMode.DRAFT_EXTEND)
     yield case_of("draft-extend", page, catching_up, **chain)
+
+
+def _trees_by_drafts(page: int) -> Iterator[Case]:
+    """Trees whose masks are between drafts alone. Windows and chunks count positions."""
+    tree: dict[str, Any] = {"spec_topk": 4, "tree_mask": "qlen_only"}
+    bits: dict[str, Any] = {**tree, "tree_mask": "qlen_only_bitpacking"}
+    yield case_of("verify-tree-qlen", page, verify(6, 9, page, 2 * page + 1), **tree)
+    yield case_of("verify-tree-qlen-padding", page, verify(9, 30, 0, padding=2), **tree)
+    yield case_of("verify-tree-bits", page, verify(11, 9, page, 2 * page + 1), **bits)
+    larger = verify(4, 9, 30), verify(4, 2, 60, 17, 5, 33), verify(4, 20, 3)
+    eager: dict[str, Any] = {**tree, "max_graph_batch_size": 2}
+    yield case_of("verify-tree-qlen-larger-than-graphs", page, *larger, **eager)
+    yield case_of("verify-tree-qlen-window", page, verify(6, 40, 11), windows=(8, None), **tree)
+    # Some nodes do not see the root
+    narrow: dict[str, Any] = {**tree, "windows": (2, None)}
+    yield case_of("verify-tree-qlen-narrow-window", page, verify(12, 40, 1, page), **narrow)
+    yield case_of("verify-tree-bits-chunk", page, verify(12, 30, 13), attention_chunk=4, **bits)
 
 
 def _features(page: int) -> Iterator[Case]:
@@ -265,6 +296,8 @@ def _host_lens(page: int) -> Iterator[Case]:
     yield _with_host_lens("verify-empty-prefix", page, verify(3, 0, 0), **chain)
     yield _with_host_lens("verify-tree", page, verify(6, 9, page), spec_topk=4)
     yield _with_host_lens("verify-tree-empty-prefix", page, verify(6, 0, 0), spec_topk=4)
+    tree: dict[str, Any] = {"spec_topk": 4, "tree_mask": "qlen_only"}
+    yield _with_host_lens("verify-tree-qlen", page, verify(6, 9, page), **tree)
     catching_up = extend((0, 3), (0, 1), mode=ForwardMode.DRAFT_EXTEND)
     yield _with_host_lens("draft-extend-empty-prefix", page, catching_up, **chain)
     yield _with_host_lens("mla-decode", page, decode(45, 3, 17, page), **LATENT)

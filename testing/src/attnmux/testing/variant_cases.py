@@ -27,6 +27,8 @@ def mla_cases(page: int) -> Iterator[Case]:
     yield case_of("mla-extend", page, extend((0, 30), (page, 7), (5, 1)), **latent)
     yield case_of("mla-verify-chain", page, verify(3, 12, page), spec_topk=1, **latent)
     yield case_of("mla-verify-tree", page, verify(5, 12, page), spec_topk=4, **latent)
+    drafts = {"spec_topk": 4, "tree_mask": "qlen_only", **latent}
+    yield case_of("mla-verify-tree-qlen", page, verify(9, 12, page), **drafts)
     yield case_of("mla-kv-in-pool", page, decode(45, 3), kv_in_pool=True, **latent)
     yield case_of("mla-unsaved", page, extend((0, 30), (0, 7)), save_kv_cache=False, **latent)
     long = extend((0, 300), (0, 70))

@@ -67,6 +67,8 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "companions": list(card.companions),
         "excludes": list(card.excludes),
         "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
+        "tree_masks": list(card.tree_masks),
+        "virtual_requests": card.virtual_requests,
         "fp8_products": card.fp8_products,
         "error_bounds": [bound.to_dict() for bound in card.error_bounds],
         "proof": proven(card.verified_on, card.clauses).word,

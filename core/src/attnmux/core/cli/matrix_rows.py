@@ -31,6 +31,15 @@ class Column:
     axis: str
     values: tuple[Value, ...]
     """Any of them shows the feature; where only some are admitted, the cell lists them."""
+    asked_by: str = ""
+    """The request that asks for the feature, as `Request.parse` reads it; empty: one with a field
+    of the axis' name."""
+
+    def request(self) -> Request:
+        """One that asks for the feature."""
+        if self.asked_by:
+            return Request.parse(self.asked_by)
+        return Request(**{self.axis: self.values[0]})  # type: ignore[arg-type]  # read by its field's reader
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -44,6 +53,12 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="ALiBi", axis="alibi", values=(True,)),
     Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
     Column(title="cross", axis="cross_attention", values=(True,)),
+    Column(
+        title="tree windows",
+        axis="tree_windows",
+        values=(True,),
+        asked_by="spec_topk=4,sliding_window=127",
+    ),
     Column(title="custom mask", axis="custom_mask", values=(True,)),
     Column(title="multi-item", axis="multi_item", values=(True,)),
     Column(title="encoder", axis="phase", values=("encoder",)),
@@ -204,7 +219,7 @@ def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> C
             clause.phase.admits(value) for clause in clauses for value in column.values
         )
         return Cell(served="yes" if served else "no")
-    asking = _phases_asking(axis, column.values[0], phases)
+    asking = _phases_asking(axis, column.request(), phases)
     asked = [clause for clause in clauses if any(map(clause.phase.admits, asking))]
     admitted = {value for clause in asked for value in _admitted(axis, clause, column)}
     if not admitted:
@@ -224,8 +239,7 @@ def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> C
     return Cell(served="some" if limits else "yes", where=", ".join(limits))
 
 
-def _phases_asking(axis: Axis, value: Value, phases: Sequence[str]) -> list[str]:
-    request = Request(**{axis.name: value})  # type: ignore[arg-type]  # read by its field's reader
+def _phases_asking(axis: Axis, request: Request, phases: Sequence[str]) -> list[str]:
     platform = Platform(vendor="any", device_type="any", arch="any")
     questions = {
         phase: Question(request=request, platform=platform, phase=phase) for phase in phases

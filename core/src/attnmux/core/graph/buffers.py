@@ -16,7 +16,17 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
+from attnmux.core.tree_masks import (
+    masks_drafts,
+    of_requests,
+    tree_mask_of,
+    visible_drafts,
+    with_mask,
+)
 from attnmux.core.two_batches import half_of
+
+VISIBLE = "spec_info.visible"
+"""The field of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,6 +120,7 @@ class FixedBuffers:
             if config.host_lens:
                 of_batch["extend_seq_lens_cpu"] = self._new_lens_cpu[:size]
                 of_batch["extend_prefix_lens_cpu"] = of_batch["seq_lens_cpu"]
+        visible = of_batch.pop(VISIBLE, None)
         if config.encoder:
             of_batch["encoder_out_cache_loc"] = self._no_slots
         if self._topk_indices is not None:
@@ -119,7 +130,7 @@ class FixedBuffers:
             batch_size=size,
             seq_lens_sum=size * self._fill if config.host_lens else None,
             extend_num_tokens=num_tokens if config.forward_mode.is_extend() else None,
-            spec_info=self._spec_info(size),
+            spec_info=self._spec_info(size, visible),
             **of_batch,  # type: ignore[arg-type]  # fields of ForwardBatch by name
         )
         return self._with_halves(batch), inputs
@@ -134,6 +145,7 @@ class FixedBuffers:
         differ from the buffers'.
         """
         size = batch.batch_size
+        batch = self._with_visible(batch)
         targets = self._targets.get(size)
         if targets is None:
             targets = self._targets[size] = [field.rows_of(0, size) for field in self._fields]
@@ -197,6 +209,8 @@ class FixedBuffers:
             if self._masks_of_halves and spec is not None:
                 mask, indptr = self._masks_of_halves[number].views(last - first)
                 half = replace(half, spec_info=replace(spec, custom_mask=mask, mask_indptr=indptr))
+            elif spec is not None:
+                half = replace(half, spec_info=of_requests(spec, first, last))
             halves.append(half)
         return replace(batch, tbo_children=tuple(halves))
 
@@ -222,7 +236,19 @@ class FixedBuffers:
             check_names(inputs, [field.name for field in self._fields if not field.of_batch])
         return sources
 
-    def _spec_info(self, size: int) -> SpecInput | None:
+    def _with_visible(self, batch: ForwardBatch) -> ForwardBatch:
+        """With `SpecInput.visible` where the graphs have it. Raises InvalidInput where they have
+        not and the batch brings a mask between drafts."""
+        form = tree_mask_of(batch.spec_info)
+        if self._config.visible and form != "qlen_only":
+            visible, spec = visible_drafts(batch), batch.spec_info
+            assert spec is not None  # visible_drafts refuses it
+            return replace(batch, spec_info=with_mask(spec, visible=visible))
+        if not self._config.visible and masks_drafts(batch.spec_info):
+            raise InvalidInput(VISIBLE, got="a value", expected="None, as at capture")
+        return batch
+
+    def _spec_info(self, size: int, visible: torch.Tensor | None) -> SpecInput | None:
         config = self._config
         if not config.forward_mode.is_target_verify():
             return None
@@ -232,6 +258,7 @@ class FixedBuffers:
             topk=config.spec_topk,
             custom_mask=mask,
             mask_indptr=indptr,
+            visible=visible,
         )
 
 
@@ -241,9 +268,12 @@ def _halves(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> Iterator[_Field]:
-    def field(name: str, dtype: torch.dtype, rows: int = 1, fill: int = 0) -> _Field:
+    def field(
+        name: str, dtype: torch.dtype, rows: int = 1, fill: int = 0, trailing: tuple[int, ...] = ()
+    ) -> _Field:
         where = torch.device("cpu") if name.endswith("_cpu") else device
-        buffer = torch.full((rows * config.max_batch_size,), fill, dtype=dtype, device=where)
+        shape = (rows * config.max_batch_size, *trailing)
+        buffer = torch.full(shape, fill, dtype=dtype, device=where)
         return _Field(name=name, of_batch=True, buffer=buffer, rows=rows, fill=fill)
 
     tokens = config.tokens_per_request
@@ -253,6 +283,8 @@ def _batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> 
     yield field("positions", torch.int64, rows=tokens)
     if config.encoder:
         yield field("encoder_lens", torch.int32)
+    if config.visible:
+        yield field(VISIBLE, torch.bool, fill=True, trailing=(tokens, tokens))
     if config.host_lens:
         yield field("seq_lens_cpu", torch.int32, fill=lens_fill)
 

@@ -74,7 +74,11 @@ class GraphConfig:
     """Whether batches have `encoder_lens`."""
     spec_topk: int = 1
     custom_mask: bool = False
-    """Whether drafts have a mask, as trees do."""
+    """Whether drafts come with a whole mask, `SpecInput.custom_mask`, which takes room for the
+    longest contexts."""
+    visible: bool = False
+    """Whether drafts come with `SpecInput.visible`, as trees do, or in a form that it is made from.
+    It takes d * d bytes for each request."""
     index_topk: int = 0
     """Keys that an indexer picks for each token. Above 0 the runner owns a buffer for
     `ForwardBatch.topk_indices`, which the captured model writes before each layer's call."""
@@ -96,9 +100,13 @@ class GraphConfig:
             raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
         if self.index_topk < 0:
             raise InvalidInput("index_topk", got=self.index_topk, expected="at least 0")
-        if self.custom_mask and not is_verify:
-            expected = "False, except in TARGET_VERIFY"
-            raise InvalidInput("custom_mask", got=True, expected=expected)
+        for name in ("custom_mask", "visible"):
+            if getattr(self, name) and not is_verify:
+                expected = "False, except in TARGET_VERIFY"
+                raise InvalidInput(name, got=True, expected=expected)
+        if self.custom_mask and self.visible:
+            got, expected = "custom_mask and visible", "one of them"
+            raise InvalidInput("visible", got=got, expected=expected)
 
     @property
     def max_batch_size(self) -> int:

@@ -246,7 +246,6 @@ def decide(
     if request.kind == "mla":
         request = request.replace(origin="model", chunked_prefix=True)
     if options.draft_tokens is not None:
-        _check_windows(request, options)
         request = request.replace(
             origin="user",
             phases=("extend", "decode", "verify"),
@@ -258,22 +257,6 @@ def decide(
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
         raise NoBackend(f"no backend serves these layers of the model: {kinds}")
     return decision
-
-
-def _check_windows(request: Request, options: RunnerOptions) -> None:
-    """Refuse draft trees for windows and chunks that the context exceeds.
-
-    Attention counts both in columns of the request's row, where the nodes of a tree lie one after
-    another, so that a node would see too few tokens before it.
-    """
-    groups = request.of_groups()
-    for name, reach in (
-        *(("sliding window", each.sliding_window) for each in groups),
-        *(("attention chunk", each.attention_chunk) for each in groups),
-    ):
-        if options.draft_topk > 1 and reach is not None and reach < options.max_context_len:
-            got = f"{options.draft_topk}, for a model with a {name} of {reach} tokens"
-            raise InvalidInput("draft_topk", got=got, expected="1: chains of drafts")
 
 
 def stated_request(checkpoint: Checkpoint, *, head_ranks: int = 1) -> Request | None:

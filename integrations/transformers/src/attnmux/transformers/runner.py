@@ -241,7 +241,7 @@ class ModelRunner:
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 tokens_per_request=draft_tokens,
                 spec_topk=draft_topk,
-                custom_mask=draft_topk > 1,
+                visible=draft_topk > 1,
             )
             self.verify_graphs = self._captured(verifying, devices)
 

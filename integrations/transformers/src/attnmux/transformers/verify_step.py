@@ -77,7 +77,7 @@ class VerifyStep:
                 extend_prefix_lens=lens,
                 extend_prefix_lens_cpu=lens_cpu,
                 extend_num_tokens=slots.shape[0],
-                spec_info=tree.spec_input(lens, seq_lens_sum=lens_sum),
+                spec_info=tree.spec_input(steps.device),
             )
         for state in states:
             state.num_cached += num_drafts
@@ -138,7 +138,7 @@ class VerifyStep:
         config, room = graphs.config, self._steps.max_context_len - max(self.prefixes)
         serves = (
             len(self.states) <= config.max_batch_size
-            and config.custom_mask == (tree.visible is not None)
+            and config.visible == (tree.visible is not None)
             and self._num_drafts <= config.tokens_per_request <= room
         )
         return config.tokens_per_request if serves else self._num_drafts

@@ -9,6 +9,7 @@ from attnmux.core import (
     ANY,
     LAST_RESORT,
     NONE,
+    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -39,6 +40,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
         "head_dim": ANY,
         "v_head_dim": ANY,
         "spec_topk": ANY,
+        "tree_windows": ANY,
         "sliding_window": ANY,
         "attention_chunk": ANY,
         "cross_attention": ANY,
@@ -56,6 +58,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
 _ALIBI: dict[str, Condition] = {
     "phase": one_of("extend", "decode", "verify", "draft"),
     "spec_topk": one_of(1),
+    "tree_windows": NONE,
     "cross_attention": NONE,
     "logit_cap": NONE,
     "custom_mask": NONE,
@@ -99,6 +102,7 @@ TORCH_NATIVE = BackendCard(
     name="torch_native",
     summary="attention in plain torch operations: every feature, any device, no graphs",
     factory="attnmux.cpu.torch_native:TorchNativeBackend",
+    tree_masks=TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -123,7 +127,7 @@ TORCH_NATIVE = BackendCard(
         _plain("mha"),
         _plain("mha", **_ALIBI),
         _plain("mla", **_LATENT, vendor=one_of("cpu")),
-        _plain("mla", **_LATENT, spec_topk=one_of(1)),
+        _plain("mla", **_LATENT, spec_topk=one_of(1), tree_windows=NONE),
         _plain("mla", **_LATENT, page_size=one_of(1)),
         _SPARSE,
     ),
@@ -150,6 +154,7 @@ NATIVE = BackendCard(
     name="native",
     summary="C++ that is compiled for this CPU: rows are read where they lie, in any page size",
     factory="attnmux.cpu.native:NativeBackend",
+    tree_masks=TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -230,6 +235,7 @@ def _flex(dtype: str, **more: Condition) -> Clause:
         "kv_dtype": one_of(dtype),
         "page_size": ANY,
         "spec_topk": ANY,
+        "tree_windows": ANY,
         "sliding_window": ANY,
         "attention_chunk": ANY,
         "cross_attention": ANY,
@@ -264,6 +270,7 @@ _IN_GRAPHS: dict[str, Condition] = {
     "graph": ANY,
     "page_size": multiple_of(16),
     "spec_topk": one_of(1),
+    "tree_windows": NONE,
     "custom_mask": NONE,
     "multi_item": NONE,
 }
@@ -272,6 +279,7 @@ FLEX_ATTENTION = BackendCard(
     name="flex_attention",
     summary="torch's compiled flex_attention: pages are read where they lie, masks are compiled in",
     factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
+    tree_masks=TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(

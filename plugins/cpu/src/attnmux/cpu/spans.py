@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core import cu_seqlens, extend_positions, kv_indices
-from attnmux.cpu.steps import mask_starts
+from attnmux.cpu.steps import draft_keys, mask_starts
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec
-    from attnmux.cpu.steps import KeyRule, StepLens
+    from attnmux.cpu.steps import DraftKeys, KeyRule, StepLens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowMask:
+    """Keys that queries see: all before `start`, and from there on those of a flat mask."""
+
+    keep: torch.Tensor
+    """Flat bool."""
+    row: torch.Tensor
+    """[T'] int64: the place of the query's key 0 in it, which may lie before the mask."""
+    start: torch.Tensor
+    """[T'] int64: the first key that it covers: 0 in a whole mask, the prefix's end in a tree's."""
+
+    def to(self, device: torch.device) -> RowMask:
+        """A copy on a device; the flat mask is there already."""
+        return replace(self, row=self.row.to(device), start=self.start.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,8 +45,7 @@ class Visibility:
     item: tuple[torch.Tensor, torch.Tensor] | None
     """Keys from the first to the second [T'] int64 are hidden: the end of the shared prefix, the
     start of the query's own item."""
-    mask: tuple[torch.Tensor, torch.Tensor] | None
-    """The flat custom mask, and [T'] int64: the place of the query's key 0 in it."""
+    mask: RowMask | None
 
     def to(self, device: torch.device) -> Visibility:
         """A copy on a device; the flat mask is there already."""
@@ -39,7 +54,7 @@ class Visibility:
             first=self.first.to(device),
             end=self.end.to(device),
             item=None if item is None else (item[0].to(device), item[1].to(device)),
-            mask=None if mask is None else (mask[0], mask[1].to(device)),
+            mask=None if mask is None else mask.to(device),
         )
 
     @property
@@ -71,10 +86,10 @@ class Visibility:
             prefix_end, item_start = self.item
             hidden |= (keys >= of_tokens(prefix_end)) & (keys < of_tokens(item_start))
         if self.mask is not None:
-            keep, row_start = self.mask
-            # Keys past the request's last are hidden already, but may lie outside the mask.
-            places = (of_tokens(row_start) + keys).clamp_(max=keep.numel() - 1)
-            hidden |= ~keep[places]
+            mask = self.mask
+            # Keys outside of the mask's are hidden already, or visible.
+            places = (of_tokens(mask.row) + keys).clamp_(min=0, max=mask.keep.numel() - 1)
+            hidden |= ~mask.keep[places] & (keys >= of_tokens(mask.start))
         return hidden
 
 
@@ -92,6 +107,9 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         return values.long().repeat_interleave(new, output_size=num_tokens)
 
     position, widths = extend_positions(cached, new, total=num_tokens), of_requests(num_keys)
+    drafts = draft_keys(rule, batch)
+    if drafts is not None:
+        return _of_trees(drafts, of_requests(cached))
     keep = None if batch.spec_info is None else batch.spec_info.custom_mask
     first, end = rule.bounds(position, widths, masked=keep is not None)
     if rule.is_cross:
@@ -102,8 +120,21 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         item = of_requests(batch.multi_item.prefix_lens.cpu()), position - in_item
     if keep is not None:
         row = of_requests(mask_starts(keep, new, num_keys))
-        mask = keep, row + (position - of_requests(cached)) * widths
+        row += (position - of_requests(cached)) * widths
+        mask = RowMask(keep=keep, row=row, start=torch.zeros_like(row))
     return Visibility(first=first, end=end, item=item, mask=mask)
+
+
+def _of_trees(drafts: DraftKeys, cached: torch.Tensor) -> Visibility:
+    """cached: [T'] int64 on the host, the length of each draft's prefix."""
+    width = drafts.visible.shape[1]
+    row = torch.arange(len(cached)) * width - cached
+    return Visibility(
+        first=drafts.first.flatten().cpu(),
+        end=cached + width,
+        item=None,
+        mask=RowMask(keep=drafts.visible.flatten(), row=row, start=cached),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, limited_drafts, masks_drafts, visible_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +63,35 @@ class KeyRule:
             first = torch.maximum(first, chunk_start)
             end = torch.minimum(end, chunk_start + self.chunk)
         return first, end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DraftKeys:
+    """The keys that the drafts of trees see. Windows and chunks count positions, and a draft's is
+    the prefix's length plus its depth."""
+
+    visible: torch.Tensor
+    """[B, d, d] bool: the drafts that each draft sees."""
+    first: torch.Tensor
+    """[B, d] int64: the first key of the prefix that it sees."""
+
+    @classmethod
+    def of(cls, rule: KeyRule, batch: ForwardBatch) -> DraftKeys:
+        """Of a step with `SpecInput.visible` or its bits, on the device."""
+        prefix = batch.seq_lens.long()
+        visible, first = limited_drafts(
+            visible_drafts(batch),
+            torch.zeros_like(prefix) if rule.in_call else prefix,
+            window=rule.window,
+            chunk=rule.chunk,
+        )
+        return cls(visible=visible, first=first)
+
+
+def draft_keys(rule: KeyRule, batch: ForwardBatch) -> DraftKeys | None:
+    """None for other steps, cross attention and whole masks."""
+    is_tree = masks_drafts(batch.spec_info) and not rule.is_cross
+    return DraftKeys.of(rule, batch) if is_tree else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

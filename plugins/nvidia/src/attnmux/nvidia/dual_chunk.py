@@ -24,6 +24,7 @@ from attnmux.core import (
     KernelLibrary,
     Keys,
     LibraryBackend,
+    Pieces,
     aligned,
     check_keys_dtype,
     imported,
@@ -35,7 +36,6 @@ from attnmux.core import (
 )
 from attnmux.nvidia.dual_chunk_regions import (
     ChunkGroup,
-    Pieces,
     Regions,
     fixed_regions,
     regions_in_call,

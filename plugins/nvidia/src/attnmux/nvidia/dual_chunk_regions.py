@@ -1,8 +1,7 @@
 """The keys that each of a token's three queries meets: a step's pieces, and their page tables.
 
 A piece is the queries of one request in one chunk. Its keys are three ranges of the request's
-sequence, one for each query. The largest possible number of pieces follows from shapes, so that
-nothing is read on the host; surplus pieces are empty.
+sequence, one for each query.
 """
 
 from __future__ import annotations
@@ -12,84 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, KeyGroup, Keys, cu_seqlens, page_table, segment_of_place
+from attnmux.core import InvalidInput, KeyGroup, Keys, Pieces, page_table
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pieces:
-    """P pieces, in the order of the step's tokens."""
-
-    chunk_len: int
-    rows: torch.Tensor
-    """[P] int64: rows of the request table; row 0 for an empty piece."""
-    chunks: torch.Tensor
-    """[P] int32: the chunk of each piece."""
-    ends: torch.Tensor
-    """[P] int32: keys up to and including the last query of each piece; 0 for an empty piece."""
-    query_bounds: torch.Tensor | None = None
-    """[P + 1] int32: where the queries of each piece begin; None where each has one. The last piece
-    belongs to no request: it takes the tokens after those of all requests."""
-
-    @classmethod
-    def of(cls, batch: ForwardBatch, chunk_len: int) -> Pieces:
-        """By device operations of static shape. Raises InvalidInput for an extend step without
-        lengths."""
-        if batch.forward_mode.is_decode():
-            chunks = (batch.seq_lens - 1).clamp_(min=0) // chunk_len
-            return cls(
-                chunk_len=chunk_len,
-                rows=batch.req_pool_indices,
-                chunks=chunks,
-                ends=batch.seq_lens,
-            )
-        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-        if new is None or cached is None:
-            raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
-        first = cached // chunk_len
-        last = (cached + new - 1) // chunk_len
-        bounds = cu_seqlens((last - first + 1).masked_fill_(new == 0, 0).int())
-
-        order = torch.arange(most_pieces(batch, chunk_len), device=new.device, dtype=torch.int32)
-        request = segment_of_place(bounds, len(order))
-        is_empty = request == batch.batch_size
-
-        def by_piece(values: torch.Tensor) -> torch.Tensor:
-            return torch.cat([values, values.new_zeros(1)])[request]
-
-        chunks = (by_piece(first) + order - bounds[request]).masked_fill_(is_empty, 0)
-        begins = torch.maximum(chunks * chunk_len, by_piece(cached))
-        ends = torch.minimum((chunks + 1) * chunk_len, by_piece(cached + new))
-        query_bounds = cu_seqlens((ends - begins).masked_fill_(is_empty, 0))
-        query_bounds[-1:].fill_(batch.num_tokens)
-        return cls(
-            chunk_len=chunk_len,
-            rows=by_piece(batch.req_pool_indices),
-            chunks=chunks,
-            ends=ends.masked_fill_(is_empty, 0),
-            query_bounds=query_bounds,
-        )
-
-    def keys(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """(start, length), [P] int32 each, of the keys that each query meets: those of its own
-        chunk, of the chunk before, and all before that."""
-        before = (self.chunks - 1).clamp_(min=0) * self.chunk_len
-        own = self.chunks * self.chunk_len
-        return (
-            (own, self.ends - own),
-            (before, own - before),
-            (torch.zeros_like(before), before),
-        )
-
-
-def most_pieces(batch: ForwardBatch, chunk_len: int) -> int:
-    """The most pieces that an extend step can have, and one that is always empty.
-
-    n consecutive tokens lie in at most 2 + n // chunk_len chunks.
-    """
-    return 2 * batch.batch_size + batch.num_tokens // chunk_len + 1
+def regions_of(pieces: Pieces) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """(start, length), [P] int32 each, of the keys that each query meets: those of its own
+    chunk, of the chunk before, and all before that."""
+    before = (pieces.chunks - 1).clamp_(min=0) * pieces.chunk_len
+    own = pieces.chunks * pieces.chunk_len
+    return (
+        (own, pieces.ends - own),
+        (before, own - before),
+        (torch.zeros_like(before), before),
+    )
 
 
 def longest_keys(chunk_len: int, longest: int) -> tuple[int, ...]:
@@ -142,7 +79,7 @@ def regions_in_pool(
     """
     widths = longest_keys(group.chunk_len, longest)
     regions = []
-    for number, (width, (starts, lens)) in enumerate(zip(widths, pieces.keys(), strict=False)):
+    for number, (width, (starts, lens)) in enumerate(zip(widths, regions_of(pieces), strict=False)):
         table = page_table(
             context.req_to_token_pool,
             pieces.rows,
@@ -170,7 +107,7 @@ def regions_in_call(batch: ForwardBatch, chunk_len: int) -> Regions:
     first_rows = bounds[:-1] - pieces.chunks * chunk_len
     regions = []
     widths = longest_keys(chunk_len, batch.num_tokens)
-    for width, (starts, lens) in zip(widths, pieces.keys(), strict=False):
+    for width, (starts, lens) in zip(widths, regions_of(pieces), strict=False):
         order = torch.arange(width, device=lens.device, dtype=torch.int32)
         table = (first_rows + starts).unsqueeze(1) + order
         table.masked_fill_(order >= lens.unsqueeze(1), 0)

@@ -25,15 +25,17 @@ from attnmux.core import (
     aligned,
     by_request,
     check_keys_dtype,
+    check_trees,
     fixed_buffers,
     is_aligned,
     is_writable,
     not_in_pool,
     quantise,
     store_lse,
+    visible_drafts,
 )
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
-from attnmux.nvidia.fa3_trees import check_tree, draft_keys, visible_drafts
+from attnmux.nvidia.fa3_trees import draft_keys
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
@@ -289,7 +291,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
                 expected="None in layers with a window, a chunk, sinks or cross attention",
             )
         if self.context.debug:
-            check_tree(batch)
+            check_trees(batch)
 
     def _reserve_drafts(self, buffers: FA3Buffers, drafts: int) -> None:
         for group in self._groups:

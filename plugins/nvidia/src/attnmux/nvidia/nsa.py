@@ -40,6 +40,7 @@ from attnmux.core import (
     shared_kernel,
     token_rows,
     topk_slots,
+    tree_mask_of,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
         )
 
     def plan_step(self, batch: ForwardBatch, buffers: tuple[()] | None) -> NSAStep:
-        if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+        if tree_mask_of(batch.spec_info) is not None:
             raise InvalidInput("custom_mask", got="a mask", expected="None: the indexer masks")
         if buffers is not None and not batch.forward_mode.is_decode():
             raise GraphUnsupported(

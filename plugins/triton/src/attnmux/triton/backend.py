@@ -27,7 +27,7 @@ from attnmux.triton.operands import Results
 from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import SlotTables
-from attnmux.triton.step import NO_STEP, RunningSums, TritonStep
+from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
 from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
 from attnmux.triton.write import PoolWriter
 
@@ -88,6 +88,9 @@ class TritonBackend(AttentionBackend):
                 self._tile_plans[name, hides] = tiles[key]
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
+        stored = [self._layers[name] for name in self._stored]
+        self._limits = {(each.window, each.chunk) for each in stored}
+        """The windows and chunks of the layers that attend over the pool."""
         self._step: TritonStep | None = None
 
     def init_forward_metadata_out_graph(
@@ -112,6 +115,7 @@ class TritonBackend(AttentionBackend):
             return
         self._sums.fill(step)
         self._tables.fill(step)
+        fill_trees(step, self._limits)
         for plan in self._plans(step.queries, hides=step.hides):
             plan.fill(step)
 

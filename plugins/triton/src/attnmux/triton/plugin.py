@@ -11,6 +11,7 @@ from typing import Any
 from attnmux.core import (
     ANY,
     NONE,
+    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -66,6 +67,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             phase=one_of("extend", "decode", "verify", "draft", "encoder"),
             cross_attention=ANY,
             logit_cap=ANY,
+            tree_windows=ANY if "spec_topk" in spec else NONE,
             **{**of_heads, **spec},
         )
         yield _clause(
@@ -116,6 +118,7 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     factory="attnmux.triton.factory:triton",
+    tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,

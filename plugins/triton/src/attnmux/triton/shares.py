@@ -28,7 +28,7 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 
-TENSORS = (*OPERANDS, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr")
+TENSORS = (*OPERANDS, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr", "first_keys")
 MOST_PARTS = 16
 """Parts that are merged at a time: more would take registers from the loop over keys."""
 MERGE = "attnmux.triton.kernels.latent_merge"
@@ -73,7 +73,10 @@ class ShareAttention:
         tail = layer.tail(q, call.q_rope)
         if kernel.takes_whole_rows:
             q, tail = whole_rows(q), None if tail is None else whole_rows(tail)
+        trees = None if key.is_cross else step.trees.get((layer.window, layer.chunk))
         mask = None if key.is_cross else step.mask
+        if trees is not None:
+            mask = trees.visible
         has_encoder = slots.begins_with_encoder and not key.is_cross
         variant = (
             plan,
@@ -82,11 +85,14 @@ class ShareAttention:
             slots.rows is None,
             has_encoder,
             mask is None,
+            trees is None,
             results.lse is None,
         )
         bound = self._bound.get(variant)
         if bound is None:
-            bound = self._bind(plan, step, slots, results, has_mask=mask is not None)
+            bound = self._bind(
+                plan, step, slots, results, has_mask=mask is not None, is_tree=trees is not None
+            )
             self._bound[variant] = bound
         bound(
             (plan.programs, 1, 1),
@@ -99,7 +105,8 @@ class ShareAttention:
                 step.lens,
                 step.batch.encoder_lens if has_encoder or key.is_cross else None,
                 None if mask is None else mask.view(torch.uint8),
-                None if mask is None else step.indptr["mask"],
+                None if mask is None else step.indptr.get("mask"),
+                None if trees is None else trees.first,
             ),
             strides(q, tail, results, slots),
             dtypes=q.dtype,
@@ -118,6 +125,7 @@ class ShareAttention:
         results: Results,
         *,
         has_mask: bool,
+        is_tree: bool,
     ) -> BoundKernel:
         layer, key, config = self._layer, plan.key, plan.key.config
         keys = layer.required_keys()
@@ -132,6 +140,7 @@ class ShareAttention:
                 **dict(zip(KEY_STRIDES, key_strides(keys, tail), strict=True)),
                 **plan.buffers,
                 **layer.fixed(over_pool=True, has_mask=has_mask, has_lse=results.lse is not None),
+                "IS_TREE": is_tree,
                 "KV_HEADS": layer.shape.kv_heads,
                 "QUERIES": key.queries,
                 "LENS_SHIFT": step.lens_shift,

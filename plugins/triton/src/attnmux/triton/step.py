@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, mask_indptr
+from attnmux.core import (
+    ForwardBatch,
+    InvalidInput,
+    limited_drafts,
+    mask_indptr,
+    masks_drafts,
+    tree_mask_of,
+    visible_drafts,
+)
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2
@@ -17,6 +25,16 @@ BLOCK = 1024
 NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"
 LEAST_BATCH = 256
 """Plans are compiled for at least as many requests: one variant serves all smaller batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trees:
+    """What the drafts of trees see in layers of one window and chunk."""
+
+    visible: torch.Tensor
+    """[B, d, d] bool: the drafts that each draft sees."""
+    first: torch.Tensor
+    """[B, d] int32: the first visible key of the prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,6 +50,9 @@ class TritonStep:
     indptr: dict[str, torch.Tensor] = field(default_factory=dict)
     """Written by `RunningSums.fill`, [at least B + 1] int32 each: where each request's "queries",
     its tokens of the "encoder" and its values of the "mask" begin. Only those that the step has."""
+    trees: dict[tuple[int, int], Trees] = field(default_factory=dict)
+    """Of a step whose mask is between drafts alone, by the layers' window and chunk. Written by
+    `fill_trees`."""
     splits: dict[Hashable, int] = field(default_factory=dict)
     """How many programs share the keys of a tile, by the layers' kinds."""
 
@@ -81,14 +102,15 @@ class TritonStep:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The custom mask, flat bool."""
+        """The whole custom mask, flat bool."""
         spec = self.batch.spec_info
         return None if spec is None else spec.custom_mask
 
     @property
     def hides(self) -> bool:
-        """Whether a custom mask or items hide keys, besides causality, windows and chunks."""
-        return self.mask is not None or self.batch.multi_item is not None
+        """Whether a mask or items hide keys, besides causality, windows and chunks."""
+        is_masked = tree_mask_of(self.batch.spec_info) is not None
+        return is_masked or self.batch.multi_item is not None
 
     def encoder_lens(self) -> torch.Tensor:
         """[B] int32. Raises InvalidInput without an encoder."""
@@ -167,3 +189,13 @@ def _bind(sums: torch.Tensor, launcher: Launcher) -> BoundKernel:
 def batch_block(count: int) -> int:
     """The number of requests that a plan of `count` requests is compiled for."""
     return max(next_power_of_2(count), LEAST_BATCH)
+
+
+def fill_trees(step: TritonStep, limits: Iterable[tuple[int, int]]) -> None:
+    """Make `TritonStep.trees`. limits: the layers' windows and chunks."""
+    if not masks_drafts(step.batch.spec_info):
+        return
+    visible = visible_drafts(step.batch)
+    for window, chunk in limits:
+        seen, first = limited_drafts(visible, step.lens, window=window, chunk=chunk)
+        step.trees[window, chunk] = Trees(visible=seen.contiguous(), first=first)

@@ -123,6 +123,14 @@ def _drafting(field: str) -> Callable[[Question], Value | None]:
     return wanted
 
 
+def _tree_windows(question: Question) -> Value | None:
+    request = question.request
+    limited = request.sliding_window is not None or request.attention_chunk is not None
+    verifies = question.phase == "verify"
+    asked = verifies and limited and request.has_trees and not request.custom_mask
+    return True if asked else None
+
+
 def _kind(question: Question) -> Value:
     return question.request.kind if question.phase in CACHED else "mha"
 
@@ -188,6 +196,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(name="spec_topk", wanted=_drafting("spec_topk"), settable=True),
     Axis(name="spec_draft_tokens", wanted=_drafting("spec_draft_tokens"), settable=True),
+    Axis(name="tree_windows", wanted=_tree_windows),
     Axis(name="custom_mask", wanted=_in_phases("custom_mask", "extend", "verify"), settable=True),
     Axis(name="multi_item", wanted=_in_phases("multi_item", "extend"), settable=True),
     Axis(name="deterministic", wanted=lambda q: q.request.deterministic, settable=True),

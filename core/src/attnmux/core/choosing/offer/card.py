@@ -40,6 +40,12 @@ MOST_CLAUSES = 1000
 
 Status = Literal["available", "planned"]
 
+TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
+"""A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
+`visible_bits`."""
+TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
+"""All forms, for a backend that takes each of them through `visible_drafts`."""
+
 UNSOURCED: Mapping[str, str] = FrozenMapping()
 
 NAME = r"[A-Za-z0-9_-]+"
@@ -143,6 +149,9 @@ class Clause:
     qk_rope_head_dim: Condition = NONE
     spec_topk: Condition = NONE
     spec_draft_tokens: Condition = ANY
+    tree_windows: Condition = NONE
+    """Draft trees in layers with windows or attention chunks, which count positions. Asked unless
+    the request has masks of the user, under which they count places in the row."""
     sliding_window: Condition = NONE
     attention_chunk: Condition = NONE
     cross_attention: Condition = NONE
@@ -249,6 +258,10 @@ CHECKS: Mapping[str, Check] = {
     "verified_on": tuple_of(Verified),
     "status": Check(f"one of {', '.join(get_args(Status))}", get_args(Status).__contains__),
     **dict.fromkeys(("factory", "tuner"), Check('"module:attribute"', _is_reference)),
+    "tree_masks": Check(
+        f"a tuple of one or more of {', '.join(TREE_MASKS)}",
+        lambda value: tuple_of(str).holds(value) and bool(value) and set(value) <= {*TREE_MASKS},
+    ),
     "sources": Check("a mapping from axes to text", lambda value: isinstance(value, Mapping)),
 }
 
@@ -292,6 +305,13 @@ class BackendCard:
     extend, nor extend where it serves decode. An unknown name excludes nothing."""
     needs_cpu_seq_lens: bool = False
     """Whether the batch must carry `seq_lens_cpu`."""
+    tree_masks: tuple[TreeMask, ...] = ("full",)
+    """The forms of a draft tree's mask that the backend reads. A step whose mask has another form
+    comes with the first of them instead."""
+    virtual_requests: bool = False
+    """Whether core serves layers with attention chunks for the backend: it gets layers without
+    chunks, and the tokens of a request in one chunk as a request of their own. Chunks are whole
+    pages."""
     fp8_products: bool = False
     """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
     float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""

@@ -13,7 +13,7 @@ from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.card import Offer, TreeMask
 from attnmux.core.choosing.offer.libraries import Libraries
 from attnmux.core.choosing.offer.named import complete
 
@@ -30,6 +30,9 @@ class Choice:
     """Every option of the backend, defaults included."""
     distribution: str = ""
     version: str = ""
+    tree_masks: tuple[TreeMask, ...] = ("full",)
+    virtual_requests: bool = False
+    """Both as on the card."""
     origin: str = ""
     """Who named the backend: user, env or config; empty for an automatic choice."""
 
@@ -40,7 +43,7 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "options": dict(self.options)}
+        return {**data, "options": dict(self.options), "tree_masks": list(self.tree_masks)}
 
     def identity(self) -> dict[str, Any]:
         """The part that the decision's hash covers: all but the origin."""
@@ -48,7 +51,10 @@ class Choice:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Choice:
-        return cls(**{**data, "options": FrozenMapping(data["options"])})
+        changed: dict[str, Any] = {"options": FrozenMapping(data["options"])}
+        if "tree_masks" in data:
+            changed["tree_masks"] = tuple(data["tree_masks"])
+        return cls(**{**data, **changed})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +96,8 @@ def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") 
         options=complete(offer.card, given),
         distribution=offer.distribution,
         version=offer.version,
+        tree_masks=offer.card.tree_masks,
+        virtual_requests=offer.card.virtual_requests,
         origin=origin,
     )
 
@@ -152,6 +160,8 @@ def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
         ("version", offer.version, choice.version),
         ("factory", offer.card.factory, choice.factory),
         ("options", ", ".join(sorted(options)), ", ".join(sorted(choice.options))),
+        ("virtual requests", offer.card.virtual_requests, choice.virtual_requests),
+        ("masks of trees", ", ".join(offer.card.tree_masks), ", ".join(choice.tree_masks)),
     ):
         if here != decided:
             said = f"{here or 'none'} here, {decided or 'none'} in the decision"

@@ -61,6 +61,7 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "page_size": "Its kernels do not read KV pages of that size.",
     "spec_topk": "It does not serve draft trees with that many branches a node.",
     "spec_draft_tokens": "It does not verify that many draft tokens a request.",
+    "tree_windows": "It does not serve draft trees in layers with windows or attention chunks.",
     "custom_mask": "It does not take a mask of the user or of a draft tree.",
     "multi_item": "It does not score several items after one shared prefix.",
     "deterministic": "Its results may depend on the other requests of the batch.",

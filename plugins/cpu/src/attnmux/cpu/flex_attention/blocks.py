@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import cu_seqlens
-from attnmux.cpu.steps import mask_starts
+from attnmux.cpu.steps import draft_keys, mask_starts
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch
@@ -246,8 +246,9 @@ class Ranges:
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     """Columns between the two [N, size] int32 are hidden: the end of the shared prefix, and
     the start of the query's own item."""
-    mask: tuple[torch.Tensor, torch.Tensor] | None
-    """The flat custom mask, padded, and [N, size] int64: the place of each query's column 0."""
+    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    """A flat mask, padded; [N, size] int64, the place of each query's column 0, which may lie
+    before it; and [N, size] int32, the first column that it covers. All before it are visible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -282,6 +283,11 @@ def ranges(rule: KeyRule, batch: ForwardBatch, lens: StepLens, tiles: Tiles, key
     num_seen = of_tiles(num_keys).expand_as(position)
     first, end = rule.bounds(position, num_seen, masked=keep is not None)
     base = of_tiles(base)
+    drafts = draft_keys(rule, batch)
+    if drafts is not None:
+        width = drafts.visible.shape[1]
+        order = tiles.order.clamp(max=width - 1)
+        first, end = drafts.first[tiles.request.unsqueeze(1), order], num_seen
     sees = tiles.is_real & (end > first)
     hidden = mask = None
     if items is not None:
@@ -290,7 +296,12 @@ def ranges(rule: KeyRule, batch: ForwardBatch, lens: StepLens, tiles: Tiles, key
         hidden = (prefix_end + base).int(), (item_start + base).int()
     if keep is not None:
         rows = mask_starts(keep, lens.new, num_keys)
-        mask = _with_room(keep), of_tiles(rows) + tiles.order * of_tiles(num_keys) - base
+        row = of_tiles(rows) + tiles.order * of_tiles(num_keys)
+        mask = _with_room(keep), row - base, torch.zeros_like(row, dtype=torch.int32)
+    if drafts is not None:
+        row = (tiles.request.unsqueeze(1) * width + order) * width - of_tiles(cached)
+        start = (of_tiles(cached) + base).expand_as(row)
+        mask = _with_room(drafts.visible.flatten()), row - base, start.int()
     return Ranges(
         first=torch.where(sees, first + base, 0).int(),
         end=torch.where(sees, end + base, 0).int(),

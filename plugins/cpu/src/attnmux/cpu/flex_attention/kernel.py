@@ -90,7 +90,7 @@ class KernelInput:
     whole: torch.Tensor | None
     """Like the partial ones, for blocks that need no mask; None unless they are separate."""
     hidden: tuple[torch.Tensor, torch.Tensor] | None
-    mask: tuple[torch.Tensor, torch.Tensor] | None
+    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Both as on `Ranges`."""
 
 
@@ -198,7 +198,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
         num_whole: torch.Tensor | None,
         whole: torch.Tensor | None,
         hidden: tuple[torch.Tensor, torch.Tensor] | None,
-        mask: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ) -> Result:
         def sees(
             tile: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
@@ -211,7 +211,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
                 seen = seen & ~(after_prefix & (column < hidden[1][tile, query]))
             if mask is not None:
                 place = (mask[1][tile, query] + column).clamp(0, room - 1)
-                seen = seen & mask[0][place]
+                seen = seen & (mask[0][place] | (column < mask[2][tile, query]))
             return seen
 
         def logit(
@@ -292,7 +292,11 @@ def _tiny(
         hidden=(of_queries(dtype=torch.int32), of_queries(dtype=torch.int32))
         if spec.has_items
         else None,
-        mask=(made(spec.mask_room, dtype=torch.bool), of_queries(dtype=torch.int64))
+        mask=(
+            made(spec.mask_room, dtype=torch.bool),
+            of_queries(dtype=torch.int64),
+            of_queries(dtype=torch.int32),
+        )
         if spec.mask_room
         else None,
     )

@@ -226,7 +226,7 @@ struct Call {
     const int64_t *first, *end;                           // [T'] each query's range of keys
     const int64_t *hidden_from, *hidden_to;               // [T'] null: none; keys hidden in it
     const uint8_t* mask;                                  // null: none
-    const int64_t* mask_row;                              // [T'] place of key 0 in it
+    const int64_t *mask_row, *mask_start;                 // [T'] place of key 0 in it, first key of it
     int64_t q_token, q_head, rope_token, rope_head, k_slot, k_head, v_slot, v_head, out_token, out_head, lse_token, lse_head;
     int32_t num_requests, num_tokens, num_heads, num_kv_heads, D, rope, Dv;
     int32_t q_type, kv_type;
@@ -394,7 +394,8 @@ static void run(Step& step, const Item& item, Scratch& s) {
                 for (int64_t j = std::max<int64_t>(c.hidden_from[token] - key, 0); j < std::min<int64_t>(c.hidden_to[token] - key, num); ++j) scores[j] = NONE;
             if (c.mask) {
                 const uint8_t* keep = c.mask + c.mask_row[token] + key;
-                for (int64_t j = std::max<int64_t>(low, 0); j < std::min<int64_t>(high, num); ++j)
+                const int64_t masked = std::max(low, c.mask_start[token] - key);
+                for (int64_t j = std::max<int64_t>(masked, 0); j < std::min<int64_t>(high, num); ++j)
                     if (!keep[j]) scores[j] = NONE;
             }
             for (int j = num; j < KEYS; ++j) scores[j] = NONE;

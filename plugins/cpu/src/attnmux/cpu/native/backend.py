@@ -85,7 +85,9 @@ class Ranges:
         if visible.item is not None:
             call.hidden_from, call.hidden_to = (each.data_ptr() for each in visible.item)
         if visible.mask is not None:
-            call.mask, call.mask_row = (each.data_ptr() for each in visible.mask)
+            call.mask = visible.mask.keep.data_ptr()
+            call.mask_row = visible.mask.row.data_ptr()
+            call.mask_start = visible.mask.start.data_ptr()
         call.num_requests = len(self.span_start)
 
 

@@ -39,7 +39,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "q_rope", "k", "v", "out", "lse", "sinks")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "span_indptr", "span_start", "slots")),
         *((name, ctypes.c_void_p) for name in ("first", "end", "hidden_from", "hidden_to")),
-        *((name, ctypes.c_void_p) for name in ("mask", "mask_row")),
+        *((name, ctypes.c_void_p) for name in ("mask", "mask_row", "mask_start")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "rope_token", "rope_head")),
         *((name, ctypes.c_int64) for name in ("k_slot", "k_head", "v_slot", "v_head")),
         *((name, ctypes.c_int64) for name in ("out_token", "out_head", "lse_token", "lse_head")),

@@ -133,7 +133,10 @@ def _work(
     for place, (start, stop) in zip(places, itertools.pairwise(qo_indptr.tolist()), strict=True):
         for token in range(start, stop, size.queries):
             last = min(token + size.queries, stop) - 1
-            first_key, num_keys = first[token], end[last] - first[token]
+            first_key = first[token]
+            if visible.mask is not None:  # a deep node of a tree may come before others
+                first_key = min(first[token : last + 1])
+            num_keys = end[last] - first_key
             if num_keys <= 0:
                 keyless += range(token, last + 1)
                 continue

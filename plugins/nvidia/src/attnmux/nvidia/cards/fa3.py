@@ -8,6 +8,7 @@ from typing import Any
 from attnmux.core import (
     ANY,
     NONE,
+    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -81,6 +82,7 @@ FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
     factory="attnmux.nvidia.fa3:make",
+    tree_masks=TREE_MASKS,
     # Before 0.4, under the name sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",

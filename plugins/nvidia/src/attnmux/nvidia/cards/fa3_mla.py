@@ -5,6 +5,7 @@ from __future__ import annotations
 from attnmux.core import (
     ANY,
     NONE,
+    TREE_MASKS,
     BackendCard,
     Clause,
     Condition,
@@ -54,6 +55,7 @@ FA3_MLA = BackendCard(
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
     factory="attnmux.nvidia.fa3_mla:make",
+    tree_masks=TREE_MASKS,
     # Before 0.4, under the name sgl-kernel, the functions had no `out`.
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",

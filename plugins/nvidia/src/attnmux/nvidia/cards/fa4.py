@@ -18,6 +18,8 @@ from attnmux.core import (
     versions,
     when,
 )
+from attnmux.nvidia.cards import chunks
+from attnmux.nvidia.cards.chunks import with_chunks
 from attnmux.nvidia.cards.runs import on_h200
 
 _SM100 = versions(">=10.0,<11")
@@ -63,7 +65,7 @@ def _on_sm100(dtype: str) -> tuple[Clause, ...]:
         **machine,
     )
     return (
-        _mha(dtype, multiple_of(8, most=128), NONE, **machine),
+        *with_chunks([_mha(dtype, multiple_of(8, most=128), NONE, **machine)]),
         _mha(dtype, one_of(192), one_of(128), **machine),
         latent,
     )
@@ -72,7 +74,7 @@ def _on_sm100(dtype: str) -> tuple[Clause, ...]:
 def _on_sm90(dtype: str) -> tuple[Clause, ...]:
     machine = {"version": _SM90, "kv_dtype": one_of(dtype)}
     return (
-        _mha(dtype, multiple_of(8, most=128), NONE, **machine),
+        *with_chunks([_mha(dtype, multiple_of(8, most=128), NONE, **machine)]),
         _mha(dtype, one_of(192), one_of(128), **machine),
     )
 
@@ -81,6 +83,7 @@ FA4 = BackendCard(
     name="fa4",
     summary="FlashAttention 4 for prefill: MHA with K and V of two dims, and MLA on SM100",
     factory="attnmux.nvidia.fa4:make",
+    virtual_requests=True,
     # A pre-release: there is no other.
     requires=("torch>=2.11", "flash-attn-4>=4.0.0b18"),
     extra="fa4",
@@ -96,6 +99,7 @@ FA4 = BackendCard(
         ),
     ),
     sources={
+        "attention_chunk": chunks.SOURCE,
         "version": (
             "the library's kernels for SM80 and SM120 take no pages; those for SM90 take no "
             "latents and do not split keys"

@@ -17,7 +17,12 @@ from attnmux.core import (
     versions,
     when,
 )
+from attnmux.nvidia.cards import chunks
+from attnmux.nvidia.cards.chunks import with_chunks
 from attnmux.nvidia.cards.runs import on_h200
+
+PAGES = (1, 16, 32, 64, 128)
+"""Of layers with attention chunks, which are whole pages."""
 
 
 def _clauses(dtype: str) -> Iterator[Clause]:
@@ -38,11 +43,13 @@ def _clauses(dtype: str) -> Iterator[Clause]:
     }
     masked: dict[str, Any] = {"logit_cap": ANY, "custom_mask": ANY, "multi_item": ANY}
     every = one_of("extend", "decode", "verify", "draft", "encoder")
-    yield Clause(**everywhere, **masked, phase=every, graph=ANY)
+    plain = Clause(**everywhere, **masked, phase=every, graph=ANY)
+    yield from with_chunks([plain], PAGES)
     # The softmax with sinks looks at no cap and no mask but causality and windows (variants.py).
     # It reads the pool, so that parts of prompts over K and V of the call are left to others.
     of_pools: dict[str, Any] = {**everywhere, "cross_attention": NONE, "sinks": ANY}
-    yield Clause(**of_pools, phase=one_of("extend", "decode", "verify", "draft"), graph=ANY)
+    drafted = one_of("extend", "decode", "verify", "draft")
+    yield from with_chunks([Clause(**of_pools, phase=drafted, graph=ANY)], PAGES)
     # fa2 takes the tile of an extend step from the mean length of its requests, so that sums depend
     # on the rest of the batch. In decode a tile is one token's heads. With `disable_split_kv` a
     # captured decode also runs the blocks of the padded grid, which its plan leaves unset
@@ -56,11 +63,14 @@ FLASHINFER = BackendCard(
     name="flashinfer",
     summary="flashinfer's paged and ragged MHA and GQA kernels, compiled on this machine",
     factory="attnmux.nvidia.flashinfer.backend:make",
+    virtual_requests=True,
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
     verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),
     sources={
+        "attention_chunk": chunks.SOURCE,
+        "page_size": "as attention_chunk: the usual sizes, of which a chunk has whole pages",
         "version": 'README, "GPU Support": from 7.5 on; 7.5 has no bfloat16 and was not tried',
         "runtime": 'README, "Supported CUDA Versions": 12.6, 12.8, 13.0, 13.1',
         "dtype": "fp16 and bf16: no fp32 instances",

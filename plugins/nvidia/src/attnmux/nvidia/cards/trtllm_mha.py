@@ -20,6 +20,8 @@ from attnmux.core import (
     versions,
     when,
 )
+from attnmux.nvidia.cards import chunks
+from attnmux.nvidia.cards.chunks import with_chunks
 from attnmux.nvidia.cards.runs import on_h200
 
 HOPPER = versions(">=9.0,<10")
@@ -90,6 +92,7 @@ TRTLLM_MHA = BackendCard(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
     factory="attnmux.nvidia.trtllm_mha:make",
+    virtual_requests=True,
     requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
     extra="flashinfer",
     # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
@@ -111,6 +114,7 @@ TRTLLM_MHA = BackendCard(
         ),
     ),
     sources={
+        "attention_chunk": chunks.SOURCE,
         "version": "flashinfer 0.6.13: trtllm-gen on SM100, XQA and fmha_v2 on SM90 and SM120",
         "runtime": "flashinfer's README: CUDA 12.6 and later",
         "dtype": (
@@ -131,7 +135,9 @@ TRTLLM_MHA = BackendCard(
         ),
         "spec_topk": "masks of a verify step are rows of a chain; there is none for a tree",
     },
-    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
+    clauses=tuple(
+        clause for dtype in ("bfloat16", "float16") for clause in with_chunks(_clauses(dtype))
+    ),
     priors=(
         Prior(
             rank=5,

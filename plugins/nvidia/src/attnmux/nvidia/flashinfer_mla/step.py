@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BackendContext, ForwardBatch, InvalidInput, cu_seqlens, kv_indptr
+from attnmux.core import (
+    BackendContext,
+    ForwardBatch,
+    InvalidInput,
+    cu_seqlens,
+    kv_indptr,
+    tree_mask_of,
+)
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 
 TILE = 128
@@ -245,7 +252,7 @@ def _columns(rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _check_served(batch: ForwardBatch) -> None:
-    if batch.spec_info is not None and batch.spec_info.custom_mask is not None:
+    if tree_mask_of(batch.spec_info) is not None:
         raise InvalidInput(
             "custom_mask", got="a mask", expected="None: drafts are chains (spec_topk 1)"
         )

@@ -47,7 +47,9 @@ class Sight(NamedTuple):
     end: tl.tensor
     """One past the last."""
     mask_rows: tl.tensor
-    """The place of the row's key 0 in the custom mask; read where HAS_MASK."""
+    """The place of the row's key 0 in the mask; read where HAS_MASK."""
+    mask_start: tl.tensor
+    """The first key that the mask covers; all before it are kept. A number."""
     shared_end: tl.tensor
     item_start: tl.tensor
     """Keys from shared_end to item_start are hidden where HAS_ITEMS."""
@@ -251,7 +253,8 @@ def attend_blocks(
         if HIDES:
             sees = (keys[None, :] >= sight.first[:, None]) & (keys[None, :] < sight.end[:, None])
             if HAS_MASK:
-                kept = tl.load(sight.mask_rows[:, None] + keys[None, :], mask=sees, other=0)
+                is_masked = sees & (keys >= sight.mask_start)[None, :]
+                kept = tl.load(sight.mask_rows[:, None] + keys[None, :], mask=is_masked, other=1)
                 sees = sees & (kept != 0)
             if HAS_ITEMS:
                 between = keys[None, :] >= sight.shared_end[:, None]

@@ -95,7 +95,7 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
     )
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     request, _before, _units, _blocks_each, cached, num_keys, _row = of_request
-    mask, mask_indptr = masks
+    mask, mask_indptr, first_keys = masks
     key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     row = item % kind.TILES * kind.BLOCK_M + gl.arange(0, kind.BLOCK_M, by_row)
     order = gl.minimum(row, kind.ROWS - 1) // kind.GROUP
@@ -108,7 +108,15 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
     )  # fmt: skip
     _, whole_stop = visible_range(cached, num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
     mask_rows = order
-    if kind.HAS_MASK:
+    mask_start = 0
+    if kind.IS_TREE:
+        token = request * kind.QUERIES + order
+        first = gl.load(first_keys + token)
+        end = order * 0 + num_keys
+        mask_rows = mask + token.to(gl.int64) * kind.QUERIES - cached
+        mask_start = cached
+        whole_stop = cached
+    elif kind.HAS_MASK:
         mask_rows = mask + gl.load(mask_indptr + request) + order.to(gl.int64) * num_keys
         whole_stop = 0
 
@@ -124,7 +132,8 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
             keys = (block + key)[:, None]
             sees = (keys >= first[None, :]) & (keys < end[None, :])
             if kind.HAS_MASK:
-                kept = gl.load(mask_rows[None, :] + keys, mask=sees, other=0)
+                is_masked = sees & (keys >= mask_start)
+                kept = gl.load(mask_rows[None, :] + keys, mask=is_masked, other=1)
                 sees = sees & (kept != 0)
             logits = gl.where(sees, logits, -float("inf"))
         higher = gl.maximum(top, gl.max(logits, 0))
@@ -199,26 +208,34 @@ def attend_line(
 
 
 @gluon.jit(
-    do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "lens",
+        "encoder_lens",
+        "mask",
+        "mask_indptr",
+        "first_keys",
+    ],
 )
 def attend_shares(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
-    rows, lens, encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial,
-    partial_lse, arrivals, scale, cap, v_scale,
+    rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
+    partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr,
     HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_MASK: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HAS_MASK: gl.constexpr, IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of the portable `attend_shares`. num_warps=4.
 
     q [T, Hq, D] of a 16-bit dtype; k and v [slots, Hkv, D] of that dtype or of 8-bit floats; D is
     64 or 128; rows of q, k and v at multiples of 16 bytes. out, lse, sinks, slots, rows, lens,
-    encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial, partial_lse and
-    arrivals: as there. BLOCK_M: rows of a tile, at least 8. BLOCK_N: a multiple of 64. STAGES:
-    blocks in the ring, keys and values counted apart.
+    encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share, partial,
+    partial_lse and arrivals: as there. BLOCK_M: rows of a tile, at least 8. BLOCK_N: a multiple
+    of 64. STAGES: blocks in the ring, keys and values counted apart.
     """
     q_type: gl.constexpr = q.dtype.element_ty
     k_type: gl.constexpr = k.dtype.element_ty
@@ -227,8 +244,8 @@ def attend_shares(
     kind = ShareKind(
         KV_HEADS=KV_HEADS, GROUP=GROUP, QUERIES=QUERIES, LENS_SHIFT=LENS_SHIFT, D=D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW,
-        CHUNK=CHUNK, HAS_CAP=HAS_CAP, HAS_MASK=HAS_MASK, IS_FIXED=IS_FIXED, BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        CHUNK=CHUNK, HAS_CAP=HAS_CAP, HAS_MASK=HAS_MASK, IS_TREE=IS_TREE, IS_FIXED=IS_FIXED,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], q_type)
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], w_type)
@@ -246,7 +263,8 @@ def attend_shares(
     gl.warp_specialize(
         [
             (attend_line, (
-                (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr), plan, encoder_lens,
+                (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr, first_keys), plan,
+                encoder_lens,
                 (partial, partial_lse, arrivals), q_ring, ring, halves, weights_tile,
                 (scale, cap, v_scale), PART_ROWS, PARTS, kind,
             )),

@@ -111,6 +111,7 @@ class ShareKind:
     CHUNK: gl.constexpr
     HAS_CAP: gl.constexpr
     HAS_MASK: gl.constexpr
+    IS_TREE: gl.constexpr
     IS_FIXED: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr

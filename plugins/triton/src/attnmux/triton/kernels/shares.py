@@ -143,27 +143,38 @@ def merge_parts(
     return acc, top, mass
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "lens", "encoder_lens", "mask", "mask_indptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "rows",
+        "lens",
+        "encoder_lens",
+        "mask",
+        "mask_indptr",
+        "first_keys",
+    ]
+)
 def attend_shares(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
     v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes, slots,
     slots_stride,
-    rows, lens, encoder_lens, mask, mask_indptr, stops, unit_blocks, starts, share, partial,
-    partial_lse, arrivals, scale, cap, v_scale,
+    rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
+    partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, LENS_SHIFT: tl.constexpr,
     D: tl.constexpr, REAL_D: tl.constexpr, TAIL: tl.constexpr, REAL_TAIL: tl.constexpr,
     DV: tl.constexpr, REAL_DV: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr,
     IS_CAUSAL: tl.constexpr, IS_CROSS: tl.constexpr, HAS_ENCODER: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    IS_FIXED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend from QUERIES new tokens a request to the pool's keys. T = B * QUERIES.
 
     q, q_tail, k, k_tail, v, out, lse, sinks, alibi_slopes, slots, rows, mask, mask_indptr and the
-    numbers: as in `attend_tiles`.
+    numbers: as in `attend_tiles`. IS_TREE, next to HAS_MASK: mask [B, QUERIES, QUERIES] has the
+    drafts that each draft sees, and first_keys [T] int32 the first key of the prefix that it sees.
     lens [B] int32: lens + LENS_SHIFT tokens precede the new ones. encoder_lens [B] int32.
     stops, unit_blocks, starts, share: as `plan_shares` writes them.
     partial [places, PART_ROWS, DV] float32 or Q's dtype, partial_lse [places, PART_ROWS] float32 in
@@ -214,7 +225,13 @@ def attend_shares(
         position = cached + order
         first, end = visible_range(position, num_keys, IS_CAUSAL, WINDOW, CHUNK)
         mask_rows = mask
-        if HAS_MASK:
+        mask_start = 0
+        if IS_TREE:
+            first = tl.load(first_keys + token)
+            end = position * 0 + num_keys
+            mask_rows = mask + token.to(tl.int64) * QUERIES - cached
+            mask_start = cached
+        elif HAS_MASK:
             mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
 
         slope = slopes_of(alibi_slopes, head, HAS_ALIBI)
@@ -234,7 +251,8 @@ def attend_shares(
                 v + kv_head.to(tl.int64) * v_head_stride, v_stride, keys_base,
             ),
             start, stop, num_keys,
-            Sight(first, end, mask_rows, position, position, position, slope), q_scale, cap,
+            Sight(first, end, mask_rows, mask_start, position, position, position, slope), q_scale,
+            cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
             HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, STAGES,
         )  # fmt: skip

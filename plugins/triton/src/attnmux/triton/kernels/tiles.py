@@ -193,7 +193,7 @@ def attend_tiles(
             acc, top, mass, q_tile, tail_tile,
             Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
             start, stop, num_keys,
-            Sight(first, end, mask_rows, shared_end, item_start, position, slope), q_scale, cap,
+            Sight(first, end, mask_rows, 0, shared_end, item_start, position, slope), q_scale, cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
             HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, HAS_ALIBI, STAGES,
         )  # fmt: skip

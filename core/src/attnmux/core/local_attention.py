@@ -1,0 +1,232 @@
+"""Attention chunks on backends without them, by virtual requests: SGLang's local attention.
+
+A token sees the keys of its own chunk. So the tokens of a request in one chunk are a request of
+their own, whose sequence is that chunk up to its last token. A backend without chunks serves such
+requests, over a table with the slots of their chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import structs
+
+from attnmux.core.arguments import check_fields
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.debug import check_batch
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.tree_masks import tree_mask_of
+from attnmux.core.virtual_requests import virtual_step
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+
+Make = Callable[["BackendContext"], AttentionBackend]
+
+
+def with_virtual_requests(make: Make, context: BackendContext) -> AttentionBackend:
+    """The backend of a context, with virtual requests for its layers with attention chunks.
+
+    make: makes a backend of layers without chunks. Raises InvalidInput for chunks that are not
+    whole pages of the pool, and for layers of a decoder with an encoder.
+    """
+    chunks = sorted({layer.attention_chunk_size for layer in context.layers})
+    if chunks[-1] <= 0:
+        return make(context)
+    if any(layer.is_cross_attention for layer in context.layers):
+        expected = "no cross attention next to attention chunks"
+        raise InvalidInput("layers", got="an encoder-decoder model's", expected=expected)
+    plain = [layer for layer in context.layers if layer.attention_chunk_size <= 0]
+    without = context.request.replace(origin="model", attention_chunk=None)
+    whole = replace(context, layers=tuple(plain), request=without)
+    return LocalAttnBackend(
+        context,
+        whole=make(whole) if plain else None,
+        local={chunk: make(local_context(context, chunk)) for chunk in chunks if chunk > 0},
+    )
+
+
+def local_context(context: BackendContext, chunk: int) -> BackendContext:
+    """The context of the layers with chunks of that length, which have none here.
+
+    Its request table is that of virtual requests, with room for all pieces of the longest step:
+    about as much as the engine's. Raises as `with_virtual_requests`.
+    """
+    page_size = context.token_to_kv_pool.page_size
+    if chunk % page_size:
+        expected = f"a multiple of {page_size}, the page size: virtual requests have whole pages"
+        raise InvalidInput("attention_chunk_size", got=chunk, expected=expected)
+    layers = [layer for layer in context.layers if layer.attention_chunk_size == chunk]
+    longest, most = min(chunk, context.max_context_len), context.max_batch_size
+    rows = 2 * most + most * context.max_context_len // chunk + 1  # see `most_pieces`
+    return replace(
+        context,
+        layers=tuple(replace(layer, attention_chunk_size=0) for layer in layers),
+        request=context.request.replace(origin="model", attention_chunk=None),
+        req_to_token_pool=ReqToTokenPool(rows, longest, context.device),
+        max_batch_size=rows,
+        max_context_len=longest,
+        # Rows of virtual requests without keys contradict the table, and the step was checked whole
+        debug=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Buffers:
+    """What graphs of decode steps read, [max_bs]."""
+
+    rows: torch.Tensor
+    lens: torch.Tensor
+    positions: torch.Tensor
+
+
+class LocalAttnBackend(AttentionBackend):
+    """Serves layers with attention chunks by backends without them, in virtual requests.
+
+    EXTEND and MIXED steps are cut at the borders of chunks; a decode step has one virtual request
+    for each. Steps of drafts are refused where layers have chunks.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        whole: AttentionBackend | None,
+        local: Mapping[int, AttentionBackend],
+    ) -> None:
+        """whole: of the layers without chunks. local: of the others, by the length of a chunk, each
+        of `local_context`. Raises InvalidInput for padding rows of different lengths."""
+        super().__init__(context)
+        self.whole = whole
+        self.local = dict(local)
+        self._all = [*self.local.values(), *([] if whole is None else [whole])]
+        fills = {each.get_cuda_graph_seq_len_fill_value() for each in self._all}
+        if len(fills) > 1:
+            expected = "the same `seq_lens` of a padding row in all"
+            raise InvalidInput("local", got=sorted(fills), expected=expected)
+        self._fill = fills.pop()
+        self._chunks = {
+            layer.layer_id: layer.attention_chunk_size
+            for layer in context.layers
+            if layer.attention_chunk_size > 0
+        }
+        self._steps: dict[int, ForwardBatch] = {}
+        self._buffers: list[dict[int, _Buffers]] = []
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self._fill
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_num_tokens > max_bs:
+            raise GraphUnsupported("drafts in layers with attention chunks are not captured")
+        for each in self._all:
+            each.init_cuda_graph_state(max_bs, max_num_tokens)
+        device = self.context.device
+        self._buffers.append(
+            {
+                chunk: _Buffers(
+                    rows=torch.arange(1, max_bs + 1, device=device),
+                    lens=torch.ones(max_bs, dtype=torch.int32, device=device),
+                    positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
+                )
+                for chunk in self.local
+            }
+        )
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        check_fields(batch)
+        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
+            check_batch(self.context, batch)
+        self._steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
+        if self.whole is not None:
+            self.whole.init_forward_metadata(batch)
+        for chunk, backend in self.local.items():
+            backend.init_forward_metadata(self._steps[chunk])
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self._steps = {}
+        for chunk in self.local:
+            step = self._virtual(batch, chunk)
+            if batch.forward_mode.is_decode():
+                step = self._in_buffers(step, chunk)
+            self._steps[chunk] = step
+        if self.whole is not None:
+            self.whole.init_forward_metadata_out_graph(batch, in_capture)
+        for chunk, backend in self.local.items():
+            backend.init_forward_metadata_out_graph(self._steps[chunk], in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        if self.whole is not None:
+            self.whole.init_forward_metadata_in_graph(batch)
+        for chunk, backend in self.local.items():
+            backend.init_forward_metadata_in_graph(self._steps[chunk])
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        backend, call, step = self._served(call, batch)
+        return backend.forward_decode(call, step)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        backend, call, step = self._served(call, batch)
+        return backend.forward_extend(call, step)
+
+    def _served(
+        self, call: AttentionCall, batch: ForwardBatch
+    ) -> tuple[AttentionBackend, AttentionCall, ForwardBatch]:
+        """The backend of a call, with the call and the step as it gets them."""
+        chunk = self._chunks.get(call.layer.layer_id)
+        if chunk is None:
+            if self.whole is None:
+                got, expected = call.layer.layer_id, f"one of {sorted(self._chunks)}"
+                raise InvalidInput("layer", got=got, expected=expected)
+            return self.whole, call, batch
+        if call.has_own_kv and not _has_no_prefix(batch):
+            expected = "True where requests have a prefix, or their mirrors do not say"
+            raise InvalidInput("save_kv_cache", got=False, expected=expected)
+        backend = self.local[chunk]
+        layer = backend.context.layer(call.layer.layer_id)
+        return backend, structs.replace(call, layer=layer), self._steps[chunk]
+
+    def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:
+        """The step's virtual requests, whose rows of the table are filled."""
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return batch
+        if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
+            expected = "DECODE, EXTEND or MIXED in layers with attention chunks"
+            raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
+            expected = "None in layers with attention chunks"
+            raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
+        table = self.local[chunk].context.req_to_token_pool.req_to_token
+        engines = self.context.req_to_token_pool.req_to_token
+        return virtual_step(batch, chunk, table=table, engines=engines)
+
+    def _in_buffers(self, step: ForwardBatch, chunk: int) -> ForwardBatch:
+        """A decode step in the first buffers with room: at capture and at every replay."""
+        size = step.batch_size
+        rooms = (each[chunk] for each in self._buffers)
+        buffers = next((each for each in rooms if size <= len(each.rows)), None)
+        if buffers is None:
+            return step
+        return replace(
+            step,
+            req_pool_indices=buffers.rows[:size],
+            seq_lens=buffers.lens[:size].copy_(step.seq_lens),
+            positions=buffers.positions[:size].copy_(step.positions),
+        )
+
+
+def _has_no_prefix(batch: ForwardBatch) -> bool:
+    """Whether the host knows that no request has a prefix."""
+    cached = batch.extend_prefix_lens_cpu
+    if cached is None and batch.extend_prefix_lens is not None and batch.extend_prefix_lens.is_cpu:
+        cached = batch.extend_prefix_lens
+    return cached is not None and not bool(cached.any())
