@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_expand": 2}
-INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}
+"""Of few heads, many keys have no positive product with any of them, hence the same score."""
 SHARED_KV = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,

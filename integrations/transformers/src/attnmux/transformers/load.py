@@ -18,6 +18,7 @@ from attnmux.core import (
     LinearLayerSpec,
     Offer,
     Platform,
+    Request,
     dtype_name,
     in_brief,
     make_first,
@@ -37,6 +38,7 @@ from attnmux.transformers.decision import (
     without,
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.indexers import Indexers, indexers_of
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.mixers import Mixer, mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
@@ -109,14 +111,21 @@ def _load_decoder(
     mixers = mixers_of(model)
     for mixer in mixers:
         mixer.bind()
+    indexers = indexers_of(model)
+    if indexers is not None:
+        indexers.bind()
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
     request = request_of(layers, dtype, linear)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
+    if indexers is not None and indexers.topk >= options.max_context_len:
+        indexers = None  # of such a context they pick every key
     ways = [] if latent is None else [latent_request(request, latent)]
-    if options.mla != "absorbed":
+    if indexers is not None:
+        ways = [_sparse_way(request, latent, indexers, options)]
+    elif options.mla != "absorbed":
         ways.append(request)
 
     def make(decision: Decision) -> ModelRunner:
@@ -125,7 +134,7 @@ def _load_decoder(
             return _make(model, layers, decision, options, linear=linear)
         absorb(model, layers)
         try:
-            return _make(model, latent, decision, options, linear=linear)
+            return _make(model, latent, decision, options, linear=linear, indexers=indexers)
         except BaseException:
             expand(model, layers)
             raise
@@ -142,6 +151,26 @@ def _load_decoder(
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
     return runner
+
+
+def _sparse_way(
+    request: Request,
+    latent: Sequence[LayerSpec] | None,
+    indexers: Indexers,
+    options: RunnerOptions,
+) -> Request:
+    """What a model needs whose indexers pick some of its keys. Raises InvalidInput for what does
+    not go together with them."""
+    if latent is None:
+        expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
+        raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
+    if options.draft_topk > 1:
+        expected = "1, chains of drafts: an indexer counts places"
+        raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+    if options.ranks.size > 1:
+        expected = "1: an indexer's keys lie on one rank"
+        raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
+    return latent_request(request, latent, index_topk=indexers.topk)
 
 
 def _latent_layers(
@@ -227,6 +256,7 @@ def _make(
     options: RunnerOptions,
     max_encoder_len: int = 0,
     linear: Sequence[LinearLayerSpec] = (),
+    indexers: Indexers | None = None,
 ) -> ModelRunner:
     if options.check is not None:
         options.check(decision)
@@ -245,6 +275,7 @@ def _make(
         debug=options.debug,
         wrap=options.wrap,
         ranks=options.ranks,
+        indexers=indexers,
     )
 
 
