@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, InvalidInput, KeyPicker, key_picks
 
-HEADS, DIM, TOPK, WIDTH = 5, 16, 6, 48
+HEADS, DIM, TOPK, WIDTH = 20, 16, 6, 48  # of few heads, many keys have the same score, 0
 
 
 class Sequences:

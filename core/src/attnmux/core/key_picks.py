@@ -76,9 +76,11 @@ class KeyPicker:
         picks: torch.Tensor,
     ) -> None:
         first = 0
-        for row, (prefix, new) in zip(batch.req_pool_indices.split(1), _lens(batch), strict=True):
+        for row, (prefix, new) in zip(batch.req_pool_indices, _lens(batch), strict=True):
             num_keys = prefix + new
-            keys = self.pool.keys(layer_id, self.req_to_token[row][0, :num_keys].long())
+            # Not by `row` as a number, which would wait for the device
+            slots = self.req_to_token.index_select(0, row)[0, :num_keys].long()
+            keys = self.pool.keys(layer_id, slots)
             places = torch.arange(prefix, num_keys, device=keys.device)
             at_once = max(1, SCORES_AT_ONCE // max(1, index_q.shape[1] * num_keys))
             for start in range(0, new, at_once):
@@ -99,20 +101,21 @@ class KeyPicker:
         batch: ForwardBatch,
         width: int,
     ) -> None:
-        """For requests with as many new tokens each, over the first `width` columns of their rows."""
+        """For requests with as many new tokens each, over the first `width` columns of a row."""
         requests, heads = batch.batch_size, index_q.shape[1]
         if not requests or batch.topk_indices is None:
             return
         slots = self.req_to_token[batch.req_pool_indices, :width].long()
-        by_request = (requests, -1)
-        q, w = index_q.unflatten(0, by_request), weights.unflatten(0, by_request)
+        q = index_q.reshape(requests, -1, *index_q.shape[1:])
+        w = weights.reshape(requests, -1, heads)
         at_once = max(1, SCORES_AT_ONCE // (index_q.shape[0] * heads))
         parts = [
-            index_scores(q, self.pool.keys(layer_id, some), w) for some in slots.split(at_once, 1)
+            index_scores(q, self.pool.keys(layer_id, slots[:, start : start + at_once]), w)
+            for start in range(0, width, at_once)
         ]
-        places = batch.positions.unflatten(0, by_request)
+        places = batch.positions.view(requests, -1)
         picks = best_keys(torch.cat(parts, dim=-1), places, self.topk)
-        batch.topk_indices.copy_(picks.flatten(0, 1))
+        batch.topk_indices.copy_(picks.view(-1, self.topk))
 
 
 def _lens(batch: ForwardBatch) -> list[tuple[int, int]]:

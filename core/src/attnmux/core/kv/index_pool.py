@@ -114,7 +114,8 @@ class IndexKPool:
 def _quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [T, D] in e4m3, scales [T, blocks] float32) of keys [T, D]."""
     head_dim = keys.shape[1]
-    blocks = torch.nn.functional.pad(keys.float(), (0, -head_dim % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks = torch.nn.functional.pad(keys.float(), (0, -head_dim % BLOCK))
+    blocks = blocks.view(len(keys), -1, BLOCK)
     largest = torch.finfo(FP8).max
     # A block of zeros has any scale
     scales = blocks.abs().amax(-1).clamp(min=1e-10) / largest

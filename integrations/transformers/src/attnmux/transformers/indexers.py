@@ -45,6 +45,8 @@ class Indexer:
     """The attention module that calls it."""
     rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """(q, k, cos, sin, unsqueeze_dim): the one that the module's forward calls."""
+    turns_first: bool = True
+    """Whether the rotary values of a head are its first ones, or its last."""
 
     def project(
         self,
@@ -60,12 +62,15 @@ class Indexer:
         q = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim))
         k = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
         rope = module.qk_rope_head_dim
-        q_rope, k_rope = self.rotary(
-            q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2
-        )
+        if self.turns_first:
+            turned, kept = slice(None, rope), slice(rope, None)
+        else:
+            kept, turned = slice(None, -rope), slice(-rope, None)
+        turns = self.rotary(q[..., turned], k[..., turned], *position_embeddings, unsqueeze_dim=2)
+        order = 1 if self.turns_first else -1
         q, k = (
-            torch.cat([turned, rows[..., rope:]], dim=-1)[0]
-            for turned, rows in ((q_rope, q), (k_rope, k))
+            torch.cat([part, rows[..., kept]][::order], dim=-1)[0]
+            for part, rows in zip(turns, (q, k), strict=True)
         )
         weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype))[0]
         scale = (module.n_heads * module.head_dim) ** -0.5
@@ -150,27 +155,41 @@ class Indexers:
         return forward
 
 
-def indexers_of(model: torch.nn.Module) -> Indexers | None:
-    """The indexers of a model, in the model's order; None without any that is known.
+def bound_indexers(model: torch.nn.Module) -> Indexers | None:
+    """The indexers of a model, bound; None without any, and where one is not known.
 
     A model with others is refused when its layers are recorded. Raises InvalidInput for indexers
     that differ from each other.
     """
     found = [
-        Indexer(module=child, owner=owner, rotary=rotary)
+        _agreeing(child, owner, rotary)
         for owner in model.modules()
         for child in owner.children()
         if (rotary := _rotary_of(child)) is not None
     ]
-    with torch.no_grad():
-        if not found or not all(indexer.agrees() for indexer in found):
-            return None
-    shapes = {(each.module.index_topk, each.module.head_dim) for each in found}
+    known = tuple(indexer for indexer in found if indexer is not None)
+    if not found or len(known) < len(found):
+        return None
+    shapes = {(each.module.index_topk, each.module.head_dim) for each in known}
     if len(shapes) > 1:
         got = f"(index_topk, index_head_dim) of {sorted(shapes)}"
         raise InvalidInput("indexers", got=got, expected="the same in all layers")
     ((topk, head_dim),) = shapes
-    return Indexers(each=tuple(found), topk=topk, head_dim=head_dim)
+    indexers = Indexers(each=known, topk=topk, head_dim=head_dim)
+    indexers.bind()
+    return indexers
+
+
+@torch.no_grad()
+def _agreeing(
+    module: torch.nn.Module, owner: torch.nn.Module, rotary: Callable[..., Any]
+) -> Indexer | None:
+    """The module as an indexer whose ranking is its own; None if it is none of ours."""
+    ways = (
+        Indexer(module=module, owner=owner, rotary=rotary, turns_first=first)
+        for first in (True, False)
+    )
+    return next((indexer for indexer in ways if indexer.agrees()), None)
 
 
 def _rotary_of(module: torch.nn.Module) -> Callable[..., Any] | None:

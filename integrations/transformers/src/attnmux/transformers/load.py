@@ -38,7 +38,7 @@ from attnmux.transformers.decision import (
     without,
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
-from attnmux.transformers.indexers import Indexers, indexers_of
+from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.mixers import Mixer, mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
@@ -111,9 +111,7 @@ def _load_decoder(
     mixers = mixers_of(model)
     for mixer in mixers:
         mixer.bind()
-    indexers = indexers_of(model)
-    if indexers is not None:
-        indexers.bind()
+    indexers = bound_indexers(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
     request = request_of(layers, dtype, linear)
@@ -122,11 +120,7 @@ def _load_decoder(
     latent = _latent_layers(model, layers, mixers, options)
     if indexers is not None and indexers.topk >= options.max_context_len:
         indexers = None  # of such a context they pick every key
-    ways = [] if latent is None else [latent_request(request, latent)]
-    if indexers is not None:
-        ways = [_sparse_way(request, latent, indexers, options)]
-    elif options.mla != "absorbed":
-        ways.append(request)
+    ways = _ways(request, latent, indexers, options)
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
@@ -153,14 +147,19 @@ def _load_decoder(
     return runner
 
 
-def _sparse_way(
+def _ways(
     request: Request,
     latent: Sequence[LayerSpec] | None,
-    indexers: Indexers,
+    indexers: Indexers | None,
     options: RunnerOptions,
-) -> Request:
-    """What a model needs whose indexers pick some of its keys. Raises InvalidInput for what does
-    not go together with them."""
+) -> list[Request]:
+    """How the model may run as it was recorded, the way that is preferred first.
+
+    Raises InvalidInput for what does not go together with indexers.
+    """
+    if indexers is None:
+        expanded = [request] if options.mla != "absorbed" else []
+        return expanded if latent is None else [latent_request(request, latent), *expanded]
     if latent is None:
         expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
         raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
@@ -170,7 +169,7 @@ def _sparse_way(
     if options.ranks.size > 1:
         expected = "1: an indexer's keys lie on one rank"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
-    return latent_request(request, latent, index_topk=indexers.topk)
+    return [latent_request(request, latent, index_topk=indexers.topk)]
 
 
 def _latent_layers(
