@@ -94,7 +94,7 @@ def prompts():
     rng = random.Random(2)
     first = [[rng.randrange(97) for _ in range(size)] for size in (1, TOPK - 1, 40, 57)]
     return first + [
-        stem[:size] + [rng.randrange(97)] for stem, size in zip(first, (1, 4, 33, 48), strict=True)
+        [*stem[:size], rng.randrange(97)] for stem, size in zip(first, (1, 4, 33, 48), strict=True)
     ]
 
 
