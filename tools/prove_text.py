@@ -176,7 +176,7 @@ def main() -> None:
         models = [args.folder / f"recall-{head_dim}" for head_dim in head_dims]
         for model, head_dim in zip(models, head_dims, strict=True):
             subprocess.run([sys.executable, WIDEN, model, "--head-dim", str(head_dim)], check=True)
-    drafts = [
+    drafts: list[tuple[str, ...]] = [
         ("--draft", draft, "--topk", str(topk), "--steps", "3")
         for draft, topk in product(args.drafts or (), args.topks or (1,))
     ]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_expand": 2}
-INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 32}
+"""Of few heads, many keys have no positive product with any of them, hence the same score."""
 SHARED_KV = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
@@ -18,6 +19,7 @@ SHARED_ATTENTION = {
 }
 
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
+    **dict.fromkeys(["AXK2Config", "DeepseekV32Config", "HYV4Config"], INDEXED),
     "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "CodeGenConfig": {"n_embd": 64, "n_head": 4, "rotary_dim": 8},
@@ -62,6 +64,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "vocab_size_per_layer_input": 150,
         "hidden_size_per_layer_input": 16,
     },
+    "GlmMoeDsaConfig": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
     "GraniteMoeHybridConfig": {
         **GROUPED,
         **MAMBA2,

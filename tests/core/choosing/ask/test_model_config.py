@@ -67,7 +67,7 @@ EXPECTED = {
     },
     "deepseek-v2-lite": {**LATENT, "kind": "mla", "num_q_heads": 16},
     "deepseek-v3": {**LATENT, "kind": "mla", "num_q_heads": 128},
-    "deepseek-v3.2-exp": {**LATENT, "kind": "nsa", "num_q_heads": 128},
+    "deepseek-v3.2-exp": {**LATENT, "kind": "nsa", "index_topk": 2048, "num_q_heads": 128},
     "qwen2.5-14b-1m": {
         **BF16,
         "kind": "dual_chunk",

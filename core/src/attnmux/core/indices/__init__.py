@@ -33,13 +33,21 @@ from attnmux.core.indices.ragged import (
     verify_qo_indptr,
     whole_page_lens,
 )
-from attnmux.core.indices.topk import select_topk, token_rows, topk_slots
+from attnmux.core.indices.topk import (
+    best_keys,
+    index_scores,
+    select_topk,
+    token_rows,
+    topk_slots,
+)
 
 __all__ = [
     "KVView",
+    "best_keys",
     "block_count_multiple",
     "cu_seqlens",
     "extend_positions",
+    "index_scores",
     "kv_indices",
     "kv_indptr",
     "kv_last_page_len",

@@ -57,11 +57,25 @@ def select_topk(
     value. Memory: T * Hi * S scores.
     Raises InvalidInput for a topk below 1.
     """
-    check_positive("topk", topk)
+    return best_keys(index_scores(index_q, index_k, weights), positions, topk)
+
+
+def index_scores(
+    index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Every key's score for every token, [..., T, S] float32; arguments as in `select_topk`."""
     scores = torch.einsum("...thd,...sd->...ths", index_q.float(), index_k.float()).relu_()
-    scores = torch.einsum("...ths,...th->...ts", scores, weights.float())
-    num_keys = index_k.shape[-2]
-    key = torch.arange(num_keys, device=index_k.device)
+    return torch.einsum("...ths,...th->...ts", scores, weights.float())
+
+
+def best_keys(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> torch.Tensor:
+    """What `select_topk` returns, of scores [..., T, S].
+
+    Raises InvalidInput for a topk below 1.
+    """
+    check_positive("topk", topk)
+    num_keys = scores.shape[-1]
+    key = torch.arange(num_keys, device=scores.device)
     scores = scores.masked_fill(key > positions.unsqueeze(-1), -torch.inf)
     best = scores.topk(min(topk, num_keys), dim=-1)
     picks = torch.where(best.values.isneginf(), -1, best.indices).int()

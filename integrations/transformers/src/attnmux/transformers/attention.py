@@ -25,6 +25,9 @@ asks for a mask, transformers reads positions on the host, and so waits for the 
 LAYER_ID = "_attnmux_layer_id"
 """The attribute of a marked attention module: its number as a tensor."""
 
+UNMASKED = torch.empty((1, 1, 1, 0))
+"""A mask for layers that index theirs whatever it is: as None, it hides nothing."""
+
 NOT_ATTENTION = frozenset(
     {
         "cache_position",
@@ -233,7 +236,7 @@ def attention_forward(
 
 def refuse_mask(call: ModelCall) -> None:
     """Raise InvalidInput for a call that brings a mask."""
-    if call.mask is not None:
+    if call.mask is not None and call.mask is not UNMASKED:
         raise InvalidInput(
             "attention_mask",
             got=_shown(call.mask),

@@ -143,17 +143,28 @@ def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
     }
 
 
-def latent_request(expanded: Request, layers: Sequence[LayerSpec]) -> Request:
-    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them."""
+def latent_request(
+    expanded: Request, layers: Sequence[LayerSpec], *, index_topk: int | None = None
+) -> Request:
+    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them.
+
+    index_topk: keys that the model's indexers pick for each token; None where all are seen.
+    """
     first = by_shape(layers, *STORED)[0][0]
     return expanded.replace(
         origin="model",
-        kind="mla",
+        kind="mla" if index_topk is None else "nsa",
+        index_topk=index_topk,
         num_kv_heads=1,
         v_head_dim=expanded.v_head_dim or expanded.head_dim,
         kv_lora_rank=first.v_head_dim,
         qk_rope_head_dim=first.qk_rope_head_dim,
     )
+
+
+def without_indexer(stated: Request) -> Request:
+    """The same for contexts of which the indexer picks every key: plain MLA."""
+    return stated.replace(origin="model", kind="mla", index_topk=None)
 
 
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
@@ -281,6 +292,10 @@ def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
     if stated.kind == "dual_chunk":
         # transformers runs Qwen2.5-1M as a Qwen2, without its chunks.
         return [stated.replace(origin="model", kind="mha")]
+    if stated.index_topk is not None:
+        if stated.index_topk < options.max_context_len:
+            return [stated]
+        stated = without_indexer(stated)
     if stated.kind != "mla" or options.mla == "expanded":
         return [stated.expanded() if stated.latent else stated]
     return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]

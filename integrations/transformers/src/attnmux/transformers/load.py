@@ -18,6 +18,7 @@ from attnmux.core import (
     LinearLayerSpec,
     Offer,
     Platform,
+    Request,
     dtype_name,
     in_brief,
     make_first,
@@ -37,6 +38,7 @@ from attnmux.transformers.decision import (
     without,
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.mixers import Mixer, mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
@@ -109,15 +111,16 @@ def _load_decoder(
     mixers = mixers_of(model)
     for mixer in mixers:
         mixer.bind()
+    indexers = bound_indexers(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
     request = request_of(layers, dtype, linear)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
-    ways = [] if latent is None else [latent_request(request, latent)]
-    if options.mla != "absorbed":
-        ways.append(request)
+    if indexers is not None and indexers.topk >= options.max_context_len:
+        indexers = None  # of such a context they pick every key
+    ways = _ways(request, latent, indexers, options)
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
@@ -125,7 +128,7 @@ def _load_decoder(
             return _make(model, layers, decision, options, linear=linear)
         absorb(model, layers)
         try:
-            return _make(model, latent, decision, options, linear=linear)
+            return _make(model, latent, decision, options, linear=linear, indexers=indexers)
         except BaseException:
             expand(model, layers)
             raise
@@ -142,6 +145,31 @@ def _load_decoder(
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
     return runner
+
+
+def _ways(
+    request: Request,
+    latent: Sequence[LayerSpec] | None,
+    indexers: Indexers | None,
+    options: RunnerOptions,
+) -> list[Request]:
+    """How the model may run as it was recorded, the way that is preferred first.
+
+    Raises InvalidInput for what does not go together with indexers.
+    """
+    if indexers is None:
+        expanded = [request] if options.mla != "absorbed" else []
+        return expanded if latent is None else [latent_request(request, latent), *expanded]
+    if latent is None:
+        expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
+        raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
+    if options.draft_topk > 1:
+        expected = "1, chains of drafts: an indexer counts places"
+        raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+    if options.ranks.size > 1:
+        expected = "1: an indexer's keys lie on one rank"
+        raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
+    return [latent_request(request, latent, index_topk=indexers.topk)]
 
 
 def _latent_layers(
@@ -227,6 +255,7 @@ def _make(
     options: RunnerOptions,
     max_encoder_len: int = 0,
     linear: Sequence[LinearLayerSpec] = (),
+    indexers: Indexers | None = None,
 ) -> ModelRunner:
     if options.check is not None:
         options.check(decision)
@@ -246,6 +275,7 @@ def _make(
         debug=options.debug,
         wrap=options.wrap,
         ranks=options.ranks,
+        indexers=indexers,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -22,6 +24,7 @@ from attnmux.core import (
     GraphConfig,
     GraphRunner,
     InvalidInput,
+    KeyPicker,
     LayerSpec,
     LinearLayerSpec,
     ModelInput,
@@ -31,11 +34,19 @@ from attnmux.core import (
     device_graphs,
     forward_context,
     graph_batch_sizes,
+    torch_dtype,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.pools import MemoryBudget, make_pools, make_states, pool_sizes
+from attnmux.transformers.indexers import Indexers
+from attnmux.transformers.pools import (
+    MemoryBudget,
+    bytes_per_token,
+    make_pools,
+    make_states,
+    pool_sizes,
+)
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.repeated import has_numbered_calls
 from attnmux.transformers.rotary import fixed_row_len
@@ -71,6 +82,7 @@ class ModelRunner:
         debug: bool = False,
         wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
         ranks: Ranks = ONE_RANK,
+        indexers: Indexers | None = None,
     ) -> None:
         """Allocate the pools and build the backend.
 
@@ -84,15 +96,18 @@ class ModelRunner:
         decoder-only model. window_step_tokens: the prompt tokens of a step, at least, for which a
         window pool has room (see `pool_sizes`); None puts all layers into one pool. Callers then
         `slide` requests before each step, as the engine does.
-        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`.
+        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. indexers: those
+        of the model, bound, where the decision is of kind "nsa".
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
         self.decision = decision
         self.ranks = ranks
+        self.indexers = indexers
         device = model.device
         page_size = decision.page_size
         self.linear_states = make_states(linear, decision, max_batch_size, device)
+        stored = ranks.stored(layers)
         most = None
         if max_total_tokens is not None:
             # With tokens interleaved over ranks, each page of these may be filled in part
@@ -101,12 +116,11 @@ class ModelRunner:
             most = (tokens // page_size + part_filled + spare_pages) * page_size
         elif memory is None:
             raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
-        stored = ranks.stored(layers)
         self.sizes = pool_sizes(
             stored,
             decision,
             max_tokens=most,
-            nbytes=self._kv_bytes(memory),
+            nbytes=self._kv_bytes(memory, stored),
             max_batch_size=max_batch_size,
             window_step_tokens=None if max_encoder_len else window_step_tokens,
         )
@@ -116,6 +130,11 @@ class ModelRunner:
         """Tokens that the KV memory of all ranks holds."""
         columns = max_encoder_len + max_context_len
         table = ReqToTokenPool(max_batch_size, columns, device)
+        if indexers is not None:
+            keys = indexers.pool(num_slots=pool.num_slots, dtype=self._index_dtype, device=device)
+            indexers.picker = KeyPicker(
+                pool=keys, req_to_token=table.req_to_token, topk=indexers.topk
+            )
         self.context = BackendContext(
             request=decision.request,
             platform=decision.platform,
@@ -156,14 +175,24 @@ class ModelRunner:
         """The decided backend once more, over another request table of the same pools."""
         return self.ranks.build(self.decision, context)
 
-    def _kv_bytes(self, memory: MemoryBudget | None) -> int | None:
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        """Of an indexer's keys: as coarse as the KV cache, where that is e4m3."""
+        kv_dtype = torch_dtype(self.decision.kv_dtype)
+        return kv_dtype if kv_dtype == torch.float8_e4m3fn else self.model.dtype
+
+    def _kv_bytes(self, memory: MemoryBudget | None, layers: Sequence[LayerSpec]) -> int | None:
         """What the budget leaves to the KV pool. A share is one of the memory after the states."""
         if memory is None:
             return None
         states = (
             0 if self.linear_states is None or memory.nbytes is None else self.linear_states.nbytes
         )
-        return self.ranks.smallest(max(memory.resolve(self.model.device) - states, 0))
+        left = max(memory.resolve(self.model.device) - states, 0)
+        if self.indexers is not None:
+            ours = bytes_per_token(layers, self.decision)
+            left = left * ours // (ours + self.indexers.bytes_per_token(self._index_dtype))
+        return self.ranks.smallest(left)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the model's layers, and run a few steps so that their code is made now.
@@ -179,6 +208,9 @@ class ModelRunner:
         if self.linear_states is not None:
             expected = "attention in every layer: a compiler would cut the model at each other one"
             raise InvalidInput("compile", got="a model with linear layers", expected=expected)
+        if self.indexers is not None:
+            expected = "a model without indexers, which read the running step"
+            raise InvalidInput("compile", got="sparse attention", expected=expected)
         if has_numbered_calls(self.model):
             expected = "attention once in each layer: its code serves all that are alike"
             raise InvalidInput("compile", got="layers that attend again", expected=expected)
@@ -231,7 +263,8 @@ class ModelRunner:
         """
         context = self.context
         devices = devices or device_graphs(context.device)
-        config = partial(GraphConfig, host_lens=True)
+        topk = 0 if self.indexers is None else self.indexers.topk
+        config = partial(GraphConfig, host_lens=True, index_topk=topk)
         sizes = partial(graph_batch_sizes, pool_size=context.max_batch_size, chosen=batch_sizes)
         encoder = self.steps.max_encoder_len > 0
         self.graphs = self._captured(config(batch_sizes=sizes(), encoder=encoder), devices)
@@ -362,10 +395,14 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run a step eagerly."""
         batch, mode = step.batch, step.batch.forward_mode
+        eagerly: AbstractContextManager[None] = nullcontext()
+        if self.indexers is not None and self.indexers.picker is not None:
+            batch = replace(batch, topk_indices=self.indexers.picker.room(batch))
+            eagerly = self.indexers.eagerly()
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
         every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
-        with forward_context(self.backend, batch):
+        with forward_context(self.backend, batch), eagerly:
             logits = self.logits(batch, inputs, None if every else indices)
         laps.lap("launch")
         return logits

@@ -8,20 +8,24 @@ import triton as library
 from triton.runtime import driver
 
 from attnmux.core import BackendContext, BackendFailed, current_launches, in_brief
+from attnmux.core import rehearse as rehearse_all
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.picked import PickedBackend
 from attnmux.triton.warmup import compile_ahead, rehearse
 
 ADDRESS = "triton/triton"
 """The backend's name in `TunedLaunch.backend`."""
 
 
-def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend:
+def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBackend | PickedBackend:
     """Compiles what the layers will need, so that no request waits for a compiler.
 
     Raises InvalidInput for layers that the kernels do not serve, BackendFailed where this Triton
     cannot drive the device or a kernel does not compile for it.
     """
+    if context.request.kind == "nsa":
+        return _picked(context, options)
     tuned = current_launches(context.launches, ADDRESS, context.platform)
     backend = TritonBackend(
         context,
@@ -31,6 +35,13 @@ def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBack
     )
     if not library.knobs.runtime.interpret:
         compile_ahead(backend.launcher.rehearse(lambda: rehearse(backend, context)), context.device)
+    return backend
+
+
+def _picked(context: BackendContext, options: Mapping[str, object]) -> PickedBackend:
+    backend = PickedBackend(context, options, compute_units=compute_units(context))
+    if not library.knobs.runtime.interpret:
+        rehearse_all(backend)
     return backend
 
 

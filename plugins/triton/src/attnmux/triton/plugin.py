@@ -80,6 +80,16 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             qk_rope_head_dim=multiple_of(1, most=64),
             **spec,
         )
+    yield _clause(
+        dtype,
+        phase=one_of("extend", "decode", "verify", "draft"),
+        kind=one_of("nsa"),
+        kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
+        head_dim=ANY,
+        kv_lora_rank=multiple_of(1, most=512),
+        qk_rope_head_dim=multiple_of(1, most=64),
+        custom_mask=NONE,
+    )
     # ALiBi counts places in the sequence, which the nodes of a draft tree do not have.
     yield _clause(
         dtype,

@@ -230,8 +230,10 @@ def _kv_heads(values: Mapping[str, Any], source: str) -> int:
 
 def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     rope = _whole(values, "qk_rope_head_dim", source)
+    sparse = values.get("index_topk") is not None
     return {
-        "kind": "nsa" if values.get("index_topk") is not None else "mla",
+        "kind": "nsa" if sparse else "mla",
+        "index_topk": _whole(values, "index_topk", source) if sparse else None,
         "num_q_heads": _q_heads_per_rank(values, source, tp),
         "num_kv_heads": 1,
         "head_dim": _whole(values, "qk_nope_head_dim", source) + rope,

@@ -42,6 +42,9 @@ class Request:
     """None: as `head_dim`."""
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
+    index_topk: int | None = None
+    """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
+    context of no more tokens has plain MLA."""
     encoder_head_dim: int | None = None
     """Of a multimodal model's encoder, which has its own heads."""
     dtype: str | None = None
@@ -161,6 +164,7 @@ class Request:
             num_kv_heads=self.num_q_heads,
             kv_lora_rank=None,
             qk_rope_head_dim=None,
+            index_topk=None,
             chunked_prefix=False,
         )
 

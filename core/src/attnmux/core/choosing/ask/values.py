@@ -133,6 +133,7 @@ READERS: Mapping[str, Reader] = {
     "v_head_dim": _positive,
     "kv_lora_rank": _positive,
     "qk_rope_head_dim": _positive,
+    "index_topk": _positive,
     "encoder_head_dim": _positive,
     "dtype": _dtype,
     "kv_dtype": _dtype,

@@ -1,0 +1,245 @@
+"""Models with indexers in the engine: the text of transformers' own attention, in any step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from attnmux.core import InvalidInput, KeyPicker, Offer, Request, load_plugins, solve
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
+from attnmux.transformers import (
+    Engine,
+    MemoryBudget,
+    NgramProposer,
+    Prompt,
+    RunnerOptions,
+    SequenceState,
+    load_runner,
+    open_checkpoint,
+    run_prompts,
+)
+from attnmux.transformers.checkpoint import quiet_transformers
+
+TOPK, NEW = 12, 8
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": TOPK,
+    "index_head_dim": 16,
+    "index_n_heads": 32,  # of few heads, many keys have the same score
+}
+CONFIGS = {
+    "deepseek": lambda **more: transformers.DeepseekV32Config(**{**BASE, **more}),
+    "glm": lambda **more: transformers.GlmMoeDsaConfig(
+        **{**BASE, "indexer_types": ["full", "shared", "full"], **more}
+    ),
+}
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekV32Config"), reason="this transformers has no indexers"
+)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """(the model with transformers' own eager attention, its checkpoint's folder), by name."""
+    made = {}
+
+    def make(name, **more):
+        key = (name, *more.items())
+        if key not in made:
+            torch.manual_seed(0)
+            with quiet_transformers(progress=False):
+                config = CONFIGS[name](**more)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.dim() > 1:
+                            parameter.normal_(0, 0.3)
+                folder = tmp_path_factory.mktemp(name)
+                model.eval().save_pretrained(folder)
+            made[key] = model, folder
+        return made[key]
+
+    return make
+
+
+def prompts():
+    """Up to five times as long as what is picked; the later half begin as one of the first."""
+    rng = random.Random(2)
+    first = [[rng.randrange(97) for _ in range(size)] for size in (1, TOPK - 1, 40, 57)]
+    return first + [
+        [*stem[:size], rng.randrange(97)] for stem, size in zip(first, (1, 4, 33, 48), strict=True)
+    ]
+
+
+@torch.no_grad()
+def alone(model, ids):
+    """Greedy text of the model's own attention over each whole text, without a cache."""
+    ids = list(ids)
+    for _ in range(NEW):
+        ids.append(
+            int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        )
+    return tuple(ids[-NEW:])
+
+
+def texts(engine):
+    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()]
+    return [result.token_ids for result in run_prompts(engine, asked).results]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size):
+    model, folder = sparse(name)
+    expected = [alone(model, ids) for ids in prompts()]
+    runner = run_on(folder, page_size=page_size, max_context_len=80, max_total_tokens=512)
+    assert (runner.decision.request.kind, runner.decision.request.index_topk) == ("nsa", TOPK)
+    assert texts(Engine(runner, prefix_cache=False)) == expected
+    for options in ({}, {"prefill_tokens": 7}):
+        engine = Engine(runner, **options)
+        assert texts(engine) == expected
+        assert engine.stats.reused_tokens > 0
+        engine.clear_cache()
+
+
+def test_other_keys_say_something_else(sparse, run_on, monkeypatch):
+    """What is picked matters to the texts above."""
+    model, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=80, max_total_tokens=512)
+
+    def first_keys(picker, layer_id, q, k, weights, batch, *, captured):
+        keys = torch.arange(TOPK, dtype=torch.int32).expand_as(batch.topk_indices)
+        batch.topk_indices.copy_(torch.where(keys > batch.positions.unsqueeze(1), -1, keys))
+
+    monkeypatch.setattr(KeyPicker, "pick", first_keys)
+    ids = prompts()[3]
+    spoilt = runner.extend([SequenceState(token_ids=list(ids))])[0]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    assert float((spoilt - expected).abs().max() / expected.std()) > 0.1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decode_steps_replayed_from_graphs_say_the_same(sparse, name):
+    model, folder = sparse(name)
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    options = RunnerOptions(page_size=4, max_batch_size=8, max_context_len=80, max_total_tokens=512)
+    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
+    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
+    ran = []
+    replay = runner.graphs.replay
+    runner.graphs.replay = lambda batch, inputs, *, size: (
+        ran.append(batch.batch_size) or replay(batch, inputs, size=size)
+    )
+    engine = Engine(runner)
+    asked = [
+        Prompt(token_ids=ids, max_new_tokens=NEW - place % 4)
+        for place, ids in enumerate(prompts()[:4])
+    ]
+    found = [result.token_ids for result in run_prompts(engine, asked).results]
+    whole = [alone(model, ids) for ids in prompts()[:4]]
+    assert found == [text[: NEW - place % 4] for place, text in enumerate(whole)]
+    assert {1, 3} <= set(ran)
+
+
+def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
+    model, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=4)
+    drafts = NgramProposer(draft_token_num=4)
+    engine = Engine(runner, drafts=drafts)
+    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert engine.stats.drafts.requests > 0
+
+
+def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on):
+    model, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=TOPK)
+    assert runner.decision.request.kind == "mla"
+    assert runner.indexers is None
+    ids = prompts()[1]
+    logits = runner.extend([SequenceState(token_ids=list(ids))])
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_eight_bit_caches_have_eight_bit_index_keys(sparse, run_on):
+    _, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=80, max_total_tokens=512, kv_dtype="fp8_e4m3")
+    assert runner.indexers.picker.pool.dtype == torch.float8_e4m3fn
+    assert all(len(text) == NEW for text in texts(Engine(runner)))
+
+
+def test_a_budget_holds_the_index_keys_too(sparse, run_on):
+    _, folder = sparse("deepseek")
+    nbytes = 10**6
+    memory = MemoryBudget(nbytes=nbytes)
+    runner = run_on(folder, max_context_len=80, max_total_tokens=None, memory=memory)
+    taken = runner.context.token_to_kv_pool.nbytes + runner.indexers.picker.pool.nbytes
+    assert 0.98 * nbytes < taken <= nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mla": "expanded"}, "mla: expected absorbed"),
+        ({"draft_tokens": 4, "draft_topk": 2}, "draft_topk: expected 1"),
+    ],
+)
+def test_what_does_not_go_together_with_indexers(sparse, run_on, changes, said):
+    _, folder = sparse("deepseek")
+    with pytest.raises(InvalidInput, match=said):
+        run_on(folder, "fake", max_context_len=80, max_total_tokens=512, debug=False, **changes)
+
+
+def test_layers_of_sparse_models_are_not_compiled(sparse, run_on):
+    runner = run_on(sparse("deepseek")[1], max_context_len=80, max_total_tokens=512)
+    with pytest.raises(InvalidInput, match="compile: expected a model without indexers"):
+        runner.compile("eager")
+
+
+def test_an_indexer_that_ranks_otherwise_is_refused(sparse, run_on, monkeypatch):
+    module = type(sparse("deepseek")[0].model.layers[0].self_attn.indexer)
+    own = module.forward
+
+    def backwards(self, *args, **kwargs):
+        return own(self, *args, **kwargs).flip(-1)
+
+    monkeypatch.setattr(module, "forward", backwards)
+    with pytest.raises(InvalidInput, match="indices"):
+        run_on(sparse("deepseek")[1], max_context_len=80, max_total_tokens=512)
+
+
+def test_the_request_of_a_config_says_what_is_picked(sparse):
+    request = Request.from_model(sparse("deepseek")[1] / "config.json")
+    assert (request.kind, request.index_topk) == ("nsa", TOPK)
+    offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
+    decision = solve(request, probe_cpu(), offers)
+    assert {choice.backend for choice in decision.phases.values()} == {"torch_native"}
