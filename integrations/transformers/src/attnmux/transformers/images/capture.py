@@ -6,6 +6,7 @@ embeddings, positions and masks are those that the model made.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class ImageReader:
     def _probe_spans(self) -> list[tuple[int, int]]:
         """The spans of a prompt without pixels that claims to hold an image."""
         types = torch.tensor([[0, 1, 1, 1, 0]], device=self._model.device)
-        taken = self._model.forward.__code__.co_varnames
+        taken = inspect.signature(self._model.forward).parameters
         told = {name: types for name in TYPES if name in taken}
         handed = self._run({"input_ids": torch.zeros_like(types), **told})
         return self._spans(handed, types.shape[1])
