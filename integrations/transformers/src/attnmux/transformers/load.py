@@ -129,14 +129,9 @@ def _load_decoder(
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
     request = request_of(layers, dtype, linear)
-    images = None
-    if options.images:
-        images = ImageReader(model, layers)
-        request = request.replace(
-            origin="model",
-            encoder_head_dim=images.tower.layer.qk_head_dim,
-            custom_mask=images.has_spans,
-        )
+    images = ImageReader(model, layers) if options.images else None
+    if images is not None:
+        request = images.ask(request)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)

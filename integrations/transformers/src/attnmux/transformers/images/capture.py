@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import InvalidInput, LayerSpec
+from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers.images.encoder import VisionTower
 from attnmux.transformers.images.prompt import PromptImages, keys_of
 from attnmux.transformers.probe import MaskFunction, Reach
@@ -76,6 +76,11 @@ class ImageReader:
         self.has_spans = bool(self._probe_spans())
         """Whether tokens of an image see each other, which needs custom masks."""
 
+    def ask(self, request: Request) -> Request:
+        """What images demand besides the decoder's `request`."""
+        head_dim, masked = self.tower.layer.qk_head_dim, self.has_spans
+        return request.replace(origin="model", encoder_head_dim=head_dim, custom_mask=masked)
+
     def _probe_spans(self) -> list[tuple[int, int]]:
         """The spans of a prompt without pixels that claims to hold an image."""
         types = torch.tensor([[0, 1, 1, 1, 0]], device=self._model.device)
@@ -100,13 +105,13 @@ class ImageReader:
         ids = self._prompt_of(given)
         places = [place for place, token in enumerate(ids) if token == self.token_id]
         seen = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
-        for name, value in seen.items():
-            if value.is_floating_point():
-                given[name] = value.to(self._model.dtype)
-        if not places or not seen:
+        pixels = [name for name, value in seen.items() if value.is_floating_point()]
+        for name in pixels:
+            given[name] = seen[name].to(self._model.dtype)
+        if not places or not pixels:
             raise InvalidInput(
                 "images",
-                got=f"{len(places)} placeholders, and {sorted(seen) or 'nothing'} of images",
+                got=f"{len(places)} placeholders, and {', '.join(pixels) or 'no pixels'}",
                 expected="a prompt with a placeholder for each of its images",
             )
         del given["attention_mask"]
