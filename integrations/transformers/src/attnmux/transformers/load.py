@@ -18,6 +18,7 @@ from attnmux.core import (
     LinearLayerSpec,
     Offer,
     Platform,
+    Request,
     dtype_name,
     in_brief,
     make_first,
@@ -128,10 +129,8 @@ def _load_decoder(
         mixer.bind()
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
-    request = request_of(layers, dtype, linear)
     images = ImageReader(model, layers) if options.images else None
-    if images is not None:
-        request = images.ask(request)
+    request = _with_images(request_of(layers, dtype, linear), images)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
@@ -162,6 +161,10 @@ def _load_decoder(
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
     return runner
+
+
+def _with_images(request: Request, images: ImageReader | None) -> Request:
+    return request if images is None else images.ask(request)
 
 
 def _latent_layers(

@@ -18,10 +18,8 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers.images.encoder import VisionTower
 from attnmux.transformers.images.prompt import PromptImages, keys_of
+from attnmux.transformers.images.spans import read_spans
 from attnmux.transformers.probe import MaskFunction, Reach
-
-ROWS = 512
-"""Rows of a mask that are read at a time."""
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor returns besides the inputs of the vision tower."""
@@ -223,58 +221,16 @@ class ImageReader:
 
     def _spans(self, handed: _Handed, length: int) -> list[tuple[int, int]]:
         """The parts whose tokens see each other. Refuses masks that show anything else."""
-        if not handed.masks:
-            return []
-        spans: list[tuple[int, int]] = []
-        for mask in handed.masks:
-            spans = spans or _spans_of(mask, length, self._model.device)
-        for mask in handed.masks:
-            if not any(self._is_mask(mask, reach, spans, length) for reach in self._reaches):
-                raise InvalidInput(
-                    "images",
-                    got=f"a mask of {self._name} for {length} tokens",
-                    expected="causal attention with the layers' windows, in which parts may see "
-                    "themselves",
-                )
-        return spans
-
-    def _is_mask(
-        self, mask: MaskFunction, reach: Reach, spans: Sequence[tuple[int, int]], length: int
-    ) -> bool:
         device = self._model.device
-        keys = torch.arange(length, device=device)
-        last = keys.clone()
-        for begin, end in spans:
-            last[begin:end] = end - 1
-        for queries in keys.split(ROWS):
-            token = queries.unsqueeze(1)
-            expected = keys <= last[queries].unsqueeze(1)
-            if reach.sliding_window_size >= 0:
-                expected &= keys >= token - reach.sliding_window_size
-            if reach.attention_chunk_size:
-                size = reach.attention_chunk_size
-                expected &= keys // size == token // size
-            if not torch.equal(_rows(mask, queries, keys), expected):
-                return False
-        return True
-
-
-def _spans_of(mask: MaskFunction, length: int, device: torch.device) -> list[tuple[int, int]]:
-    """By the last key that each token sees, from the first token of each span on."""
-    keys = torch.arange(length, device=device)
-    last = torch.cat(
-        [length - 1 - _rows(mask, part, keys).flip(1).int().argmax(1) for part in keys.split(ROWS)]
-    ).tolist()
-    spans: list[tuple[int, int]] = []
-    for token, reach in enumerate(last):
-        if reach > token and (not spans or token >= spans[-1][1]):
-            spans.append((token, reach + 1))
-    return spans
-
-
-def _rows(mask: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    zero = keys.new_zeros((1, 1))
-    return mask(zero, zero, queries.unsqueeze(1), keys.unsqueeze(0)).expand(len(queries), len(keys))
+        spans = read_spans(handed.masks, self._reaches, length, device)
+        if spans is None:
+            raise InvalidInput(
+                "images",
+                got=f"a mask of {self._name} for {length} tokens",
+                expected="causal attention with the layers' windows, in which parts may see "
+                "themselves",
+            )
+        return spans
 
 
 @contextmanager
